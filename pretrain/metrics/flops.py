@@ -86,6 +86,7 @@ class ModelFlops:
     layer_norm: bool = False  # its norms are LayerNorm; else RMSNorm
     expert_weights: int = 0  # of a mixture: of the stacked experts that a token is multiplied with
     idle_weights: int = 0  # and of those that it is not
+    choices: int = 0  # experts of a token in a layer
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
@@ -115,6 +116,7 @@ class ModelFlops:
             layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
             expert_weights=active,
             idle_weights=sum(map(torch.numel, products)) - active,
+            choices=chosen if products else 0,
         )
 
     @property

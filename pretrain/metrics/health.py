@@ -32,6 +32,7 @@ MOST_ROLLBACKS = 3  # over the whole run, resumed or not; then it stops
 MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
 USUAL_FOLLOWS = 0.25  # of the way from what was usual at a look to what is seen at the next
 FROZEN_SHARE = 0.05  # of all updates lost: from here on there is a warning
+STARVED_SHARE = 0.05  # of all experts: the same
 
 
 class TrainingHalted(InputError):
@@ -147,9 +148,9 @@ class Health:
         remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or start a new run"
         return StepDecision("stop", f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN", remedy)
 
-    def warnings_of(self, step: int, frozen: float, valid_tokens: int) -> Iterator[str]:
-        """Yields, the first time in this process, that many updates are lost (a share of all), and that no token of a step has a
-        label, so that it has no loss."""
+    def warnings_of(self, step: int, frozen: float, valid_tokens: int, starved: float = 0.0) -> Iterator[str]:
+        """Yields, the first time in this process, that many updates are lost (a share of all), that no token of a step has a
+        label, so that it has no loss, and that many of a mixture's experts starve (a share of all)."""
         if frozen > FROZEN_SHARE and "frozen" not in self._warned:
             self._warned.add("frozen")
             yield (
@@ -159,6 +160,12 @@ class Health:
         if not valid_tokens and "unlabelled" not in self._warned:
             self._warned.add("unlabelled")
             yield f"step {step}: no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)"
+        if starved > STARVED_SHARE and "starved" not in self._warned:
+            self._warned.add("starved")
+            yield (
+                f"step {step}: {percent(starved)} of the experts get less than a tenth of what their layer's get on average; "
+                "`model.config.output_router_logits: true` trains their balance, a larger `router_aux_loss_coef` more of it"
+            )
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
         wanted, state, obstacle = getattr(self.settings, key), self.state, ""

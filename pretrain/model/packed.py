@@ -78,7 +78,9 @@ class PackedLanguageModel(nn.Module):
 
     def mean_losses(self, accelerator: Accelerator, tokens: int, trained: Tensor) -> dict[str, Tensor]:
         """`loss`, the cross-entropy in a step's mean loss `trained`, and the mean over the `tokens` of all ranks of what else
-        `take_sums` has: penalty and router loss without their weights. FP32 scalars. Collective."""
+        `take_sums` has, penalty and router loss without their weights; and of a mixture its `balance`. FP32 scalars.
+        Collective."""
+        balance = self.routing.balance(accelerator) if self.routing else {}
         sums = self.take_sums()
         names = ["loss", "penalty"] if self.hf.get_output_embeddings().penalty else []
         names += self.routing.names if self.routing else []
@@ -89,7 +91,7 @@ class PackedLanguageModel(nn.Module):
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
         if "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
-        return losses
+        return losses | balance
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:

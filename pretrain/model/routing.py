@@ -14,16 +14,19 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
+from pretrain.model.experts import GroupedExperts
 
-STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets fewer than this share of it learns little
+STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets fewer learns little
 
 
 def check(hf: PreTrainedModel) -> None:
@@ -74,9 +77,27 @@ class Routing:
         return ["router_entropy", *(["router_loss"] if self.coefficient is not None else [])]
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Sums over labels since this was last called, by `names`; empty where nothing was forwarded."""
+        """Sums over labels since this was last called, by `names`; empty where nothing was forwarded. Loads are forgotten too."""
         sums, self._sums = self._sums, {}
+        for experts in self._experts:
+            experts.load = None
         return sums
+
+    def balance(self, accelerator: Accelerator) -> dict[str, Tensor]:
+        """How the layers have spread tokens over their experts since `take_sums` was last called: the largest load of an expert,
+        as a multiple of its layer's mean, and the share of experts that starve. Empty where experts are not grouped. Collective.
+        """
+        if not self._experts:
+            return {}
+        nothing = torch.zeros(1, device=accelerator.device)
+        loads = [nothing.expand(len(each.down_proj)) if each.load is None else each.load.float() for each in self._experts]
+        loads = accelerator.reduce(torch.stack(loads), reduction="sum")
+        shares = loads / loads.mean(1, keepdim=True).clamp(min=1)
+        return {"expert_load": shares.max(), "starved_experts": (shares < STARVED).float().mean()}
+
+    @cached_property
+    def _experts(self) -> list[GroupedExperts]:
+        return [module for module in self._hf.modules() if isinstance(module, GroupedExperts)]
 
 
 def forget_logits(layer: nn.Module) -> None:

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
+from pretrain.model.experts import GroupedExperts, group_experts
 from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers
@@ -80,11 +81,17 @@ def fuse(
 def convert(
     hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
 ) -> None:
-    """Let every module that `decisions` names multiply in low precision where the context's present backend computes; in place,
-    on the same Parameters. Modules inside of `fused` layers stay: the layers multiply by themselves. Called for each backend."""
+    """Let every module that `decisions` names multiply in low precision where the context's present backend computes, and all
+    stacked experts by grouped products; in place, on the same Parameters. Modules inside of `fused` layers stay: the layers
+    multiply by themselves. Called for each backend."""
     backend = context.backend
+    group_experts(hf, context)
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):
+        for key, stack in module.stacks.items() if isinstance(module, GroupedExperts) else ():
+            if stack.name in decisions and decisions[stack.name].reason is None:
+                _, *sizes = module.get_parameter(key).shape
+                stack.products[backend] = backend.product(stack.name, *reversed(sizes), bias=False, grouped=True)
         if name not in decisions or decisions[name].reason is not None or name.startswith(inside):
             continue
         if isinstance(module, (*LINEARS, LowPrecisionLinear)):
@@ -123,7 +130,7 @@ def wrap_layers(
         # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
         # rounding of its weight out. A norm's graph serves any number of tokens, but cuts its sums by the number that it saw
         # first, which in a resumed run is another: where bits are to repeat, each number has a graph of its own.
-        in_pieces = any(isinstance(module, LowPrecisionLinear) for module in unit.modules())
+        in_pieces = any(isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules())
         alone = not isinstance(unit, GradientCheckpointingLayer)
         casts_outside = in_pieces or alone
         if compile_layers and casts_outside:
@@ -171,8 +178,11 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
     """`forward` of `module`, run with every parameter of `module` cast to `dtype`; the casts are differentiated through.
 
     The weight of a low-precision linear keeps its `main_grad`: its product adds to that from FP32, and none goes through a cast.
+    So do the stacks of experts.
     """
-    low = {f"{name}.weight".removeprefix(".") for name, part in module.named_modules() if isinstance(part, LowPrecisionLinear)}
+    parts = dict(module.named_modules())
+    low = {f"{name}.weight".removeprefix(".") for name, part in parts.items() if isinstance(part, LowPrecisionLinear)}
+    low |= {f"{name}.{key}" for name, part in parts.items() if isinstance(part, GroupedExperts) for key in part.stacks}
 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}

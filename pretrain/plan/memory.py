@@ -28,9 +28,11 @@ So `batch.microbatch: auto` only begins where this estimate says, and tries on t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from transformers import PreTrainedModel
@@ -42,7 +44,8 @@ from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.scope import decide
+from pretrain.precision.grouped import STACKS, stacked_experts
+from pretrain.precision.scope import Decision, decide
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision, precision_called
 from pretrain.settings.recipe import Recipe
 
@@ -85,6 +88,8 @@ class LayerMemory:
     quantized_weights: int  # for forward and backward, kept from the first microbatch of a step to the last
     unquantized_weights: int  # in the compute dtype; copied where they are stored in FP32
     fused: bool  # then copies are kept for the whole step, whether it is recomputed or not
+    # Of its experts' weights, the share that stays unquantized, by the reason for it.
+    experts_left_out: Mapping[str, float] = field(default_factory=dict)
     rotated: int = 0  # a token: queries, keys and values, where they may be kept beside what backward can make them from
 
 
@@ -192,7 +197,8 @@ def layers_of(
     decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
     not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
     layouts, others = active.precision.layouts_on(capability), UNQUANTIZED[active.precision.compute_dtype]
-    compiled = compiled_layer(flops, active.precision, layouts)
+    left_out = _experts_left_out(model, decisions)
+    compiled = compiled_layer(flops, active.precision, layouts, left_out)
     result = []
     for name, layer in layers.items():
         reason, low = assess_layer(name, layer, decisions)
@@ -236,21 +242,35 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], attention: str, la
     )
 
 
-def compiled_layer(flops: ModelFlops, precision: Precision, layouts: int) -> LayerMemory:
+def _experts_left_out(model: PreTrainedModel, decisions: Mapping[str, Decision]) -> dict[str, float]:
+    """Of the weights of all stacked experts of `model` the share that stays unquantized, by the reason for it."""
+    stacks = {f"{name}.{key}": getattr(each, key).numel() for name, each in stacked_experts(model) for key in STACKS}
+    shares: dict[str, float] = defaultdict(float)
+    for name, size in stacks.items():
+        if name in decisions and (reason := decisions[name].reason):
+            shares[reason] += size / sum(stacks.values())
+    return shares if stacks else {"they are not stacked as most are": 1.0}
+
+
+def compiled_layer(
+    flops: ModelFlops, precision: Precision, layouts: int, experts_left_out: Mapping[str, float] = MappingProxyType({})
+) -> LayerMemory:
     """A mean layer of the model that `flops` counts; `layouts`: held of a quantized weight."""
     shape, number = flops.shape, precision.number_bytes
     linears = (flops.attention_weights + flops.mlp_weights) // shape.layers
     rotated = shape.query_width + shape.kv_heads * shape.head_dim
     experts, idle = flops.expert_weights // shape.layers, flops.idle_weights // shape.layers
-    values = 4 * shape.hidden + (linears + experts) // shape.hidden + rotated
+    # Experts keep what comes in once for each choice of a token, and what comes out, which its weight is multiplied with.
+    values = 4 * shape.hidden + (linears + experts) // shape.hidden + rotated + 2 * flops.choices * shape.hidden
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     return LayerMemory(
         inputs=shape.hidden * number,
         kept=kept,
         workspace=kept,  # the gradients of what it keeps
-        quantized_weights=layouts * linears,
+        quantized_weights=layouts * round(linears + (experts + idle) * (1 - sum(experts_left_out.values()))),
         unquantized_weights=number * (linears + experts + idle),
         fused=False,
+        experts_left_out=experts_left_out,
     )
 
 

@@ -188,18 +188,19 @@ class Plan:
         return self.devices.count * sum(steps for steps, _ in peaks) / sum(steps / each for steps, each in peaks)
 
     def _peak_in(self, active: ActivePrecision) -> float | None:
-        """Dense peak of one device over products that are in `active`, but for a mixture's experts: these are in BF16."""
+        """Dense peak of one device over products that are in `active`, but for those of a mixture's experts that stay in BF16."""
         fastest, bf16 = peak(self.devices.name, active.precision.peak), peak(self.devices.name, "bf16")
         if fastest and active.precision.plain_forward:  # of a linear's three products, which are alike in FLOPs, one
             fastest = 3 / (1 / bf16 + 2 / fastest)
-        if not (fastest and active.precision.quantized and self.flops.expert_weights):
-            return fastest
-        return 1 / (self.share_of_experts / bf16 + (1 - self.share_of_experts) / fastest)
+        slower = sum(self.experts_left_out(active).values())
+        return 1 / (slower / bf16 + (1 - slower) / fastest) if fastest and slower else fastest
 
-    @property
-    def share_of_experts(self) -> float:
-        """Of all FLOPs, those of a mixture's experts."""
-        return TRAINED * self.flops.expert_weights / self.flops_per_token
+    def experts_left_out(self, active: ActivePrecision) -> dict[str, float]:
+        """Of all FLOPs the share of a mixture's experts that low precision leaves out, by the reason for it."""
+        if not (active.precision.quantized and self.flops.expert_weights):
+            return {}
+        layers, share = self.layers.get(active.precision.name), TRAINED * self.flops.expert_weights / self.flops_per_token
+        return {reason: share * each for reason, each in layers[-1].experts_left_out.items()} if layers else {}
 
     # ── Memory, and what is kept ──
 
@@ -240,9 +241,9 @@ class Plan:
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
         if self.recipe.weights == "bf16":
             warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
-        if self.flops.expert_weights and any(active.precision.quantized for active in self.actives):
-            warnings.append(f"experts compute in BF16 under every precision: {units.percent(self.share_of_experts)} of the FLOPs")
         for active in self.actives:
+            for reason, share in self.experts_left_out(active).items():
+                warnings.append(f"experts compute in BF16, {units.percent(share)} of the FLOPs ({reason})")
             if active.backend == "emulation":
                 warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings

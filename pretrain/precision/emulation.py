@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from pretrain.precision import grouped
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.grouped import Grouped
 from pretrain.precision.observed import ALONG, dtype_name, watched
 from pretrain.precision.product import Backend, Gemm, Product
 from pretrain.precision.quantizers.blocks import BlockQuantized
@@ -59,8 +61,8 @@ class EmulationBackend(Backend):
         self.products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> EmulatedProduct:
-        self.products.append(EmulatedProduct(self, name))
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False) -> EmulatedProduct:
+        self.products.append((EmulatedGroupedProduct if grouped else EmulatedProduct)(self, name))
         return self.products[-1]
 
     def forward(self) -> AbstractContextManager[None]:
@@ -159,6 +161,38 @@ class EmulatedProduct(Product):
     def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> list[BothWays]:
         x, scale = tensors
         return [BothWays(None, self.quantized("input", x, "rows", scale))]
+
+
+class EmulatedGroupedProduct(Grouped, EmulatedProduct):
+    """The operands of all experts are quantized as one, and multiplied in FP32."""
+
+    def __init__(self, backend: EmulationBackend, name: str) -> None:
+        super().__init__(backend, name)
+        self.aligned = max(self.aligned, backend.active.precision.multiple_of)
+
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
+        return super().operand(role, x.flatten(0, -2), both=both)
+
+    def multiply(self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype | None, bias: None = None) -> Tensor:
+        a, b = factors = self.factors(gemm, left, right)
+        if gemm == "wgrad":
+            operands = a.values.t(), b.values.t()
+        elif gemm == "forward":
+            operands = a.values, b.values.unflatten(0, (len(self.ends), -1))
+        else:
+            stacked = self._by_expert(b.values)
+            operands = a.values, stacked.mT
+            of_blocks = None if b.block_scale is None else self._by_expert(b.block_scale).flatten(0, 1)
+            factors = [a, Operand(stacked.flatten(0, 1), b.scale, of_blocks)]
+        with watched(self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]):
+            product = grouped.multiply(gemm, *(each.float() for each in operands), self.ends)
+        if a.scale is not None:
+            product.mul_(a.scale * b.scale)
+        return product if dtype is None else product.to(dtype)
+
+    def _by_expert(self, values: Tensor) -> Tensor:
+        """values [in, experts x out] -> [experts, in, out]: of a weight whose product sums along the rows of each expert."""
+        return values.unflatten(1, (len(self.ends), -1)).transpose(0, 1)
 
 
 def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:

@@ -205,7 +205,7 @@ class ProductObserver:
 
     @torch.no_grad()
     def torch_product(self, left: Tensor, right: Tensor) -> None:
-        """left [m, k] times right [k, n], as the kernel gets them."""
+        """left [m, k] times right [k, n], or [experts, k, n], as the kernel gets them."""
         call = self._calls[-1]
         if call.scales is None or self._active is None:
             self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
@@ -214,7 +214,7 @@ class ProductObserver:
         self._note(call, *(precision.operand_kind(settings, role) for role in roles))
         if not self._examines(call):
             return
-        for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT), call.scales, strict=True):
+        for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True):
             scaling, largest = precision.scaling(role), None
             values, scale = sample(matrix, of_blocks if scaling.block else of_tensor, scaling, self._generator(matrix.device))
             codes = values.float()
@@ -224,6 +224,23 @@ class ProductObserver:
                 largest = torch.linalg.vector_norm(matrix, math.inf).float()
             grid = precision.grid(settings, role)
             self._findings.append((call, role, grid, examine(codes, scale, grid, scaling, largest)))
+
+    @torch.no_grad()
+    def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:
+        """The factors of torch's grouped product in FP8, codes with the axis of the sum last, and their scales, which are as many
+        as there are rows and all alike where a tensor has one."""
+        call, grids = self._calls[-1], {dtype: grid for dtype, grid in _FP8.values()}
+        self._note(call, *(f"{grids[codes.dtype].name.lower()} tensor-scaled" for codes, _ in factors))
+        if self._active is None or not self._examines(call):
+            return
+        for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
+            scaling, grid, scale = self._active.precision.scaling(role), grids[codes.dtype], scales.flatten()[0]
+            codes = codes.flatten(0, -2).view(torch.uint8)
+            largest = (codes & 0x7F).amax().reshape(1).view(factors[0][0].dtype).float().reshape(())
+            values, of_blocks = sample(codes, scale, scaling, self._generator(codes.device))
+            figures = examine(values.view(factors[0][0].dtype).float(), of_blocks, grid, scaling, largest)
+            figures[1] += (scales != scale).sum()
+            self._findings.append((call, role, grid, figures))
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -289,6 +306,9 @@ class _TorchProducts(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if factors := FACTORS.get(function.overloadpacket):
             ProductObserver.current.torch_product(*args[factors])
+        elif function.overloadpacket is _aten._scaled_grouped_mm:
+            left, right, of_left, of_right = args[:4]
+            ProductObserver.current.scaled_product((left, of_left), (right.mT, of_right))
         return function(*args, **(kwargs or {}))
 
 

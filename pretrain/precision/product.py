@@ -183,7 +183,7 @@ class Multiplication:
     def show(self, role: Role, tensor: Tensor) -> None:
         """An operand before it is quantized, [tokens or out, features]."""
         for observer in self.seen_by.observers:
-            observer(self.product.name, role, tensor.detach())
+            observer(self.product.name, role, tensor.detach().flatten(0, -2))
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
         """A weight as the forward product is about to take it, and as it is; among the operands where it is made."""
@@ -257,8 +257,9 @@ class Backend(Protocol):
 
     products: list[Any]  # all that `product` has made
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> Product:
-        """The product of the linear called `name`, with a state of its own where the precision keeps one."""
+    def product(self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False) -> Product:
+        """The product of the linear called `name`, with a state of its own where the precision keeps one. `grouped`: of all
+        experts of a mixture's layer (pretrain.precision.grouped)."""
 
     def forward(self) -> AbstractContextManager[Any]:
         """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
@@ -295,6 +296,7 @@ class PrecisionContext:
     weight_observers: list[Callable[[Product, Operand, Tensor], None]] = field(default_factory=list)
     result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(default_factory=list)
     quantizing: bool = True  # false while parity runs the same model with its quantization off
+    groups: dict[str, Tensor] = field(default_factory=dict)  # of grouped products, by name: where each expert's rows end now
     backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
 
     def __post_init__(self) -> None:

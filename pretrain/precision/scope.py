@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
+from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
@@ -29,18 +31,23 @@ class Decision:
 
 
 def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
-    """A decision for each linear of `hf`, by name. `layers`: its decoder layers in order. Shapes are enough: `hf` may be on the
-    meta device."""
+    """A decision for each linear of `hf`, by name, and for each stack of a mixture's experts, such as
+    `model.layers.0.mlp.experts.down_proj`. `layers`: its decoder layers in order. Shapes are enough: `hf` may be on the meta
+    device."""
     settings, head = active.settings, hf.get_output_embeddings()
     (first, last), left_out = active.kept_layers(len(layers)), UNQUANTIZED[active.precision.compute_dtype].name
     outer_layers = [layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last]
     by_default = settings.keep_bf16_layers.last is None and last
     why_kept = f"keep_bf16_layers{f', by default the last {last} of {len(layers)}' if by_default else ''}"
     inside = {module for layer in outer_layers for module in layer.modules()}
-    decisions = {}
-    for name, module in hf.named_modules():
-        if not isinstance(module, LINEARS):
-            continue
+    decisions, groups, no_groups = {}, {}, None
+    for name, module in stacked_experts(hf):
+        groups |= {f"{name}.{key}": (module, module.get_parameter(key).shape[1:]) for key in STACKS}
+    if groups and active.backend == "transformer_engine":
+        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        no_groups = active.precision.no_groups_on(capability, settings)
+    linears = {name: (module, features_of(module)) for name, module in hf.named_modules() if isinstance(module, LINEARS)}
+    for name, (module, features) in (linears | groups).items():
         if module is head and settings.scope == "linear":
             reason = "scope linear leaves the LM head out"
         elif module in inside:
@@ -48,8 +55,8 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
         else:
             by_name = (f"keep_bf16: {pattern}" for pattern in settings.keep_bf16 if is_called(name, pattern))
             multiple = active.precision.multiple_of  # in emulation too, which is to show what the hardware does
-            misfits = (f"{size} is not a multiple of {multiple}" for size in features_of(module) if size % multiple)
-            reason = next(chain(by_name, misfits), None)
+            misfits = (f"{size} is not a multiple of {multiple}" for size in features if size % multiple)
+            reason = next(chain(by_name, misfits, [no_groups] if name in groups else []), None)
         decisions[name] = Decision(active.precision.name if reason is None else left_out, reason)
     return decisions
 

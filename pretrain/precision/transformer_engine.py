@@ -25,6 +25,7 @@ from foundation.reading import one_line
 from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
+from pretrain.precision.grouped import Grouped
 from pretrain.precision.observed import watched
 from pretrain.precision.product import Backend, Gemm, Product
 from pretrain.precision.settings import ActivePrecision
@@ -192,6 +193,37 @@ class TransformerEngineProduct(Product):
         library().quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
+class ScaledGroupedProduct(Grouped, TransformerEngineProduct):
+    """Quantizes the operands of all experts by one call of Transformer Engine's kernel, and multiplies them by torch's grouped
+    product: the library's own is a launch an expert. That takes a scale for each row, which is the tensor's one each time."""
+
+    supports_fused_loss = False
+
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
+        return super().operand(role, x.flatten(0, -2), both=both)
+
+    def multiply(self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype | None = None, bias: None = None) -> Tensor:
+        experts, by_rows = len(self.ends), gemm == "wgrad"
+        if gemm == "dgrad":
+            right.update_usage(columnwise_usage=True)
+        a, b = _e4m3(left, transposed=by_rows), _e4m3(right, transposed=gemm != "forward")
+        if by_rows:
+            b, scales = b.t(), (len(a) * experts, len(b) * experts)
+        else:  # [experts, k, n], where k lies in one piece
+            b = b.unflatten(0, (experts, -1)).mT if gemm == "forward" else b.unflatten(1, (experts, -1)).permute(1, 2, 0)
+            scales = (len(a), (experts, b.shape[2]))
+        of_a, of_b = (x._scale_inv.expand(size).contiguous() for x, size in zip((left, right), scales, strict=True))
+        fast = not split_accumulator(self.backend.te_recipe, TE_GEMMS[gemm][1])
+        with watched(self.members, gemm):
+            y = torch._scaled_grouped_mm(a, b, of_a, of_b, offs=self.ends, out_dtype=torch.bfloat16, use_fast_accum=fast)
+        return y if dtype is None else y.to(dtype)
+
+
+def _e4m3(operand: Any, *, transposed: bool) -> Tensor:
+    """The codes of a Float8Tensor [rows, features], or of its transpose, which has memory of its own."""
+    return (operand._transpose if transposed else operand._data).view(torch.float8_e4m3fn)
+
+
 class TransformerEngineBackend(Backend):
     """A model's products on Transformer Engine."""
 
@@ -203,12 +235,14 @@ class TransformerEngineBackend(Backend):
         self._device = device
         self.products: list[TransformerEngineProduct] = []
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> TransformerEngineProduct:
+    def product(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False
+    ) -> TransformerEngineProduct:
         linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
         # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
-        self.products.append(TransformerEngineProduct(name, linear, self))
+        self.products.append((ScaledGroupedProduct if grouped else TransformerEngineProduct)(name, linear, self))
         return self.products[-1]
 
     @contextmanager

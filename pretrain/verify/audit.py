@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
+from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
@@ -45,10 +46,17 @@ def observe(
     clear. `decisions`: what `convert` was to do; empty where nothing is quantized. InputError if a product computed in another
     precision than was decided, or not at all, and if a parameter would not be trained.
     """
-    hf, precision, linear = packed.hf, active.precision.name, (*LINEARS, LowPrecisionLinear)
-    members = packed.fused.members if packed.fused else {}
-    matrices = {name: matrix for name, module in hf.named_modules() if (matrix := _matrix_of(module)) is not None}
-    modules = {name: hf.get_submodule(name) for name in matrices}
+    hf, precision, linear = packed.hf, active.precision.name, (*LINEARS, LowPrecisionLinear, GroupedExperts)
+    members = {**(packed.fused.members if packed.fused else {})}
+    matrices, modules = {}, {}
+    for name, module in hf.named_modules():
+        if isinstance(module, GroupedExperts):
+            of_module = {stack.name: module.get_parameter(key) for key, stack in module.stacks.items()}
+            members |= of_module
+        else:
+            of_module = {name: matrix} if (matrix := _matrix_of(module)) is not None else {}
+        matrices |= of_module
+        modules |= dict.fromkeys(of_module, module)
     low = {name for name, each in decisions.items() if each.requested == precision and active.precision.quantized}
     # A linear must multiply nothing beside its product; a head's forward transforms operands of its backward, too.
     watched = {name: each for name, each in modules.items() if not (name in low and isinstance(each, LossHead))}
@@ -61,7 +69,7 @@ def observe(
         effective = ran_low.get(name) or _multiplied(products, all_three=name in members)
         entry = {
             "name": name,
-            "module": f"{'fused ' if name in members else ''}{type(module).__name__}",
+            "module": f"{'fused ' if packed.fused and name in packed.fused.members else ''}{type(module).__name__}",
             "requested": decision.requested,
             "effective": effective,
             "products": {each.gemm: f"{each.left} x {each.right}" for each in products} if name in low else {},
@@ -70,8 +78,8 @@ def observe(
             "reason": decision.reason,
         }
         if not isinstance(module, linear):
-            # Such as the stacked experts of a mixture and their router. Nothing was asked of them, so nothing is refused: they
-            # compute as transformers wrote them, and a router may do so in FP32.
+            # Such as a mixture's router, and experts that are not stacked as most are. Nothing was asked of them, so nothing is
+            # refused: they compute as transformers wrote them, and a router may do so in FP32.
             entry["requested"] = effective
             entry["reason"] = "no linear, which is what low precision takes" if active.precision.quantized else None
         entries.append(entry)
@@ -145,15 +153,18 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
 def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserver) -> Iterator[None]:
     """While entered, `observer` sees what torch multiplies in the forward of each of `modules`, under its name: a cast that
     somebody put there is seen too."""
-    own = {name: {"forward": vars(module)["forward"]} if "forward" in vars(module) else {} for name, module in modules.items()}
+    names: dict[nn.Module, list[str]] = defaultdict(list)  # experts have two
     for name, module in modules.items():
-        module.forward = observer.during([name], "forward")(module.forward)
+        names[module].append(name)
+    own = {module: {"forward": vars(module)["forward"]} if "forward" in vars(module) else {} for module in names}
+    for module, of_module in names.items():
+        module.forward = observer.during(of_module, "forward")(module.forward)
     try:
         yield
     finally:
-        for name, module in modules.items():
+        for module in names:
             del module.forward
-            vars(module).update(own[name])
+            vars(module).update(own[module])
 
 
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:

@@ -109,7 +109,11 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:
         if name != head_name and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
-        amax = tensor.abs().amax().float()
+        amax, whole, tensor = (
+            tensor.abs().amax().float(),
+            tensor,
+            _of_one_expert(tensor, context.groups.get(name), role == "weight"),
+        )
         rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = rows_of[name, role] = _tokens(tensor)
@@ -120,7 +124,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
         if transform is not None:
             transformed = transform(of_columns)
             if precision.tensor_scaled:
-                amax = transform(tensor.t()).abs().amax().float()
+                amax = transform(whole.t()).abs().amax().float()
         samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
     def quantized(name: str, role: Role, sample: _Sample) -> Tensor:
@@ -133,6 +137,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
         operands = [samples.get((name, role, along)) for role, along in zip(roles, ALONG[gemm], strict=True)]
         if None in operands or (name != head_name and (name, gemm) in products):
             return
+        result = _of_one_expert(result.flatten(0, -2), context.groups.get(name), gemm == "wgrad")
         rows = _sampled(name, len(result)) if gemm == "wgrad" else rows_of[name, roles[0]]
         columns = _sampled(name, result.shape[1])
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
@@ -153,6 +158,16 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
         with holding(context, **observers):
             yield worst_first, wrong_histories
     worst_first += sorted(filter(None, products.values()), key=lambda each: each.excess, reverse=True)
+
+
+def _of_one_expert(rows: Tensor, ends: Tensor | None, is_weight: bool) -> Tensor:
+    """Of a grouped product's operand or result what is the expert's with most tokens: of a weight, [experts x out, in], or of
+    [rows, features] by expert. Of another product, which has no `ends`, all."""
+    if ends is None:
+        return rows
+    begins = [0, *ends.tolist()]
+    expert = max(range(len(ends)), key=lambda each: begins[each + 1] - begins[each])
+    return rows.unflatten(0, (len(ends), -1))[expert] if is_weight else rows[begins[expert] : begins[expert + 1]]
 
 
 def _tokens(tensor: Tensor) -> Tensor:

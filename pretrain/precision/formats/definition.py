@@ -52,6 +52,7 @@ class Scaling:
         return f"in blocks of {self.block}" if self.block else "tensor-scaled"
 
 
+HOPPER = (9, 0)
 BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
 
 
@@ -145,6 +146,15 @@ class QuantizedPrecision(Precision):
         """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head): on a device of this
         compute capability, None: Hopper's."""
         return not (self.block_scaled or self.plain_forward) and (capability is None or capability < BLACKWELL)
+
+    def no_groups_on(self, capability: tuple[int, int] | None, settings: OptionValues) -> str | None:
+        """Why the products of a mixture's experts stay unquantized on a device of this compute capability, None: Hopper's; None
+        where they do not. torch's grouped product in FP8 takes a scale a row, and E4M3 alone."""
+        if self.block_scaled or capability not in (None, HOPPER):
+            return f"no grouped product for experts in {self.name} on this device"
+        if settings.fp8_format == "HYBRID":
+            return "the grouped product for experts takes no E5M2: `fp8_config.fp8_format: E4M3`"
+        return None
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
         """One or two; `capability` None: Hopper's. Where FP8 products read operands either way (Transformer Engine's

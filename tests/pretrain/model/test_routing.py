@@ -11,9 +11,11 @@ from torch import Tensor
 
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
+from pretrain.metrics.health import Health
 from pretrain.model.huggingface import load_config
 from pretrain.model.packed import forward_backward, inputs_of
-from pretrain.settings.recipe import ModelSettings
+from pretrain.model.wrapping import convert
+from pretrain.settings.recipe import HealthSettings, ModelSettings
 
 MIXTURE = {"num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
 MIXTURE |= {"num_attention_heads": 2, "num_key_value_heads": 2, "router_aux_loss_coef": 0.5, "output_router_logits": True}
@@ -61,6 +63,22 @@ def test_a_step_tells_the_loss_apart_from_the_balance_of_its_experts(
     torch.testing.assert_close(losses["loss"], cross_entropy)
     assert losses["router_loss"] > 1, "which even experts would have"
     assert 0.5 < losses["router_entropy"] < 1
+
+
+def test_experts_that_starve_are_counted_and_warned_of(
+    build_model: Callable, random_packs: Callable, accelerator: Accelerator
+) -> None:
+    """A router of zeros sends all tokens to the same two of four experts; the other layer's spreads them."""
+    packed = build_model("qwen3_moe", **MIXTURE | KINDS["qwen3_moe"], recompute=1).train()
+    convert(packed.hf, {}, packed.context)
+    with torch.no_grad():
+        packed.hf.model.layers[0].mlp.gate.weight.zero_()
+    step = StepBatches([build_microbatch(random_packs([[32]], 32), mask_boundaries=True)], 32, 31, 0, 0.0)
+    for _ in range(2):  # a step's figures are its own
+        losses = packed.mean_losses(accelerator, 31, forward_backward(packed, step, accelerator))
+    assert losses["expert_load"] == 2 and losses["starved_experts"] == 0.25
+    health = Health(HealthSettings())
+    assert len(list(health.warnings_of(1, 0.0, 31, 0.25))) == 1 and not list(health.warnings_of(2, 0.0, 31, 0.25))
 
 
 def test_a_coefficient_that_would_multiply_nothing_is_refused() -> None:

@@ -46,20 +46,23 @@ def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> N
     assert "nvfp4 leaves the first 0 and the last 5 layers in bf16" in " ".join(render(whole).split())
 
 
-def test_a_mixture_is_planned_with_the_experts_of_a_token_which_are_in_bf16() -> None:
-    """Of 8 experts a token takes 2; everything but experts is twice as fast in FP8 on an H100."""
+def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_in() -> None:
+    """Of 8 experts a token takes 2; what is in FP8 is twice as fast on an H100, and experts are where gradients are E4M3."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
-    model = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes)
-    experts = 28 * 2 * 3 * 2048 * 768
-    settings = LowPrecisionSettings().resolved("delayed")
-    active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
-    in_one = plan(model, recipe(), Devices(name="NVIDIA H100 80GB HBM3"))
-    made = replace(in_one, active=active)
+    model, experts, made = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes), 28 * 2 * 3 * 2048 * 768, {}
+    for fp8_format in ("HYBRID", "E4M3"):
+        settings = LowPrecisionSettings(fp8_format=fp8_format).resolved("delayed")
+        active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+        layers = {"delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")}
+        made[fp8_format] = replace(plan(model, devices=Devices(name="NVIDIA H100 80GB HBM3")), active=active, layers=layers)
+    hybrid, e4m3 = made.values()
     in_bf16 = 6 * experts / 989.5
-    seconds = in_bf16 + (made.flops_per_token - 6 * experts) / 1979.0
-    assert made.flops.expert_weights == experts and made.flops.idle_weights == 3 * experts
-    assert made.peak_tflops == pytest.approx(made.flops_per_token / seconds)
-    assert "experts compute in BF16" in render(made) and "experts" not in render(in_one)
+    seconds = in_bf16 + (hybrid.flops_per_token - 6 * experts) / 1979.0
+    assert hybrid.flops.expert_weights == experts and hybrid.flops.idle_weights == 3 * experts
+    assert hybrid.peak_tflops == pytest.approx(hybrid.flops_per_token / seconds)
+    assert e4m3.peak_tflops == 1979.0
+    assert "experts compute in BF16" in render(hybrid) and "experts" not in render(e4m3)
+    assert e4m3.memory(1)["quantized weights"] == hybrid.memory(1)["quantized weights"] + 2 * 4 * experts
 
 
 def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTrainedModel) -> None:

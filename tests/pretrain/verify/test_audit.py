@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -26,6 +27,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.precision import emulation
 from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.grouped import PlainGroupedProduct
 from pretrain.precision.observed import ProductObserver, watched
 from pretrain.precision.plain_forward import PlainForwardProduct
 from pretrain.precision.product import PlainProduct, PrecisionContext
@@ -188,18 +190,39 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
     assert "1 of 15" in message and "layers.0.mlp.down_proj (forward bfloat16 x bfloat16, dgrad not run, wgrad not run" in message
 
 
-def test_matrices_that_are_no_linear_s_are_listed_as_what_they_are(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stacked experts of a mixture hold most of its weights, and no recipe converts them."""
+@pytest.fixture
+def mixture(small: Callable, monkeypatch: pytest.MonkeyPatch) -> Callable:
     sizes = {key: value for key, value in LLAMA.items() if key != "head_dim"}
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", sizes | experts)
-    entries = {entry["name"]: entry for entry in small(kind="qwen3_moe", scope="linear").audit()}
-    expert, query = (entries[f"model.layers.1.{name}"] for name in ("mlp.experts", "self_attn.q_proj"))
-    assert (expert["effective"], expert["backend"], expert["stored"]) == ("bf16", "torch", "bfloat16")
-    assert expert["module"] == "Qwen3MoeExperts" and "no linear" in expert["reason"]
-    assert query["effective"] == "current" and entries["model.layers.1.mlp.gate"]["effective"] == "bf16"
+    return partial(small, kind="qwen3_moe")
+
+
+def test_experts_and_routers_are_listed_as_what_they_are(mixture: Callable) -> None:
+    """Each of a layer's two grouped products by itself; the router is no linear, which is what low precision takes."""
+    entries = {entry["name"]: entry for entry in mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",)).audit()}
+    gate_up, down, router = (
+        entries[f"model.layers.1.mlp.{name}"] for name in ("experts.gate_up_proj", "experts.down_proj", "gate")
+    )
+    assert (gate_up["effective"], gate_up["stored"], gate_up["module"]) == ("current", "bfloat16", "GroupedExperts")
+    assert gate_up["products"]["wgrad"] == "e5m2 tensor-scaled x e4m3 tensor-scaled"
+    assert (down["effective"], down["backend"]) == ("bf16", "torch") and "keep_bf16" in down["reason"]
+    assert router["effective"] == "bf16" and "no linear" in router["reason"]
     head = entries["lm_head"]
     assert (head["requested"], head["effective"], head["backend"]) == ("bf16", "bf16", "torch") and "scope" in head["reason"]
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_experts_that_multiply_something_else_than_codes_are_found(scale: float, mixture: Callable) -> None:
+    run = mixture("delayed")
+    experts = run.layers[0].mlp.experts
+    (product,) = experts.stacks["down_proj"].products.values()
+    if scale == 1.0:
+        experts.stacks["down_proj"].products[run.packed.context.backend] = PlainGroupedProduct(product.name)
+    else:  # one of them moves the codes of all off their grid
+        quantized = product.quantized
+        product.quantized = lambda *args: (operand := quantized(*args))._replace(values=operand.values * 1.03)
+    assert "mlp.experts.down_proj" in refusal(run.audit)
 
 
 def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:

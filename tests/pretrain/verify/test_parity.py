@@ -15,8 +15,6 @@ import torch
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
-from transformers.integrations import moe
 
 from foundation.attributes import holding
 from packing.arrow import IGNORE, Pack
@@ -24,6 +22,8 @@ from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
 from pretrain.precision.emulation import EmulatedProduct
+from pretrain.precision.grouped import STACKS
+from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import LinearFunction
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.parity import DOCUMENTS, TOKENS, TOTAL, cut
@@ -174,15 +174,23 @@ def test_the_loss_that_balances_experts_is_compared(
     assert (run.parity().failures == []) is is_right
 
 
-def test_experts_of_a_kernel_that_drops_a_choice_are_found(mixture: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers computes experts by grouped products where nothing is said, and so did the plain side."""
-    grouped = moe.grouped_mm_experts_forward
+def test_experts_that_drop_a_choice_are_found(mixture: Callable) -> None:
+    run = mixture("qwen3_moe")
+    for layer in run.layers:
+        layer.mlp.experts.register_forward_pre_hook(lambda module, args: (*args[:2], args[2] * torch.tensor([1.0, 0.0])))
+    assert run.parity().failures
 
-    def first_choice_alone(experts: nn.Module, hidden: Any, chosen: Any, weights: torch.Tensor) -> torch.Tensor:
-        return grouped(experts, hidden, chosen, weights * (torch.arange(weights.shape[-1]) == 0))
 
-    monkeypatch.setitem(moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", first_choice_alone)
-    assert mixture("qwen3_moe").parity().failures
+def test_the_products_of_experts_are_compared_and_rows_of_other_tokens_are_found(mixture: Callable) -> None:
+    run = mixture.func("delayed", "qwen3_moe", layers=2)
+    products = {f"model.layers.{layer}.mlp.experts.{key}": key for layer in (0, 1) for key in STACKS}
+    parity = run.parity()
+    assert parity.failures == []
+    assert {f"{name} {gemm}" for name in products for gemm in OPERANDS} < {each.name for each in parity.products}
+    (product,) = run.layers[0].mlp.experts.stacks["gate_up_proj"].products.values()
+    quantized = product.quantized
+    product.quantized = lambda role, x, *rest: quantized(role, x.roll(16, 0) if role == "input" else x, *rest)
+    assert any(each.name == f"{product.name} forward" for each in run.parity().products if each.excess > 1)
 
 
 def test_documents_that_leak_are_found_where_each_pack_holds_one_document(small: Small) -> None:

@@ -1,0 +1,99 @@
+"""A mixture's experts by grouped products, in the precision whose turn it is, in place of transformers' module.
+
+The module holds the very Parameters of the one it stands in for, under the same names. Tokens are sorted by expert (`arrange`),
+all of them go through two grouped products with the activation between, and each gets the weighted sum of its choices. Routers
+stay transformers': which experts a token chooses, and with which weights, comes in.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from transformers import PreTrainedModel
+
+from pretrain.precision.grouped import (
+    STACKS,
+    GroupedCall,
+    Groups,
+    PlainGroupedProduct,
+    Rearranged,
+    arrange,
+    stacked_experts,
+)
+from pretrain.precision.product import LinearFunction, PrecisionContext, Product, TakesTurns, summing_where
+
+
+def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
+    """Puts `GroupedExperts` in the place of each module that holds stacked experts, unless they are there; in place."""
+    for name, module in list(stacked_experts(hf)):
+        if not isinstance(module, GroupedExperts):
+            hf.set_submodule(name, GroupedExperts(module, name, context))
+
+
+class GroupedLinear(TakesTurns):
+    """One stack of experts' weights as a grouped product."""
+
+    def __init__(self, name: str, context: PrecisionContext) -> None:
+        self.name, self.context, self.products = name, context, {}
+        self._plain = PlainGroupedProduct(name)
+
+    @property
+    def now(self) -> Product:
+        """What multiplies in the forward under way."""
+        return self.product if self.context.low_precision and self.is_low else self._plain
+
+    def __call__(self, rows: Tensor, stack: Tensor, groups: Groups) -> Tensor:
+        """rows [rows, in] by expert, stack [experts, out, in] -> [rows, out]."""
+        product = self.now
+        context = PrecisionContext(None, rows.dtype) if product is self._plain else self.context  # whose observers look on
+        options = {"refresh": context.first_microbatch, "differentiable": torch.is_grad_enabled(), "groups": groups}
+        call, dtype = GroupedCall(product, context, **options), context.compute_dtype
+        return LinearFunction.apply(rows.to(dtype), summing_where(stack, stack.to(dtype)), None, call)
+
+
+class GroupedExperts(nn.Module):
+    """Stands in for the experts of one layer, called `name`."""
+
+    def __init__(self, experts: nn.Module, name: str, context: PrecisionContext) -> None:
+        super().__init__()
+        self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
+        self._apply_gate = experts._apply_gate  # transformers' own: gate and up [rows, 2 width] -> [rows, width]
+        usual = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
+        self._is_swiglu = usual and experts.config.hidden_act in ("silu", "swish")
+        self.load: Tensor | None = None  # int64 [experts]: tokens of each in training since this was last taken
+        self.stacks = {key: GroupedLinear(f"{name}.{key}", context) for key in STACKS}
+
+    @torch.compiler.disable
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """hidden [tokens, hidden]; chosen int64 [tokens, choices], with a weight each in `weights` -> [tokens, hidden]."""
+        gate_up, down = self.stacks.values()
+        groups = arrange(chosen, len(self.down_proj), max(gate_up.now.aligned, down.now.aligned))
+        if self.training and torch.is_grad_enabled():  # of a layer that is recomputed all count twice
+            self.load = groups.load if self.load is None else self.load + groups.load
+        rows = gate_up(Rearranged.apply(hidden, groups, True), self.gate_up_proj, groups)
+        rows = down(self._activated(rows), self.down_proj, groups)
+        choices = Rearranged.apply(rows, groups, False).view(*chosen.shape, -1)
+        return (choices * weights[..., None]).sum(1).to(hidden.dtype)
+
+    def _activated(self, hidden: Tensor) -> Tensor:
+        in_kernel = self._is_swiglu and hidden.is_cuda and hidden.dtype == torch.bfloat16
+        return _SwiGLU.apply(hidden) if in_kernel else self._apply_gate(hidden)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """gate and up [rows, 2 width] -> silu(gate) * up, BF16 on a GPU: in one kernel, and one for its gradient."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, hidden: Tensor) -> Tensor:
+        from pretrain.model.fused import activation_kernel  # brings Triton, which takes a while
+
+        ctx.save_for_backward(hidden)
+        return activation_kernel.swiglu(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> Tensor:
+        from pretrain.model.fused import activation_kernel
+
+        return activation_kernel.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)[0]

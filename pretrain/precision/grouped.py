@@ -1,0 +1,139 @@
+"""Grouped products: the linears of a mixture's experts, each over the tokens that chose it, in one product.
+
+    forward  y[e]  = x[e] w[e]^T      x [rows, in], w [experts, out, in]
+    dgrad    dx[e] = dy[e] w[e]       dy [rows, out]
+    wgrad    dw[e] = dy[e]^T x[e]
+
+An expert's rows lie together. `arrange` sorts the choices of all tokens by expert, drops none, and begins each expert at a
+multiple of what kernels and blocks of formats ask for: the few rows between are zeros, which add nothing to any product. How many
+rows there are follows from the numbers of tokens and experts alone, so nothing waits for the device.
+
+An operand is quantized as a whole: [rows, in], and a weight as [experts x out, in]. So where a tensor has one scale, all experts
+share it, and blocks are those of each expert, as an expert's rows and features are multiples of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from foundation.attributes import holding
+from pretrain.precision.observed import watched
+from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct
+
+STACKS = ("gate_up_proj", "down_proj")  # the weights of all experts, by transformers' names
+ALIGNED = 16  # rows: kernels read operands 16 bytes at a time, along the rows too, of which a value has one at least
+
+
+def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields each module, by name, that holds the weights of a layer's experts as transformers mostly stacks them,
+    [experts, out, in]: gate and up as one, then down, without biases."""
+    for name, module in model.named_modules():
+        is_other = any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
+        if hasattr(module, "_apply_gate") and not is_other and all(key in module._parameters for key in STACKS):
+            yield name, module
+
+
+# ── Rows by expert ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which rows are whose. A choice is a token's, of one of its experts: choice n is of token n // choices."""
+
+    ends: Tensor  # int32 [experts]: where each expert's rows end, the last one's with all rows
+    choice: Tensor  # int64 [rows]: of each row, and any where there is none
+    place: Tensor  # int64 [tokens x choices]: the row of each choice
+    empty: Tensor  # int64: the rows without a choice
+    load: Tensor  # int64 [experts]: tokens of each expert
+
+
+@torch.no_grad()
+def arrange(chosen: Tensor, experts: int, aligned: int) -> Groups:
+    """Sorts `chosen` int64 [tokens, choices], the experts of each token, by expert, and tokens in order."""
+    by_expert, order = chosen.flatten().sort(stable=True)
+    numbers = torch.arange(experts, device=chosen.device)
+    begins = torch.searchsorted(by_expert, numbers)
+    load = torch.searchsorted(by_expert, numbers, right=True) - begins
+    ends = (-(-load // aligned) * aligned).cumsum(0)
+    rows = -(-(len(order) + experts * (aligned - 1)) // aligned) * aligned  # the most that they can be
+    moved = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=chosen.device) + moved[by_expert]
+    choice = torch.full((rows,), -1, device=chosen.device).scatter_(0, place, torch.arange(len(order), device=chosen.device))
+    empty = (choice >= 0).sort(stable=True).indices[: rows - len(order)]
+    ends[-1] = rows
+    return Groups(ends.int(), choice.clamp(min=0), place, empty, load)
+
+
+class Rearranged(torch.autograd.Function):
+    """Tokens [tokens, features] as rows by expert [rows, features], zeros where there is none; or rows as choices
+    [tokens x choices, features]. Both ways forward and backward only read where they write, so that sums have one order."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, groups: Groups, to_rows: bool) -> Tensor:
+        ctx.groups, ctx.to_rows, ctx.tokens = groups, to_rows, len(x)
+        if not to_rows:
+            return x.index_select(0, groups.place)
+        choices = len(groups.place) // len(x)
+        return x.index_select(0, groups.choice // choices).index_fill_(0, groups.empty, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
+        groups = ctx.groups
+        if not ctx.to_rows:
+            return dy.index_select(0, groups.choice).index_fill_(0, groups.empty, 0), None, None
+        return dy.index_select(0, groups.place).view(ctx.tokens, -1, dy.shape[1]).sum(1), None, None
+
+
+# ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+class GroupedCall(LinearCall):
+    """One forward of a grouped product, and its backward: rows are `groups`' in both, whatever else the product computes."""
+
+    def __init__(self, *args: Any, groups: Groups, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._ends = groups.ends
+
+    def forward(self, *args: Any, **options: Any) -> Tensor:
+        self.context.groups[self.product.name] = self._ends
+        with holding(self.product, ends=self._ends):
+            return super().forward(*args, **options)
+
+    def backward(self, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
+        self.context.groups[self.product.name] = self._ends
+        with holding(self.product, ends=self._ends):
+            return super().backward(*args, **options)
+
+
+class Grouped:
+    """What grouped products have in common, whatever computes them. `ends`: of the rows, while one is under way."""
+
+    ends: Tensor | None = None
+    members: Sequence[str]
+    aligned: int = ALIGNED  # rows that each expert's are a multiple of
+
+    def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
+        """Adds a weight's gradient to the sum in `total`'s dtype. A GPU's kernels give it rounded to BF16, once a microbatch."""
+        (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, None))
+
+
+class PlainGroupedProduct(Grouped, PlainProduct):
+    """In the dtype of the operands."""
+
+    def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype | None, *added: Tensor | None) -> Tensor:
+        with watched(self.members, gemm):
+            return multiply(gemm, left, right, self.ends).to(dtype or left.dtype)
+
+
+def multiply(gemm: Gemm, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """The grouped product `gemm` of two operands as they stand in the formulas above."""
+    return F.grouped_mm(left.t() if gemm == "wgrad" else left, right.mT if gemm == "forward" else right, offs=ends)

@@ -1,0 +1,156 @@
+"""Experts on the real grouped kernels: BF16 beside FP32, FP8 beside the emulation, and small mixtures as a run assembles them.
+
+FP8 is for whoever has a Hopper GPU with Transformer Engine: torch's grouped product in FP8 is for these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from pretrain.precision.emulation import BothWays, EmulationBackend
+from pretrain.precision.formats.definition import HOPPER
+from pretrain.precision.grouped import Grouped, PlainGroupedProduct, Rearranged, arrange
+from pretrain.precision.product import Operand
+from pretrain.precision.selection import make_backend
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.transformer_engine import unavailable_because
+from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, build_run, on_a
+
+DEVICE = torch.device("cuda")
+EXPERTS, CHOICES, IN, OUT = 8, 2, 256, 384
+MIXTURE = {key: value for key, value in LLAMA.items() if key != "head_dim"}
+MIXTURE |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LOADS = {"even": None, "one for all": [0, 1], "some for nobody": [1, 2, 5]}
+
+fp8_experts = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="torch's grouped product in FP8"
+)
+
+
+def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """BF16 rows by expert, weights, the output's gradient, which is zero in rows of nobody, and where experts' rows end."""
+    torch.manual_seed(0)
+    allowed = torch.tensor(LOADS[load] or range(EXPERTS), device=DEVICE)
+    chosen = allowed[torch.rand(1000, len(allowed), device=DEVICE).argsort(1)[:, :CHOICES]]
+    groups = arrange(chosen, EXPERTS, aligned)
+    tokens, stack = torch.randn(1000, IN, device=DEVICE), torch.randn(EXPERTS, OUT, IN, device=DEVICE)
+    rows = Rearranged.apply(tokens, groups, True)
+    dy = torch.randn(len(rows), OUT, device=DEVICE).index_fill_(0, groups.empty, 0)
+    return *(each.bfloat16() for each in (rows, stack, dy)), groups.ends
+
+
+def three_products(product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    product.ends = ends
+    product.begin(rows)
+    x, weight = product.operand("input", rows), product.operand("weight", stack)
+    y = product.multiply("forward", x, weight, dtype)
+    product.end()
+    saved, gradient = product.save(x), product.operand("grad_output", dy)
+    dx = product.multiply("dgrad", gradient, weight, dtype)
+    total = torch.zeros_like(stack, dtype=torch.float32)
+    product.accumulate(total, gradient, *product.restore(*saved))
+    return [y, dx, total]
+
+
+def near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
+    return bool((ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm())
+
+
+@pytest.mark.parametrize("load", LOADS)
+def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
+    rows, stack, dy, ends = problem(load)
+    plain = PlainGroupedProduct("experts")
+    in_fp32 = three_products(plain, rows.float(), stack.float(), dy.float(), ends, torch.float32)
+    for ours, theirs in zip(three_products(plain, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True):
+        assert near(ours, theirs, 2.0**-8) and not ours.isnan().any()
+        assert torch.equal(ours == 0, theirs == 0), "experts of nobody get no gradient, and rows of nobody nothing"
+
+
+@pytest.fixture(params=["current", "delayed"])
+def both_backends(request: pytest.FixtureRequest) -> Iterator[tuple[Grouped, Grouped]]:
+    """A grouped product on the GPU's kernel and the emulated one; delayed scales are what one microbatch has left."""
+    precision = PRECISIONS[request.param]
+    if missing := unavailable_because(precision):
+        pytest.skip(f"needs {missing}")
+    settings = LowPrecisionSettings(fp8_format="E4M3").resolved(precision.name)
+    products, entered = [], []
+    for backend in ("transformer_engine", "emulation"):
+        made = make_backend(ActivePrecision(precision.name, precision, backend, settings), DEVICE)
+        products.append(made.product("experts", IN, OUT, bias=False, grouped=True))
+        entered.append(made.forward())
+    with entered[0], entered[1], torch.no_grad():
+        yield tuple(products)
+
+
+def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
+    operand = product.operand(role, x)
+    if isinstance(operand, BothWays):
+        features: Operand = operand.features
+        return features.values.float()
+    return product.codes(operand).view(torch.float8_e4m3fn).float()
+
+
+@fp8_experts
+@pytest.mark.parametrize("load", LOADS)
+def test_fp8_experts_are_the_emulated_ones(load: str, both_backends: tuple[Grouped, Grouped]) -> None:
+    """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding."""
+    rows, stack, dy, ends = problem(load)
+    on_gpu, emulated = both_backends
+    for ours, theirs in zip(
+        *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both_backends), strict=True
+    ):
+        assert near(ours, theirs, 2.0**-7) and torch.equal(ours == 0, theirs == 0)
+    for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
+        on_gpu.begin(rows)
+        assert torch.equal(codes_of(on_gpu, role, x), codes_of(emulated, role, x)), role
+        on_gpu.end()
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
+    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", MIXTURE)
+    with on_a("cuda") as accelerator:
+        yield accelerator
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
+def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute: bool, accelerator: Accelerator) -> None:
+    low = PRECISIONS[precision].quantized
+    if low and (missing := unavailable_because(PRECISIONS[precision])):
+        pytest.skip(f"needs {missing}")
+    options = {"fp8_format": "E4M3"} if low else {}
+    run = build_run(accelerator, precision, "qwen3_moe", weights="bf16_exact", recompute=recompute, **options)
+    entries = {entry["name"]: entry for entry in run.audit()}
+    expert = entries["model.layers.0.mlp.experts.down_proj"]
+    in_fp8 = low and torch.cuda.get_device_capability() == HOPPER
+    assert expert["effective"] == (precision if in_fp8 else "bf16")
+    assert not in_fp8 or expert["products"]["wgrad"] == "e4m3 tensor-scaled x e4m3 tensor-scaled"
+    run.confirm([*entries.values()])
+    run.train([*entries.values()])
+    assert run.parity().failures == []
+
+
+def test_experts_stay_in_bf16_where_gradients_would_be_e5m2(accelerator: Accelerator) -> None:
+    if missing := unavailable_because(PRECISIONS["delayed"]):
+        pytest.skip(f"needs {missing}")
+    entries = {entry["name"]: entry for entry in build_run(accelerator, "delayed", "qwen3_moe").audit()}
+    expert = entries["model.layers.0.mlp.experts.down_proj"]
+    assert expert["effective"] == "bf16" and expert["reason"]
+
+
+def test_emulated_experts_are_the_same_on_a_gpu() -> None:
+    rows, stack, dy, ends = problem("some for nobody", aligned=32)
+    settings, results = LowPrecisionSettings(backend="emulation").resolved("mxfp8"), []
+    for device in ("cuda", "cpu"):
+        active = ActivePrecision("mxfp8", PRECISIONS["mxfp8"], "emulation", settings)
+        product = EmulationBackend(active, torch.device(device)).product("experts", IN, OUT, bias=False, grouped=True)
+        inputs = (each.to(device) for each in (rows, stack, dy, ends))
+        results.append([each.cpu() for each in three_products(product, *inputs, torch.float32)])
+    for on_gpu, on_cpu in zip(*results, strict=True):
+        torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-4)

@@ -1,0 +1,187 @@
+"""Experts by grouped products: rows by expert for any loads, plain transformers' experts, and FP8 by a loop written here."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from pretrain.model.experts import GroupedExperts, group_experts
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.wrapping import convert
+from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
+from pretrain.precision.grouped import Rearranged, arrange
+from pretrain.precision.product import PrecisionContext
+from pretrain.precision.scope import decide
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+
+EXPERTS, CHOICES, HIDDEN = 4, 2, 32
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOICES, "num_hidden_layers": 1, "num_attention_heads": 2}
+SIZES |= {"num_key_value_heads": 2, "vocab_size": 32, "initializer_range": 0.2, "experts_implementation": "eager"}
+KINDS = {
+    "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 48, "intermediate_size": 48},
+    "olmoe": {"num_experts": EXPERTS, "intermediate_size": 48},
+    "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 48},
+}
+# The experts of each token, two different ones: often such that some experts are nobody's.
+CHOSEN = st.lists(st.permutations(range(EXPERTS)).map(lambda order: order[:CHOICES]), min_size=1, max_size=40)
+
+
+@cache
+def plain_model(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **SIZES | KINDS[kind])
+    return AutoModelForCausalLM.from_config(config, experts_implementation="eager").train()
+
+
+@cache
+def in_precision(kind: str, name: str, **fp8_config: object) -> tuple[PreTrainedModel, PrecisionContext]:
+    """A model of its own with the same weights, whose experts and linears are converted."""
+    hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
+    hf.load_state_dict(plain_model(kind).state_dict())
+    options = LowPrecisionSettings(backend="emulation", **fp8_config).resolved(name)
+    active = ActivePrecision(name, PRECISIONS[name], "emulation" if PRECISIONS[name].quantized else "torch", options)
+    backend = EmulationBackend(active, CPU) if active.precision.quantized else None
+    context = PrecisionContext(backend, torch.float32)
+    decisions = decide(hf, [*decoder_layers(hf).values()], active) if backend else {}
+    convert(hf, decisions, context)
+    return hf, context
+
+
+def experts_of(hf: PreTrainedModel) -> nn.Module:
+    return next(iter(decoder_layers(hf).values())).mlp.experts
+
+
+def problem(chosen: list[list[int]], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Hidden states, choices, their weights, and the gradient of what comes out."""
+    generator = torch.Generator().manual_seed(seed)
+    x, dy = (torch.randn(len(chosen), HIDDEN, generator=generator) for _ in range(2))
+    return x.requires_grad_(), torch.tensor(chosen), torch.rand(len(chosen), CHOICES, generator=generator).requires_grad_(), dy
+
+
+@given(chosen=CHOSEN, aligned=st.sampled_from([1, 16, 32]))
+def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(chosen: list[list[int]], aligned: int) -> None:
+    x, indices, _, _ = problem(chosen)
+    groups = arrange(indices, EXPERTS, aligned)
+    rows = Rearranged.apply(x.detach(), groups, True)
+    ends = groups.ends.tolist()
+    assert all(end % aligned == 0 for end in ends) and ends[-1] == len(rows)
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        tokens = [token for token, each in enumerate(chosen) if expert in each]
+        assert groups.load[expert] == len(tokens)
+        assert torch.equal(rows[begin : begin + len(tokens)], x[tokens])
+        assert not rows[begin + len(tokens) : end].any()
+    assert torch.equal(Rearranged.apply(rows, groups, False), x.repeat_interleave(CHOICES, 0))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=20)
+@given(chosen=CHOSEN)
+def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: list[list[int]]) -> None:
+    plain, (grouped, _) = experts_of(plain_model(kind)), in_precision(kind, "fp32")
+    grouped, results = experts_of(grouped), []
+    assert isinstance(grouped, GroupedExperts)
+    for module in (plain, grouped):
+        x, indices, weights, dy = problem(chosen)
+        module.zero_grad()
+        y = module(x, indices, weights)
+        y.backward(dy)
+        results.append([y.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad])
+    for theirs, ours in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:
+    hf, _ = in_precision("qwen3_moe", "bf16")
+    experts = experts_of(hf.to(torch.bfloat16))
+    parts = []
+    for parameter in (experts.gate_up_proj, experts.down_proj):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    for seed in range(2):
+        x, chosen, weights, dy = (each.detach() for each in problem([[0, 3], [1, 0], [3, 1]] * 5, seed))
+        before = experts.down_proj.main_grad.clone()
+        experts(x.bfloat16(), chosen, weights.bfloat16()).backward(dy.bfloat16())
+        parts.append(experts.down_proj.main_grad - before)
+    assert experts.down_proj.grad is None
+    assert torch.equal(experts.down_proj.main_grad, parts[0] + parts[1])
+    assert not experts.down_proj.main_grad[2].any() and experts.down_proj.main_grad[0].any()
+
+
+# ── FP8, emulated, and by a loop ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
+    """Codes of x, FP32, and the one scale that they are to be multiplied by."""
+    scale = (torch.finfo(dtype).max / x.abs().amax().double()).float()
+    return (x * scale).to(dtype).float(), scale.double().reciprocal().float()
+
+
+@settings(max_examples=40)
+@given(chosen=CHOSEN)
+def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(chosen: list[list[int]]) -> None:
+    hf, context = in_precision("olmoe", "current")
+    experts, (x, indices, _, _) = experts_of(hf), problem(chosen)
+    stack, groups = experts.gate_up_proj, arrange(indices, EXPERTS, 16)
+    rows = Rearranged.apply(x.detach(), groups, True).requires_grad_()
+    experts.zero_grad()
+    with context.forward(training=True):
+        y = experts.stacks["gate_up_proj"](rows, stack, groups)
+    dy = torch.randn_like(y).index_fill_(0, groups.empty, 0)
+    y.backward(dy)
+
+    (x, of_x), (w, of_w), (g, of_g) = rounded(rows.detach()), rounded(stack.detach()), rounded(dy, torch.float8_e5m2)
+    ends = groups.ends.tolist()
+    for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        part = slice(begin, end)
+        torch.testing.assert_close(y[part], x[part] @ w[expert].t() * (of_x * of_w), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rows.grad[part], g[part] @ w[expert] * (of_g * of_w), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(stack.grad[expert], g[part].t() @ x[part] * (of_g * of_x), rtol=1e-5, atol=1e-5)
+
+
+@settings(max_examples=20)
+@given(counts=st.lists(st.integers(0, 3), min_size=EXPERTS, max_size=EXPERTS).filter(any))
+def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int]) -> None:
+    """In a format whose scales are of blocks alone: blocks of tokens are an expert's own."""
+    options = LowPrecisionSettings(backend="emulation").resolved("mxfp8")
+    backend = EmulationBackend(ActivePrecision("mxfp8", PRECISIONS["mxfp8"], "emulation", options), CPU)
+    together, alone = (backend.product("experts", 64, 32, bias=False, grouped=grouped) for grouped in (True, False))
+    torch.manual_seed(0)
+    ends = 32 * torch.tensor(counts).cumsum(0)
+    x, dy, stack = torch.randn(ends[-1], 64), torch.randn(ends[-1], 32), torch.randn(EXPERTS, 32, 64)
+    together.ends = ends.int()
+
+    def three(product: EmulatedProduct, x: Tensor, dy: Tensor, weight: Tensor) -> list[Tensor]:
+        weight, gradient = product.operand("weight", weight), product.operand("grad_output", dy)
+        results = [product.multiply("forward", product.operand("input", x), weight, torch.float32)]
+        results.append(product.multiply("dgrad", gradient, weight, torch.float32))
+        (rows,) = product.restore(*product.save(product.operand("input", x)))
+        return [*results, product.multiply("wgrad", gradient, rows, torch.float32)]
+
+    of_all = three(together, x, dy, stack)
+    for expert, (begin, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
+        ours = [of_all[0][begin:end], of_all[1][begin:end], of_all[2][expert]]
+        if begin == end:
+            assert not ours[2].any()
+        else:
+            assert all(map(torch.equal, ours, three(alone, x[begin:end], dy[begin:end], stack[expert])))
+
+
+def test_patterns_of_fp8_config_and_layers_left_out_say_what_experts_compute_in() -> None:
+    hf, context = in_precision("qwen3_moe", "delayed", keep_bf16=("experts.down_proj",))
+    stacks = experts_of(hf).stacks
+    assert (stacks["gate_up_proj"].is_low, stacks["down_proj"].is_low) == (True, False)
+    assert any("experts.gate_up_proj" in name for name in context.state())
+
+
+def test_what_transformers_stacks_in_another_way_is_left_to_it() -> None:
+    config = AutoConfig.for_model("gpt_oss", **SIZES | {"num_local_experts": EXPERTS, "intermediate_size": 48, "head_dim": 16})
+    with torch.device("meta"):
+        hf = AutoModelForCausalLM.from_config(config)
+    group_experts(hf, PrecisionContext(None, torch.float32))
+    assert not any(isinstance(module, GroupedExperts) for module in hf.modules())
