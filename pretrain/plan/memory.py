@@ -226,7 +226,7 @@ def fused_layer(parts: Parts, of_stacks: Sequence[Precision], attention: str, la
     if attention != ROTATED_ATTENTION and parts.head_norms:  # a norm keeps what came in and attention what came out
         kept += number * heads.width
     kept += number * inside
-    if of_stacks[3].quantized and (of_stacks[3].block_scaled or not of_stacks[2].quantized):
+    if of_stacks[3].quantized and (of_stacks[3].block_scaled or of_stacks[3].plain_forward or not of_stacks[2].quantized):
         kept += operands[3] * activated
     quantized = zip(of_stacks, operands, sizes, strict=True)
     of_weights = (layouts * (each.weight_bytes or operand) * size for each, operand, size in quantized if each.quantized)

@@ -36,7 +36,7 @@ class PlainForwardProduct:
     __call__ = Product.__call__
 
     def __init__(self, low: Product) -> None:
-        self.low, self._plain, self._weight = low, PlainProduct(low.name), TwoForms(None, None)
+        self.low, self._plain = low, PlainProduct(low.name)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.low, name)
@@ -54,13 +54,8 @@ class PlainForwardProduct:
         return None if role == "input" else self.low.quantizer(role, both=both)
 
     def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> TwoForms:
-        if not differentiable:
-            return TwoForms(matrix, None)
-        low = self.low.weight_operand(matrix, refresh=refresh, differentiable=True)
-        if self._weight.low is not low:  # one object as long as the quantized weight is the same
-            self._weight = TwoForms(None, low)
-        self._weight.plain = matrix
-        return self._weight
+        low = self.low.weight_operand(matrix, refresh=refresh, differentiable=True) if differentiable else None
+        return TwoForms(matrix, low)
 
     def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
         if gemm != "forward":
@@ -86,9 +81,6 @@ class PlainForwardBackend:
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> PlainForwardProduct:
         there = (each for each in self._low.products if each.name == name)  # of the phase without it
         return PlainForwardProduct(next(there, None) or self._low.product(name, in_features, out_features, bias=bias))
-
-    def describe(self) -> str:
-        return f"{self._low.describe()}; forward products by torch {torch.__version__}"
 
     def __getattr__(self, name: str) -> Any:
         """Forwards, recomputation and the state are the other one's."""

@@ -84,9 +84,10 @@ class StepCheck:
     def _see_weight(self, product: Product, operand: Operand, matrix: Tensor) -> None:
         """Quantizes or casts the weight `matrix` anew, as it is now. A copy that serves several microbatches is looked at in the
         first, whose scale it has under delayed scaling."""
-        if (product.name, id(operand)) not in self._are_old:
+        codes = product.codes(operand)
+        if (product.name, id(codes)) not in self._are_old:
             new = product.operand("weight", matrix, both=False)
-            self._are_old[product.name, id(operand)] = (product.codes(operand) != product.codes(new)).any()
+            self._are_old[product.name, id(codes)] = (codes != product.codes(new)).any()
 
     @contextmanager
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
