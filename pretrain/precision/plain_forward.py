@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain.precision.formats.definition import Role
+from pretrain.precision.grouped import PlainGroupedProduct
 from pretrain.precision.observed import watched
 from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, Product, Saved
 
@@ -35,14 +36,15 @@ class PlainForwardProduct:
     supports_fused_loss = False
     __call__ = Product.__call__
 
-    def __init__(self, low: Product) -> None:
-        self.low, self._plain = low, PlainProduct(low.name)
+    def __init__(self, low: Product, plain: Product) -> None:
+        self.low, self._plain = low, plain
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.low, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self.low if name == "members" else self, name, value)
+        for product in (self.low, self._plain) if name in ("members", "ends") else (self,):
+            object.__setattr__(product, name, value)
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
         """Of an input both forms: histories of delayed scaling see it in forward, as ever."""
@@ -78,9 +80,10 @@ class PlainForwardBackend:
     def __init__(self, low: Backend) -> None:
         self._low = low
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> PlainForwardProduct:
+    def product(self, name: str, *sizes: int, bias: bool, grouped: bool = False) -> PlainForwardProduct:
         there = (each for each in self._low.products if each.name == name)  # of the phase without it
-        return PlainForwardProduct(next(there, None) or self._low.product(name, in_features, out_features, bias=bias))
+        low = next(there, None) or self._low.product(name, *sizes, bias=bias, grouped=grouped)
+        return PlainForwardProduct(low, (PlainGroupedProduct if grouped else PlainProduct)(name))
 
     def __getattr__(self, name: str) -> Any:
         """Forwards, recomputation and the state are the other one's."""
