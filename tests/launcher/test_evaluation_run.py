@@ -31,6 +31,7 @@ def test_the_best_checkpoint_is_kept_and_exported(
     train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
     """Held-out loss is lowest after step 6 of 8: the rate is far too high."""
+    small_recipe["model"]["config"]["num_hidden_layers"] = 2
     changed = {"optimizer": {"learning_rate": 0.6}, "schedule": {"kind": "constant"}, "train": {"steps": 8}}
     recipe = small_recipe | changed | {"evaluate": {"every": 2}, "checkpoint": {"best": True, "keep": 2, "every": 1}}
     run = train_here("parity=off", recipe=recipe)

@@ -25,8 +25,14 @@ pytestmark = pytest.mark.multi
 
 @pytest.fixture(scope="session")
 def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
-    """Of 8 steps: with a checkpoint to go on from, and one at the end."""
-    return lambda run_dir: recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
+    """Of 8 steps, with a checkpoint to go on from and one at the end, and of two layers, which FSDP2 shards one by one."""
+
+    def recipe(run_dir: Path) -> dict[str, Any]:
+        small = recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
+        small["model"]["config"]["num_hidden_layers"] = 2
+        return small
+
+    return recipe
 
 
 @pytest.fixture(scope="module")

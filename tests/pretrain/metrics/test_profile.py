@@ -9,7 +9,6 @@ from typing import Any
 
 
 def test_the_launcher_profiles_its_fifth_step(train_here: Callable, small_recipe: dict[str, Any]) -> None:
-    small_recipe["model"]["config"]["num_hidden_layers"] = 1
     run = train_here("--profile", "train.steps=6", "parity=off", recipe=small_recipe)
     assert run.status == 0, run.output
     assert "aten::mm" in (run.run_dir / "profile.md").read_text() and "profile.md" in run.output
