@@ -54,11 +54,6 @@ def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
     assert "has no checkpoint" in train_here("evaluate").refusal
 
 
-def test_a_folder_of_no_run_is_named(tmp_path: Path, capsys: Any) -> None:
-    assert main(["evaluate", str(tmp_path)]) == 2
-    assert f"{tmp_path}: is no run folder" in capsys.readouterr().err
-
-
 def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_nothing(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:

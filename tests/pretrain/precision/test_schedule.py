@@ -37,24 +37,6 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[{until: 0.8, use: nvfp5},{use: bf16}]", "`precision.0.use`: Input should be 'fp32'"),
-        ("[{until: 1.5, use: nvfp4},{use: bf16}]", "`precision.0.until`: 1.5 is neither a share of the steps"),
-        ("[{until: 0.5, use: nvfp4}]", "`precision`: a schedule has two phases or more"),
-        ("[{until: 0.5, use: nvfp4},{until: 0.9, use: bf16}]", "`precision`: every phase but the last needs an `until`"),
-        ("[{until: 0.5, use: fp32},{use: bf16}]", "fp32 and bf16 cannot be phases of one run"),
-        ("[{until: 0.5, using: nvfp4},{use: bf16}]", "`precision.0.using`"),
-        ("nvfp5", "`precision`: Input should be 'fp32'"),
-    ],
-)
-def test_a_wrong_schedule_is_one_message(loaded: Any, text: str, said: str) -> None:
-    with pytest.raises(InputError) as refused:
-        loaded(f"precision={text}")
-    assert said in str(refused.value)
-
-
 @given(st.integers(2, 5000), st.floats(0.01, 0.99))
 def test_a_share_ends_where_the_decay_of_the_rest_begins(steps: int, share: float) -> None:
     end = round(share * steps)
