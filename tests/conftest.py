@@ -148,7 +148,7 @@ def recipe_for(small_packs: Path) -> Callable[[Path], dict[str, Any]]:
                 "vocab_size": VOCABULARY,
                 "hidden_size": 32,
                 "intermediate_size": 64,
-                "num_hidden_layers": 2,
+                "num_hidden_layers": 1,
                 "num_attention_heads": 4,
                 "num_key_value_heads": 2,
                 "head_dim": 8,

@@ -102,14 +102,6 @@ def trained(train_here: Callable, small_recipe: dict[str, Any]) -> Path:
     return Path(small_recipe["run_dir"])
 
 
-def test_a_checkpoint_of_another_recipe_is_left_alone_unless_that_is_accepted(trained: Path, train_here: Callable) -> None:
-    before = contents(trained)
-    message = train_here("optimizer.learning_rate=0.02", "train.steps=10").refusal
-    assert "optimizer.learning_rate" in message and "--accept-changes" in message and contents(trained) == before
-    assert train_here("optimizer.learning_rate=0.02", "train.steps=10", "--accept-changes").status == 0
-    assert steps_saved(trained)[-1] == "step-00000010"
-
-
 def test_without_any_intact_checkpoint_a_run_refuses_to_begin_anew(trained: Path, train_here: Callable) -> None:
     for weights in (trained / "checkpoints").glob("step-*/*.safetensors"):
         content = bytearray(weights.read_bytes())

@@ -81,16 +81,6 @@ def test_figures_are_medians_with_their_spread_and_a_way_with_wrong_labels_is_wr
     assert broken["status"] == "ok" and broken["verdict"] == WRONG and broken["reasons"]
 
 
-def test_a_way_is_tried_with_half_the_microbatch_until_it_fits(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def memory_for_one(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-        fits = command[command.index("--microbatch") + 1] == "1"
-        return {"status": "ok"} if fits else {"status": "out of memory", "reason": "too much"}
-
-    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
-    monkeypatch.setattr(bench, "_worker", memory_for_one)
-    assert bench._other(BROKEN, {}, tmp_path) == {"status": "ok", "microbatch": 1, "microbatches_that_did_not_fit": [2]}
-
-
 def test_a_way_that_breaks_down_is_recorded_with_its_error(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     bench = Bench(Settings("tiny", recipe, CPU, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
@@ -121,7 +111,7 @@ def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, t
     # Traced and differentiated as a whole as on a GPU, but not made into C++, which takes this compiler a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     throughput_packs.write(tmp_path / "packs", 64, 512, 8)
-    packs = [f"data.packs={tmp_path / 'packs'}"]
+    packs = [f"data.packs={tmp_path / 'packs'}", "model.config.num_hidden_layers=1"]
     losses = []
     for way in (hf_eager, hf_compiled):
         task = Task(load_recipe(recipe, packs), torch.device("cpu"), "fp32")

@@ -82,14 +82,6 @@ def test_the_fastest_stands_first_and_what_is_wrong_is_not_ranked(result: Path, 
     assert compiled[5] == "–" and compiled[-1].startswith("no [") and rows["Hugging Face, eager", "fp32"][-1].startswith("yes [")
 
 
-def test_only_what_stands_between_the_markers_is_replaced_and_twice_is_as_once(result: Path, page: Path):
-    write([result], page)
-    once = page.read_text()
-    assert once.startswith(f"before\n\n{BEGIN}\n") and once.endswith(f"{END}\n\nafter\n") and "an older table" not in once
-    write([result], page)
-    assert page.read_text() == once
-
-
 def test_a_page_without_a_place_and_a_result_without_figures_are_refused(result: Path, page: Path, tmp_path: Path):
     (tmp_path / "empty.json").write_text('{"ways": {}}')
     for file in ("none.json", "empty.json"):

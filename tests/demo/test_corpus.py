@@ -39,14 +39,6 @@ def test_each_long_docstring_is_cut_out_of_its_module_and_named_after_what_it_de
     assert [document.text for document in split_module("m.py", f'"""{LONG}"""\n')] == [LONG], "no empty document"
 
 
-def test_lines_are_counted_as_python_counts_them():
-    text = "é" * 90 + "a\x0cb"
-    source = f'value = "é"  # \x0c a form feed ends no line\ndef f():\n    """{text}"""\n    return value\n'
-    module, docstring = split_module("m.py", source)
-    assert docstring.text == text
-    assert module.text == 'value = "é"  # \x0c a form feed ends no line\ndef f():\n    return value\n'
-
-
 def test_a_corpus_holds_each_text_once_in_the_order_of_the_sorted_paths(tmp_path: Path):
     files = {
         "a/z.py": f'def f():\n    """{LONG}"""\n    return 1\n'.encode(),

@@ -65,11 +65,6 @@ def test_a_run_computes_what_it_did(
     compare(name, results_of(RUNS[name], folder / name / "run"))
 
 
-def test_a_run_that_went_on_from_its_middle_is_expected_to_equal_one_that_nobody_stopped() -> None:
-    expected = json.loads(EXPECTED.read_text())
-    assert expected["resume"] == expected["delayed"]
-
-
 @pytest.mark.multi
 @pytest.mark.long
 def test_accelerate_launch_of_ddp_computes_what_it_did(folder: Path, start_in_processes: Callable, compare: Callable) -> None:

@@ -28,8 +28,9 @@ BROKEN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture
-def changes() -> dict[str, Any]:
-    """Four steps of two microbatches, in low precision."""
+def changes(small_recipe: dict[str, Any]) -> dict[str, Any]:
+    """Four steps of two microbatches and two layers, in low precision."""
+    small_recipe["model"]["config"]["num_hidden_layers"] = 2
     changes = {"train": {"steps": STEPS}, "evaluate": {}, "checkpoint": {"every": 2, "keep": 9}, "weights": "bf16_exact"}
     changes |= {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}, "parity": "off"}
     return changes | {"schedule": {"kind": "constant"}, "precision": "current"}

@@ -24,7 +24,6 @@ OF_THE_MACHINE = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
 @pytest.fixture
 def delayed(small_recipe: dict[str, Any]) -> dict[str, Any]:
     """6 steps of 2 packs, with histories that a bad step must not enter."""
-    small_recipe["model"]["config"]["num_hidden_layers"] = 1
     shorter = {"train": {"steps": 6}, "evaluate": {}, "batch": {"tokens": 2 * 32, "microbatch": 1}, "parity": "off"}
     precision = {"precision": "delayed", "fp8_config": {"on_unsupported": "emulate", "amax_history_len": 64}}
     return small_recipe | shorter | precision | {"checkpoint": {"every": 2}, "schedule": {"kind": "constant"}}

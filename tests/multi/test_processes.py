@@ -25,8 +25,14 @@ pytestmark = pytest.mark.multi
 
 @pytest.fixture(scope="session")
 def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
-    """Of 8 steps: with a checkpoint to go on from, and one at the end."""
-    return lambda run_dir: recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
+    """Of 8 steps, with a checkpoint to go on from and one at the end, and of two layers, which FSDP2 shards one by one."""
+
+    def recipe(run_dir: Path) -> dict[str, Any]:
+        small = recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
+        small["model"]["config"]["num_hidden_layers"] = 2
+        return small
+
+    return recipe
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,7 @@ def test_two_processes_have_the_loss_curve_of_one_pass_parity_and_are_exported_w
     assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)
 
 
+@pytest.mark.parametrize("two", ["fsdp2"], indirect=True)  # in shards; golden runs have DDP's bits
 def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
     one: Finished, two: Finished, start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:

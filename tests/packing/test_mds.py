@@ -1,4 +1,9 @@
-"""The MDS reader against folders that the format's own library wrote, and what that library read back (tests/data/mds)."""
+"""The MDS reader against folders that the format's own library wrote, and what that library read back (tests/data/mds).
+
+mosaicml-streaming 0.13.0 wrote them: `reference` in the reference's layout, three columns in a custom encoding registered as
+`uint32` (raw bytes of arrays, no fixed size), `attention_mask` with lengths of documents, positions that go on in cut ones;
+`zstd` with `ndarray:uint16` and positions that begin anew; `encodings` in every encoding that the reader takes.
+"""
 
 from __future__ import annotations
 

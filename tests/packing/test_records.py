@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from pydantic import ValidationError
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -119,22 +118,6 @@ def test_a_record_that_cannot_be_used_is_one_message(
 ) -> None:
     with pytest.raises(InputError, match=message):
         packed(tmp_path, tokenizer_file, [record], **settings)
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        {"messages": "m", "input_ids": "i"},
-        {"labels": "l"},
-        {"tokenizer": None},
-        {"held_out": 0.1, "validation": {"split": "test"}},
-        {"sources": [{"source": "x", "weight": 1}]},
-    ],
-    ids=str,
-)
-def test_settings_that_contradict_each_other_are_refused(values: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError, match=f"`{next(iter(values))}`|`source`"):
-        DataSettings(**({"source": "x.jsonl", "tokenizer": "t", "packs": "p"} | values))
 
 
 def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:

@@ -94,12 +94,10 @@ def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_
     for name, losses in LOSSES.items():
         run = trained(tmp_path / f"cost $2^4$ and $x {name}", losses, "precision=nvfp4", held_out=len(losses) > 1)
         assert shows(COLOUR, picture_of_run(run)) or losses[0] is None
-        assert "</html>" in page_of([run], tmp_path, "data")
-        other, text = (
-            trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0)),
-            trained(tmp_path / f"t {name}", losses, fingerprint="cd"),
-        )
+        other = trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0))
+        text = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
         assert "</html>" in page_of([other, run, text], tmp_path, "data")
+    assert "</html>" in page_of([run], tmp_path, "data")
 
 
 def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):

@@ -11,10 +11,8 @@ import time
 import pytest
 
 from pretrain.__main__ import main
-from pretrain.compare.differences import Gap
-from pretrain.compare.fairness import loss_differences
 from pretrain.compare.report import Report
-from pretrain.metrics.run_record import at_the_end, read_run
+from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run, noisy, note, rows_of, trained
 
 
@@ -28,15 +26,6 @@ def test_the_tables_have_each_runs_figures_and_a_dash_for_what_is_not_known(tmp_
     assert a[:8] == ["bf16", "fp32", "torch", "4", "16.4k", "2.9375", "2.4000", "10,240"]
     assert b[:8] == ["delayed", "fp32", "torch", "4", "16.4k", "3.0000", "–", "10,240"]
     assert a[8:13] == ["–", "50.0 %", "512 MiB", "1.2 %", "1.0 %"] and b[8] == "1.00"
-
-
-def test_the_paired_difference_is_that_of_the_end_with_its_interval_and_verdict(tmp_path):
-    runs = [trained(tmp_path / "a", noisy(3.0, 1)), trained(tmp_path / "b", noisy(3.1, 2), "precision=delayed")]
-    differences = loss_differences(*runs)[1]
-    end = Gap.over(at_the_end(differences))
-    shown = [cell.replace("+", "") for cell in rows_of(tables(runs))["b"][1]]
-    figures = [end.mean, end.half_width, 80]
-    assert list(map(float, shown[:-1])) == pytest.approx(figures, abs=5e-6) and shown[-1] == "above"
 
 
 def test_a_figure_that_is_not_the_runs_own_or_of_another_step_is_marked(tmp_path):

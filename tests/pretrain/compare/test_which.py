@@ -64,13 +64,6 @@ def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
     assert told("delayed_branch", 5) == CANNOT_TELL
 
 
-def test_a_normal_test_at_each_look_would_err_more_often() -> None:
-    """Why the usual interval is not taken: it is made for one look."""
-    draw, trials = np.random.default_rng(0), 300
-    missed = sum(any(abs(each.mean) > each.half_width() for each in looks(draw.normal(0, 1, SEEDS))) for _ in range(trials))
-    assert missed / trials > 0.15
-
-
 def test_a_question_is_tried_planned_answered_and_taken_up_again(
     low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

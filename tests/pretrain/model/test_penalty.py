@@ -7,7 +7,7 @@ from typing import get_args
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -42,7 +42,6 @@ def exact(kind: str, weight: float, *operands: Tensor) -> tuple[Tensor, list[Ten
     return parts.detach(), list(torch.autograd.grad(parts[0] + weight * parts[1], inputs))
 
 
-@settings(max_examples=80, deadline=None)
 @given(
     kind=st.sampled_from(KINDS),
     weight=st.sampled_from([0.0, 0.01, 1.0, 30.0]),

@@ -57,25 +57,6 @@ def test_a_phase_with_a_bf16_forward_has_a_name_of_its_own_and_the_options_of_it
     assert decided.fp8_config == recipe.fp8_config.resolved(own) and phases_of(resolved(decided)["precision"]) == phases
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("[{until: 0.8, use: nvfp5},{use: bf16}]", "`precision.0.use`: Input should be 'fp32'"),
-        ("[{until: 1.5, use: nvfp4},{use: bf16}]", "`precision.0.until`: 1.5 is neither a share of the steps"),
-        ("[{until: 0.5, use: bf16, forward: bf16},{use: nvfp4}]", "`precision.0`: `forward: bf16` is for what quantizes"),
-        ("[{until: 0.5, use: nvfp4}]", "`precision`: a schedule has two phases or more"),
-        ("[{until: 0.5, use: nvfp4},{until: 0.9, use: bf16}]", "`precision`: every phase but the last needs an `until`"),
-        ("[{until: 0.5, use: fp32},{use: bf16}]", "fp32 and bf16 cannot be phases of one run"),
-        ("[{until: 0.5, using: nvfp4},{use: bf16}]", "`precision.0.using`"),
-        ("nvfp5", "`precision`: Input should be 'fp32'"),
-    ],
-)
-def test_a_wrong_schedule_is_one_message(loaded: Any, text: str, said: str) -> None:
-    with pytest.raises(InputError) as refused:
-        loaded(f"precision={text}")
-    assert said in str(refused.value)
-
-
 @given(st.integers(2, 5000), st.floats(0.01, 0.99))
 def test_a_share_ends_where_the_decay_of_the_rest_begins(steps: int, share: float) -> None:
     end = round(share * steps)

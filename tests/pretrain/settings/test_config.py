@@ -76,19 +76,6 @@ def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(data: dict,
     assert resolved(onto)["data"] == resolved(recipe)["data"] | {"packs": "elsewhere"}
 
 
-def test_a_setting_that_cannot_be_set_is_refused(tmp_path: Path) -> None:
-    for text, named in (("weights", "key=value"), ("name.first=x", "`name`")):
-        with pytest.raises(InputError, match=f"^command line: .*{named}"):
-            load_recipe(write(tmp_path, SMALLEST), [text])
-    with pytest.raises(InputError, match=r"`optimizer.name`.*known keys here: betas"):
-        load_recipe(write(tmp_path, SMALLEST), ["optimizer.name=adamw"])
-    assert load_recipe(write(tmp_path, SMALLEST), ["batch.microbatch=8"]).batch.microbatch == 8
-    with pytest.raises(InputError, match=r"^[^\n]*`batch.microbatch`: [^\n]*auto:0[^\n]*$"):
-        load_recipe(write(tmp_path, SMALLEST), ["batch.microbatch=auto:0"])
-    with pytest.raises(InputError, match=r"--eval-only.*pretrain evaluate"):
-        LaunchParser(None, None).read([str(tmp_path), "--eval-only"])
-
-
 @pytest.mark.parametrize(
     ("template", "folder"),
     [
