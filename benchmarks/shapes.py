@@ -37,6 +37,7 @@ from benchmarks.machine import command, environment_from_elsewhere, processor
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS
 from foundation.command import run_command
+from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import TERA, markdown, percent
 from pretrain.metrics.peaks import peak
@@ -122,6 +123,8 @@ def measure(arguments: argparse.Namespace) -> None:
     """Measure every shape that is asked for; `--out` is whole after each."""
     shapes = {"tiny": Shape("benchmarks/tiny.yaml")} if arguments.tiny else {name: SHAPES[name] for name in arguments.shapes}
     arguments.environment = prepare_to_fork(arguments)
+    if not (arguments.tiny or arguments.environment["gpus"]):
+        raise InputError("no CUDA device is here; take --tiny for a dry run on the CPU")
     result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"command": command(), "shapes": {}}
     for name, shape in shapes.items():
         print(f"── {name}", flush=True)

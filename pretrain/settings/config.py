@@ -157,7 +157,7 @@ class LaunchParser(CommandParser):
 
     remedy = "a setting is key=value or --key=value, `python -m pretrain evaluate` evaluates alone, --help lists the options"
 
-    def __init__(self, prog: str | None, description: str | None) -> None:
+    def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
         self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
         settings = "over the recipe's settings: weights=bf16 train.steps=9"
