@@ -555,10 +555,13 @@ def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | N
 
 
 def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
-    """Train it; False where it was stopped. InputError where a training failed, or the baseline came to no end."""
+    """Train it; False where it was stopped. InputError where a training failed twice, or the baseline came to no end."""
     about = duration(question.round_seconds([cell.values["cell"] for cell in matrix.cells[1:]]))
     say(f"\nround {len(question.rounds) + 1}, about {about}")
     outcomes = train(matrix, stop)
+    if not stop.requested and any(each.status == "failed" for each in outcomes):
+        say("once more from where it failed, as it may have been killed")
+        outcomes = train(matrix, stop)
     if stop.requested:
         return False
     if failed := [

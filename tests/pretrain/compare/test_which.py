@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -67,19 +68,25 @@ def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
 def test_a_question_is_tried_planned_answered_and_taken_up_again(
     low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round of an emulated precision, as the hours are over then; no speed is claimed of it."""
+    """One round of an emulated precision, as the hours are over then; no speed is claimed of it. A training dies once."""
     recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}, "batch": {"tokens": 128}}
     recipe["model"]["config"] |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
     file = write_recipe(recipe | {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
+    popen, dies = subprocess.Popen, ["rounds/current"]
+
+    def dying_once(command: list[str], **options: Any) -> subprocess.Popen:
+        return popen(["false"] if dies and dies[0] in command[-1] and dies.pop() else command, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", dying_once)
     command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "80"]
     assert which.main([*command, "--hours", "0.00001"]) == 1
     verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
     (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
     assert seed != 0 and verdict["candidates"]["current"]["speedup"] is None
-    assert "current: cannot tell" in capsys.readouterr().out
+    assert "current: cannot tell" in (said := capsys.readouterr().out) and "once more" in said
     assert which.main([*command, "--hours", "0.00001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
     with pytest.raises(InputError, match="margin"):
         which.main([*command, "--margin", "1"])
