@@ -50,9 +50,8 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
     [tokens, choices], where there are any. BF16, contiguous; weights of any dtype."""
     width = rows.shape[1]
     y = rows.new_empty(tokens, width)
-    _combine[(tokens,)](
-        rows, place, weights, y, len(place) // tokens, width, triton.next_power_of_2(width), enable_fp_fusion=False
-    )
+    arguments = (rows, place, weights, y, len(place) // tokens, width, triton.next_power_of_2(width))
+    _combine[(tokens,)](*arguments, enable_fp_fusion=False)
     return y
 
 
@@ -60,7 +59,6 @@ def combine_backward(dy: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -
     """The gradients of `rows`, which holds anything where no choice is, and of `weights`, FP32."""
     (tokens, width), d_rows = dy.shape, torch.empty_like(rows)
     d_weights = torch.empty_like(weights, dtype=torch.float32)
-    _combine_backward[(tokens,)](
-        dy, rows, place, weights, d_rows, d_weights, weights.shape[1], width, triton.next_power_of_2(width)
-    )
+    arguments = (dy, rows, place, weights, d_rows, d_weights, weights.shape[1], width, triton.next_power_of_2(width))
+    _combine_backward[(tokens,)](*arguments, enable_fp_fusion=False)
     return d_rows, d_weights
