@@ -136,7 +136,15 @@ def update(kernel: Any) -> None:
         kernel.update_by_kernel([(parameter, hyper)], None)
 
 
+def experts(kernel: Any) -> None:
+    rows, weights, place = bf16(2 * TOKENS, HIDDEN), torch.zeros(TOKENS, 2), torch.zeros(2 * TOKENS, dtype=torch.int64)
+    for each in (weights, None):
+        kernel.combine(rows, place, each, TOKENS)
+    kernel.combine_backward(bf16(TOKENS, HIDDEN), rows, place, weights)
+
+
 LAUNCHES = {
+    "model.experts_kernel": experts,
     "model.fused.activation_kernel": activation,
     "model.fused.norm_kernel": norm,
     "model.fused.rotary_kernel": rotation,

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-INTERPRETED = ["softmax", "norm", "activation_kernel", "rotary", "triton_arithmetic", "exact_adamw"]
+INTERPRETED = ["softmax", "norm", "activation_kernel", "rotary", "triton_arithmetic", "exact_adamw", "experts_kernel"]
 
 
 @pytest.mark.long

@@ -17,7 +17,6 @@ from pretrain.precision.grouped import (
     GroupedCall,
     Groups,
     PlainGroupedProduct,
-    Rearranged,
     arrange,
     stacked_experts,
 )
@@ -71,14 +70,71 @@ class GroupedExperts(nn.Module):
         groups = arrange(chosen, len(self.down_proj), max(gate_up.now.aligned, down.now.aligned))
         if self.training and torch.is_grad_enabled():  # of a layer that is recomputed all count twice
             self.load = groups.load if self.load is None else self.load + groups.load
-        rows = gate_up(Rearranged.apply(hidden, groups, True), self.gate_up_proj, groups)
+        rows = gate_up(Dispatched.apply(hidden, groups), self.gate_up_proj, groups)
         rows = down(self._activated(rows), self.down_proj, groups)
-        choices = Rearranged.apply(rows, groups, False).view(*chosen.shape, -1)
-        return (choices * weights[..., None]).sum(1).to(hidden.dtype)
+        return Combined.apply(rows, weights, groups).to(hidden.dtype)
 
     def _activated(self, hidden: Tensor) -> Tensor:
-        in_kernel = self._is_swiglu and hidden.is_cuda and hidden.dtype == torch.bfloat16
-        return _SwiGLU.apply(hidden) if in_kernel else self._apply_gate(hidden)
+        return _SwiGLU.apply(hidden) if self._is_swiglu and in_bf16_on_a_gpu(hidden) else self._apply_gate(hidden)
+
+
+# ── Tokens to rows, and back ────────────────────────────────────────────────────────────────────────────────────────────────────
+#
+# Forward and backward only read where they write, so that each sum has one order.
+
+
+class Dispatched(torch.autograd.Function):
+    """Tokens [tokens, features] as rows by expert [rows, features], zeros where there is none."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, groups: Groups) -> Tensor:
+        ctx.groups, ctx.tokens = groups, len(x)
+        return x.index_select(0, groups.choice // (len(groups.place) // len(x))).index_fill_(0, groups.empty, 0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+        place = ctx.groups.place
+        if in_bf16_on_a_gpu(dy):
+            from pretrain.model import experts_kernel  # brings Triton, which takes a while
+
+            return experts_kernel.combine(dy.contiguous(), place, None, ctx.tokens), None
+        return dy.index_select(0, place).view(ctx.tokens, -1, dy.shape[1]).sum(1), None
+
+
+class Combined(torch.autograd.Function):
+    """The sum [tokens, features] of each token's rows [rows, features] times its weights [tokens, choices], in FP32."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        ctx.save_for_backward(rows, weights)
+        ctx.groups = groups
+        if in_bf16_on_a_gpu(rows):
+            from pretrain.model import experts_kernel
+
+            return experts_kernel.combine(rows, groups.place, weights, len(weights))
+        choices = rows.index_select(0, groups.place).view(*weights.shape, -1).float()
+        return (choices * weights.float()[..., None]).sum(1).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+        (rows, weights), groups = ctx.saved_tensors, ctx.groups
+        if in_bf16_on_a_gpu(rows):
+            from pretrain.model import experts_kernel
+
+            d_rows, d_weights = experts_kernel.combine_backward(dy.contiguous(), rows, groups.place, weights)
+        else:
+            choices = rows.index_select(0, groups.place).view(*weights.shape, -1).float()
+            d_weights = (choices * dy[:, None].float()).sum(-1)
+            of_choices = (dy[:, None].float() * weights.float()[..., None]).flatten(0, 1)
+            d_rows = of_choices.to(rows.dtype).index_select(0, groups.choice)
+        return d_rows.index_fill_(0, groups.empty, 0), d_weights.to(weights.dtype), None
+
+
+def in_bf16_on_a_gpu(x: Tensor) -> bool:
+    """Whether there are kernels for it."""
+    return x.is_cuda and x.dtype == torch.bfloat16
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -86,7 +142,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: FunctionCtx, hidden: Tensor) -> Tensor:
-        from pretrain.model.fused import activation_kernel  # brings Triton, which takes a while
+        from pretrain.model.fused import activation_kernel
 
         ctx.save_for_backward(hidden)
         return activation_kernel.swiglu(hidden)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 from foundation.attributes import holding
 from pretrain.precision.observed import watched
@@ -70,27 +69,6 @@ def arrange(chosen: Tensor, experts: int, aligned: int) -> Groups:
     empty = (choice >= 0).sort(stable=True).indices[: rows - len(order)]
     ends[-1] = rows
     return Groups(ends.int(), choice.clamp(min=0), place, empty, load)
-
-
-class Rearranged(torch.autograd.Function):
-    """Tokens [tokens, features] as rows by expert [rows, features], zeros where there is none; or rows as choices
-    [tokens x choices, features]. Both ways forward and backward only read where they write, so that sums have one order."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, groups: Groups, to_rows: bool) -> Tensor:
-        ctx.groups, ctx.to_rows, ctx.tokens = groups, to_rows, len(x)
-        if not to_rows:
-            return x.index_select(0, groups.place)
-        choices = len(groups.place) // len(x)
-        return x.index_select(0, groups.choice // choices).index_fill_(0, groups.empty, 0)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None, None]:
-        groups = ctx.groups
-        if not ctx.to_rows:
-            return dy.index_select(0, groups.choice).index_fill_(0, groups.empty, 0), None, None
-        return dy.index_select(0, groups.place).view(ctx.tokens, -1, dy.shape[1]).sum(1), None, None
 
 
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

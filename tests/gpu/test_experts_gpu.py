@@ -12,9 +12,10 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
+from pretrain.model.experts import Dispatched
 from pretrain.precision.emulation import BothWays, EmulationBackend
 from pretrain.precision.formats.definition import HOPPER
-from pretrain.precision.grouped import Grouped, PlainGroupedProduct, Rearranged, arrange
+from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
 from pretrain.precision.product import Operand
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
@@ -39,7 +40,7 @@ def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tenso
     chosen = allowed[torch.rand(1000, len(allowed), device=DEVICE).argsort(1)[:, :CHOICES]]
     groups = arrange(chosen, EXPERTS, aligned)
     tokens, stack = torch.randn(1000, IN, device=DEVICE), torch.randn(EXPERTS, OUT, IN, device=DEVICE)
-    rows = Rearranged.apply(tokens, groups, True)
+    rows = Dispatched.apply(tokens, groups)
     dy = torch.randn(len(rows), OUT, device=DEVICE).index_fill_(0, groups.empty, 0)
     return *(each.bfloat16() for each in (rows, stack, dy)), groups.ends
 

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from pretrain.model.experts import GroupedExperts, group_experts
+from pretrain.model.experts import Dispatched, GroupedExperts, group_experts
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import convert
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
-from pretrain.precision.grouped import Rearranged, arrange
+from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
@@ -69,7 +69,7 @@ def problem(chosen: list[list[int]], seed: int = 0) -> tuple[Tensor, Tensor, Ten
 def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(chosen: list[list[int]], aligned: int) -> None:
     x, indices, _, _ = problem(chosen)
     groups = arrange(indices, EXPERTS, aligned)
-    rows = Rearranged.apply(x.detach(), groups, True)
+    rows = Dispatched.apply(x.detach(), groups)
     ends = groups.ends.tolist()
     assert all(end % aligned == 0 for end in ends) and ends[-1] == len(rows)
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
@@ -77,7 +77,7 @@ def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(chose
         assert groups.load[expert] == len(tokens)
         assert torch.equal(rows[begin : begin + len(tokens)], x[tokens])
         assert not rows[begin + len(tokens) : end].any()
-    assert torch.equal(Rearranged.apply(rows, groups, False), x.repeat_interleave(CHOICES, 0))
+    assert torch.equal(rows[groups.place], x.repeat_interleave(CHOICES, 0))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -128,7 +128,7 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(chosen: lis
     hf, context = in_precision("olmoe", "current")
     experts, (x, indices, _, _) = experts_of(hf), problem(chosen)
     stack, groups = experts.gate_up_proj, arrange(indices, EXPERTS, 16)
-    rows = Rearranged.apply(x.detach(), groups, True).requires_grad_()
+    rows = Dispatched.apply(x.detach(), groups).requires_grad_()
     experts.zero_grad()
     with context.forward(training=True):
         y = experts.stacks["gate_up_proj"](rows, stack, groups)
