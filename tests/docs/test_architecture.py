@@ -12,7 +12,9 @@ import re
 import textwrap
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+from tests.conftest import write_recipe
 from tests.launcher.entered_files import watched_run
 from tests.moments import fork_context
 
@@ -89,8 +91,10 @@ def entered(files: dict[str, list[str]]) -> str:
     return "\n\n".join([*lists, f"**The whole run** enters {len(files['run'])}."])
 
 
-def test_the_page_lists_the_files_that_a_step_and_a_save_enter(tmp_path: Path):
+def test_the_page_lists_the_files_that_a_step_and_a_save_enter(small_recipe: dict[str, Any], tmp_path: Path):
     """Where it fails, look whether the new hop is worth it, and put what is printed into the page."""
+    recipe = small_recipe | {"train": {"steps": 6}, "checkpoint": {"every": 2}, "evaluate": {}, "precision": "fp32"}
+    recipe["batch"]["microbatch"] = 4
     with fork_context.Pool(1) as pool:  # which has run nothing yet
-        text = entered(pool.apply(watched_run, (tmp_path,)))
+        text = entered(pool.apply(watched_run, (write_recipe(recipe, tmp_path),)))
     assert text in PAGE.read_text(encoding="utf-8"), text

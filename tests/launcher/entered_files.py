@@ -1,10 +1,9 @@
-"""A small training in FP32 on a CPU, watched: `python -m tests.launcher.entered_files FOLDER` prints which files of the project a
-step, a save and the whole run enter, as JSON. In a process of its own, as what an earlier run has cached is not entered again."""
+"""A small training in FP32 on a CPU, watched: which files of the project a step, a save and the whole run enter. In a process of
+its own, as what an earlier run has cached is not entered again."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import sys
 import threading
@@ -12,18 +11,14 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-import yaml
-
 import train_accelerate
 from pretrain.run import keeping
-from tests.conftest import PACK_LENGTH, VOCABULARY, write_packs
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(f"{ROOT}/{part}" for part in ("foundation/", "packing/", "pretrain/", "train_accelerate.py"))
-SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 
 
-def watched_run(folder: Path) -> dict[str, list[str]]:
+def watched_run(recipe: Path) -> dict[str, list[str]]:
     """Files that the run enters, and of these the ones that a step does, from batch to metrics, in the thread that trains, and a
     save, in what writes behind the training too."""
     entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set(), "looked at": set()}
@@ -52,23 +47,8 @@ def watched_run(folder: Path) -> dict[str, list[str]]:
 
     watched(train_accelerate, "train_step", "step", from_call=2)  # the updates of the first two are held to torch's
     watched(keeping, "save", "save")
-    write_packs(folder / "packs", PACK_LENGTH)
-    config = {"model_type": "qwen3", "vocab_size": VOCABULARY, "head_dim": 16, "max_position_embeddings": PACK_LENGTH} | SIZES
-    recipe = {
-        "name": "watched",
-        "run_dir": str(folder / "run"),
-        "model": {"config": config},
-        "data": {"packs": str(folder / "packs"), "length": PACK_LENGTH},
-        "batch": {"tokens": 8 * PACK_LENGTH, "microbatch": 4},
-        "optimizer": {"learning_rate": 0.01},
-        "train": {"steps": 6},
-        "checkpoint": {"every": 2},
-        "precision": "fp32",
-        "parity": False,
-    }
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     os.environ["ACCELERATE_USE_CPU"] = "true"
-    sys.argv = ["train_accelerate.py", str(folder / "recipe.yaml")]
+    sys.argv = ["train_accelerate.py", str(recipe)]
     threading.setprofile(look)
     sys.setprofile(look)
     try:
@@ -77,7 +57,3 @@ def watched_run(folder: Path) -> dict[str, list[str]]:
         sys.setprofile(None)
         threading.setprofile(None)
     return {act: sorted(file.removeprefix(f"{ROOT}/") for file in files) for act, files in entered.items()}
-
-
-if __name__ == "__main__":
-    print(json.dumps(watched_run(Path(sys.argv[1]))))
