@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
@@ -10,7 +9,6 @@ import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -58,9 +56,9 @@ def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
     }
 
 
-def environment_from_elsewhere(start_method: str = "spawn") -> dict[str, Any]:
+def environment_from_elsewhere() -> dict[str, Any]:
     """Versions and devices, asked for in a process that ends: this one must hold no memory on a GPU that a way has to fit on."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(start_method)) as pool:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(describe_environment, {}).result()
 
 
@@ -82,31 +80,6 @@ def run_to_its_end(command: list[str], timeout: float, environment: Mapping[str,
         for each in [*psutil.Process(process.pid).children(recursive=True), process]:
             each.kill()
         return "timeout", process.communicate()[0]
-
-
-def fork_to_its_end(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int | str, str]:
-    """As `run_to_its_end`, of a `python -m MODULE ...` whose `main` runs in a process forked from this one: what this one has
-    imported is there at once. It must not have used a GPU."""
-    with tempfile.TemporaryFile("w+") as output:
-        process = multiprocessing.get_context("fork").Process(target=_become, args=(command, environment, output.fileno()))
-        process.start()
-        process.join(timeout)
-        in_time = not process.is_alive()
-        for each in [] if in_time else [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
-        process.join()
-        output.seek(0)
-        return process.exitcode if in_time else "timeout", output.read()
-
-
-def _become(command: Sequence[str], environment: Mapping[str, str], output: int) -> None:
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", buffering=1, closefd=False) for number in (1, 2))
-    os.environ.update(environment)
-    _, _, module, *arguments = command
-    sys.argv = [module, *arguments]
-    sys.exit(importlib.import_module(module).main())
 
 
 def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:

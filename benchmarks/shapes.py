@@ -8,25 +8,21 @@ Each is built from its shape with random weights and trains on the packs of `ben
 does not decide how fast a product is. Microbatches have 32,768 tokens, and all else but the model and the step's tokens is as in
 `benchmarks.throughput`. Llama-3.1-8B takes whole documents of 8,192 tokens, one at a time, with moments in BF16.
 
-Of the minute that a training takes here, seconds are timed. So ways are forked from one process that has imported what they need,
-share the kernels that one of them has compiled, and leave out parity, which the doctor and tests/gpu hold. Steps have 65,536
-tokens: 131,072 halve the update's share. The first two, which search and compile, are not timed; of the others the median is
-meant, and the table says how far apart they are. `hf_eager`, if named, is plain transformers, by which the others are judged.
+Of the time that a training takes here, seconds are timed. So ways share the kernels that one of them has compiled, and leave out
+parity, which the doctor and tests/gpu hold. Steps have 65,536 tokens: 131,072 halve the update's share. The first two, which
+search and compile, are not timed; of the others the median is meant, and the table says how far apart they are. `hf_eager`, if
+named, is plain transformers, by which the others are judged.
 `--report` prints the table; `--tiny` goes through everything with a small model on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
-import gc
-import importlib
 import json
 import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,13 +36,13 @@ from foundation.command import run_command
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import TERA, markdown, percent
+from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.peaks import peak
+from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe, resolved
 
 WAYS = (BASELINE, "bf16_exact", "delayed_exact", "delayed_exact_head")
 LABELS = ("transformers, eager", "BF16", "FP8 delayed", "and the head")
-IMPORTED = "train_accelerate benchmarks.ways.worker matplotlib.pyplot"  # by all ways, and on GPUs:
-LIBRARIES = "triton transformer_engine.pytorch flash_attn.cute.interface"  # in this order: the last one spoils the one before it
 
 
 @dataclass(frozen=True)
@@ -112,7 +108,6 @@ def parse_arguments() -> argparse.Namespace:
     add("--tiny", action="store_true", help="one small model on the CPU: a dry run")
     add("--out", type=Path, help="the result file; what it has, and is not named now, stays")
     add("--report", type=Path, metavar="FILE", help="a result file to print the table of")
-    add("--libraries", default=LIBRARIES, help="imported before the fork; where one of them uses the GPU then, all are left out")
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out):
         parser.error("--out FILE is needed, to hold the result")
@@ -122,7 +117,9 @@ def parse_arguments() -> argparse.Namespace:
 def measure(arguments: argparse.Namespace) -> None:
     """Measure every shape that is asked for; `--out` is whole after each."""
     shapes = {"tiny": Shape("benchmarks/tiny.yaml")} if arguments.tiny else {name: SHAPES[name] for name in arguments.shapes}
-    arguments.environment = prepare_to_fork(arguments)
+    if arguments.tiny:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    arguments.environment = environment_from_elsewhere() | {"processor": processor()}
     if not (arguments.tiny or arguments.environment["gpus"]):
         raise InputError("no CUDA device is here; take --tiny for a dry run on the CPU")
     result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"command": command(), "shapes": {}}
@@ -134,35 +131,8 @@ def measure(arguments: argparse.Namespace) -> None:
     print(table(result))
 
 
-def prepare_to_fork(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Import what ways need; returns versions and devices. Where a library has used the GPU by that, which a forked process could
-    not do then, begin again without them."""
-    # With NVML torch can ask how many GPUs there are without using one.
-    os.environ |= {"CUDA_VISIBLE_DEVICES": ""} if arguments.tiny else {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as the launcher has it
-    gc.disable()
-    for name in IMPORTED.split():
-        importlib.import_module(name)
-    for name in arguments.libraries.split():
-        with suppress(ImportError, OSError, RuntimeError):
-            importlib.import_module(name)
-    gc.freeze()  # no collection looks through it
-    atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
-    gc.enable()
-    try:
-        return environment_from_elsewhere("fork") | {"processor": processor()}  # names GPUs, for which it begins to use them
-    except RuntimeError as error:
-        if not arguments.libraries:
-            raise
-        print(f"{error}; once more without {arguments.libraries}", flush=True)
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.shapes", *sys.argv[1:], "--libraries="])
-
-
 def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
     """One shape's ways as `benchmarks.throughput` measures and judges them, with those of `before`; how well they use the GPU."""
-    from pretrain.metrics.flops import ModelFlops, nanogpt  # torch, once it is known how
-    from pretrain.model.huggingface import build_on_meta, load_config
-
     model, configuration = ("tiny", CPU) if arguments.tiny else ("qwen3_1_7b", GPU)
     changed = ["parity=false", *([] if arguments.tiny else shape.settings(arguments.tokens))]
     recipe = load_recipe(MODELS[model].recipe, changed)
@@ -170,7 +140,7 @@ def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.N
     with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
         (path := Path(folder, "recipe.yaml")).write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
         settings = Settings(model, path, configuration, shape.warm_up, shape.steps, arguments.timeout, shape.whole_documents)
-        bench = Bench(settings, Path(folder, "result.json"), command(), forks=True)
+        bench = Bench(settings, Path(folder, "result.json"), command(), brief=True)
         ways = ("hf_eager", "fp32") if arguments.tiny else arguments.ways
         if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
             bench.result["ways"] = {name: way for name, way in before["ways"].items() if name not in ways}

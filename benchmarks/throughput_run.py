@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from benchmarks import throughput_packs
-from benchmarks.machine import LAUNCH, device_and_torch, environment_from_elsewhere, fork_to_its_end, processor, run_to_its_end
+from benchmarks.machine import LAUNCH, device_and_torch, environment_from_elsewhere, processor, run_to_its_end
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.errors import InputError
@@ -78,12 +78,12 @@ class Settings:
 
 class Bench:
     """One run of the benchmark, one way at a time. `out` holds at any time what is measured so far; with `go_on`, also what it
-    held before. With `forks`, ways are forked from this process and share compiled kernels, and no limits are measured."""
+    held before. With `brief`, ways share compiled kernels, ours begin without `accelerate launch`, and no limits are measured."""
 
-    def __init__(self, settings: Settings, out: Path, command: str, *, go_on: bool = False, forks: bool = False) -> None:
+    def __init__(self, settings: Settings, out: Path, command: str, *, go_on: bool = False, brief: bool = False) -> None:
         self.settings = settings
         self.out = out
-        self.forks = forks
+        self.brief = brief
         self.result: dict[str, Any] = {"command": command, "settings": settings.record(), "tolerances": TOLERANCES, "ways": {}}
         if go_on and out.exists():
             self._continue(json.loads(out.read_text()))
@@ -103,7 +103,7 @@ class Bench:
     def run(self, entries: Sequence[Entry]) -> None:
         """Measure the limits and every entry that is not measured yet, the baseline first."""
         self._make_packs()
-        if not self.forks and self.result.get("limits", {}).get("status") != "ok":
+        if not self.brief and self.result.get("limits", {}).get("status") != "ok":
             self.result["limits"] = self._worker(["benchmarks.limits", "--recipe", str(self.settings.recipe)], {})
             self.result["environment"] = environment_from_elsewhere() | {"processor": processor()}
         missing = [entry for entry in entries if entry.name not in self.result["ways"]]
@@ -120,14 +120,14 @@ class Bench:
     # ── One way ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _measure(self, entry: Entry) -> dict[str, Any]:
-        """One entry in a process of its own. Unless ways are forked, it has compile caches of its own too: a warm one would
+        """One entry in a process of its own. Unless it is to be brief, it has compile caches of its own too: a warm one would
         shorten somebody's first step."""
         print(f"{entry.name} ...", flush=True)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
             caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
             measure = self._ours if entry.ours else self._other
-            measured = measure(entry, {} if self.forks else caches, Path(folder) / "run")
+            measured = measure(entry, {} if self.brief else caches, Path(folder) / "run")
         return measured | {"wall_seconds": time.perf_counter() - began}
 
     def _ours(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
@@ -136,10 +136,10 @@ class Bench:
         overrides = [*settings.overrides, *entry.overrides]
         launch = [*LAUNCH, "--config_file", str(settings.configuration), "train_accelerate.py"]
         said = ["accelerate", *launch[3:]]
-        if self.forks:
+        if self.brief:
             launch, said = [sys.executable, "-m", "train_accelerate"], ["python", "-m", "train_accelerate"]
         own = [str(settings.recipe), *overrides]
-        status, output = self._start([*launch, *own, f"run_dir={run_dir}"], environment)
+        status, output = run_to_its_end([*launch, *own, f"run_dir={run_dir}"], settings.timeout, environment)
         command = {"command": shlex.join([*said, *own, "run_dir=runs/throughput"])}
         if status != 0 or not (run_dir / "summary.json").exists():
             return failure(status, output) | command
@@ -172,13 +172,10 @@ class Bench:
 
     def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
         """What `python -m command` prints as the last line that is JSON; where there is none, how it failed."""
-        status, output = self._start([sys.executable, "-m", *command], environment)
+        status, output = run_to_its_end([sys.executable, "-m", *command], self.settings.timeout, environment)
         results = [line for line in output.splitlines() if line.startswith('{"status": ')]
         measured = json.loads(results[-1]) if status == 0 and results else failure(status, output)
         return measured | {"command": shlex.join(["python", "-m", *command])}
-
-    def _start(self, command: list[str], environment: Mapping[str, str]) -> tuple[int | str, str]:
-        return (fork_to_its_end if self.forks else run_to_its_end)(command, self.settings.timeout, environment)
 
     # ── The result ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 import yaml
 
 from benchmarks import shapes, throughput_packs, throughput_run
-from benchmarks.machine import fork_to_its_end
 from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
@@ -154,14 +152,6 @@ def test_a_run_is_judged_by_eagers_losses_and_norms_as_its_precision_allows(
 ):
     entry = Entry("way", "a way", precision, weights)
     assert judge(entry, run, EAGER)[0] == verdict and judge(entry, EAGER, None)[0] == UNKNOWN
-
-
-def test_a_forked_command_ends_as_the_command_would_have() -> None:
-    status, output = fork_to_its_end([sys.executable, "-m", "benchmarks.throughput", "--model", "tiny", "--list"], 60, {})
-    assert status == 0 and "hf_eager" in output
-    status, output = fork_to_its_end([sys.executable, "-m", "benchmarks.throughput", "--no-such"], 60, {})
-    assert status == 2 and "--no-such" in output
-    assert fork_to_its_end([sys.executable, "-m", "benchmarks.throughput", "--list"], 0, {})[0] == "timeout"
 
 
 def test_the_table_of_shapes_has_gains_over_bf16_and_how_far_apart_steps_are() -> None:

@@ -90,6 +90,13 @@ def test_the_largest_microbatch_is_found_in_the_memory_that_there_is(
     assert largest(packed, accelerator, [1024], 32 * 2**20) is None
 
 
+@pytest.fixture
+def small_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
+    """Of two layers: fused ones hand each other their values."""
+    small_recipe["model"]["config"]["num_hidden_layers"] = 2
+    return small_recipe
+
+
 def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callable, small_recipe: dict[str, Any]) -> None:
     recipe = small_recipe | {"batch": {"tokens": 256, "microbatch": "auto"}}
     recipe["model"]["config"] |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
