@@ -13,7 +13,7 @@ import yaml
 from foundation.errors import InputError
 
 
-class _Loader(yaml.CSafeLoader):  # a fifth of the other's time, of which a report over many runs took most
+class _Loader(yaml.CSafeLoader):  # libyaml's: most of a report over many runs was reading their settings
     """Refuses a repeated key, where YAML silently takes the last value, and takes `1e6`, `1e-5` and `1.0e6` for numbers, which
     YAML reads as text: without a dot, or without a sign after the e."""
 

@@ -146,6 +146,7 @@ COMMANDS = {
     "report nowhere": "nowhere",
     "report {here}": "{here}",
     "report": "RUN",
+    "report {here} --out report.pdf": "--out report.pdf",
     "matrix nowhere.yaml": "nowhere.yaml",
     "matrix {here}/matrix.yaml": "recipe",
     "phases nowhere.yaml": "nowhere.yaml",

@@ -18,7 +18,6 @@ from benchmarks.ways import hf_compiled, hf_eager, worker
 from benchmarks.ways.entries import CPU, MODELS, Entry
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
 from benchmarks.ways.task import Task
-from foundation.errors import InputError
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
 from tests.forked_commands import forking
@@ -86,23 +85,6 @@ def test_a_way_that_breaks_down_is_recorded_with_its_error(recipe: Path, tmp_pat
     assert found["status"] == "failed" and "No module named benchmarks.no_such_way" in found["reason"]
     late = Bench(replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False)
     assert late._worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
-
-
-def test_what_was_measured_with_other_settings_or_on_another_device_is_not_continued(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    environment = describe_environment({}) | {"gpus": []}
-    monkeypatch.setattr(throughput_run, "environment_from_elsewhere", lambda: environment)
-    out, settings = tmp_path / "out.json", Settings("tiny", recipe, CPU, 1, 1, timeout=600)
-    before = {"settings": settings.record(), "environment": environment}
-    before |= {"ways": {"a": {"status": "ok"}, "b": {"status": "failed"}}}
-    out.write_text(json.dumps(before))
-    assert Bench(settings, out, "", go_on=True).result["ways"] == {"a": {"status": "ok"}}, "what failed is tried again"
-    with pytest.raises(InputError, match=r"\(steps, packs\).* --out"):
-        Bench(replace(settings, steps=2), out, "", go_on=True)
-    out.write_text(json.dumps(before | {"environment": environment | {"gpus": ["NVIDIA H200"]}}))
-    with pytest.raises(InputError, match=r"out\.json: .*NVIDIA H200.* --out"):
-        Bench(settings, out, "", go_on=True)
 
 
 def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -20,13 +20,13 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings, ModelSettings
-from tests.gpu.conftest import DEVICE, INTERPRETED
+from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
 
 pytestmark = pytest.mark.usefixtures("conversions_that_round")
 LENGTH = 32 if INTERPRETED else 256
 LAYERS = 1 if INTERPRETED else 2
-NAMES = ["qwen3", "qwen2"] if INTERPRETED else [*ARCHITECTURES]
+NAMES = ["qwen3"] if INTERPRETED else [*ARCHITECTURES]
 train = partial(losses_and_gradients, device=DEVICE, length=LENGTH)
 
 
@@ -74,6 +74,7 @@ def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
         assert ours < 2 * torchs + 2**-8, (parameter, ours, torchs)
 
 
+@cuda_only
 def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
     """With parameters in FP32: their working copies are kept for the microbatches of a step, and made anew in evaluation."""
     batch = inputs(seed=0, device=DEVICE, length=LENGTH)

@@ -52,13 +52,19 @@ def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[s
     }
 
 
+def part_folders(packs: Path) -> list[Path]:
+    return [path for path in packs.glob("**/part-*") if path.is_dir()]
+
+
 def waiting_for_packs(recipe: dict[str, Any], folder: Path) -> tuple[LauncherProcess, psutil.Process]:
     """A run after its third step, and the process that makes its packs, which stands still."""
     changes = {"run_dir": str(folder / "run"), "train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
     data = recipe["data"] | {"packs": str(folder / "packs")}
     prepare(DataSettings(**data), progress=False)  # a daemon, as the run is here, starts no processes that tokenise
+    there = len(part_folders(folder / "packs"))
     run = LauncherProcess([str(write_recipe(recipe | changes | {"data": data}, folder))], folder / "log", Moment("logged", "^3$"))
     run.wait_until_it_waits()
+    run.wait_until(lambda: len(part_folders(folder / "packs")) > there)  # whoever tokenises for the packer has begun
     packer = next(each for each in psutil.Process(run.pid).children() if "packing.prepare" in " ".join(each.cmdline()))
     packer.suspend()
     run.go_on()

@@ -54,8 +54,8 @@ FAULTS = {
 # Of those in tests/pretrain/verify/update_faults.py, the ones that a topology could hide: each is there in one process too.
 OF_UPDATES = {
     "ddp": ("last_microbatch_dropped", "sums_in_bf16"),
-    "zero": ("not_clipped", "no_bias_correction", "each_update_twice", "low_bits_dropped", "moments_in_bf16"),
-    "fsdp2": ("one_weight_never_updated", "norms_decay", "stale_copy", "stale_later", "sums_rounded_to_bf16"),
+    "zero": ("not_clipped", "no_bias_correction", "low_bits_dropped", "moments_in_bf16"),
+    "fsdp2": ("one_weight_never_updated", "norms_decay", "stale_copy", "sums_rounded_to_bf16"),
 }
 ALWAYS = {"nothing": lambda run, patch: None, "a rank's weight stands still": weight_of_a_rank_stands_still}
 

@@ -128,14 +128,6 @@ def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_take
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
 
 
-def test_a_step_saved_again_to_be_spared_itself_lets_the_one_spared_before_it_go(tmp_path):
-    checkpoints = Checkpoints(tmp_path, keep=1)
-    save(checkpoints, 10)
-    for spared, left in ((10, ["step-00000010", "step-00000020"]), (20, ["step-00000020"])):
-        checkpoints.save(20, *tensors_of(20, 40), {"step": 20}, spared=spared)
-        assert names(tmp_path) == left
-
-
 # Calls between which a process may die and leave something else behind.
 FILE_CALLS = {"open", "write", "flush", "rename", "replace", "mkdir", "rmdir", "unlink"}
 

@@ -114,12 +114,6 @@ def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(phase
     assert refused.startswith(f"error: {run_dir}: was trained with other settings") and "`batch.microbatch`: 8 and 2" in refused
 
 
-def test_a_later_phase_may_need_what_an_earlier_one_sets(phases_file):
-    precision = {"name": "precision", "axes": {"precision": ["current"], "fp8_config.on_unsupported": ["emulate"]}}
-    option = {"name": "option", "axes": {"fp8_config.fp8_format": ["E4M3"]}}
-    assert [len(matrix.cells) for matrix in load_phases(phases_file(precision, option), []).check()] == [1, 1]
-
-
 @pytest.mark.parametrize(
     ("phases", "keys", "says"),
     [

@@ -52,21 +52,6 @@ def test_the_command_line_compares_runs_into_files_of_their_own(tmp_path, capsys
     assert "minus b" in (out / "mine.html").read_text() and "minus b" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--out", "report.pdf"], "--out report.pdf"),
-        (["--watch"], "--watch"),
-        (["--gate", "nan"], "--gate"),
-        (["--gate", "0.01"], "the only run"),
-    ],
-)
-def test_options_that_do_not_go_together_are_refused(arguments, named, tmp_path, capsys, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["report", str(make_run(tmp_path / "run")), *arguments]) == 2
-    assert named in capsys.readouterr().err
-
-
 def test_importing_the_report_needs_neither_torch_nor_the_drawing_libraries():
     unwanted = ("torch", "matplotlib", "plotly", "transformers")
     program = f"import sys, pretrain.compare.report; print([m for m in {unwanted} if m in sys.modules])"

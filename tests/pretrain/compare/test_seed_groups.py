@@ -11,7 +11,6 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.__main__ import main
-from pretrain.compare.columns import table_of
 from pretrain.compare.report import Report
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_record import read_run
@@ -76,12 +75,6 @@ def test_the_report_answers_over_seeds_before_it_shows_any_run(folders: list[Pat
     assert rows["delayed"][1] == ["+0.0010", "+0.0030", "+0.0020"], "seed by seed"
     assert "delayed-seed=1" in rows
     assert page.read_text().index("Over seeds") < page.read_text().index("All figures") and "+5.05%" in page.read_text()
-
-
-def test_the_margin_can_be_given(folders: list[Path]):
-    compared = over(folders, margin=0.0005)
-    rows = rows_of(table_of(compared.columns(), compared.results))
-    assert (rows["delayed"][0][5], rows["nvfp4"][0][5]) == ("cannot tell", "worse")
 
 
 def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_path: Path):

@@ -49,7 +49,7 @@ def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("name", ["packed_sdpa", "packed_documents", "packed_fa4"])
+@pytest.mark.parametrize("name", ["packed_sdpa", "packed_fa4"])
 def test_layers_compile_whole_and_never_again_when_the_number_of_documents_changes(
     name: str, flash_attention_4_on_a_cpu: SimpleNamespace
 ) -> None:

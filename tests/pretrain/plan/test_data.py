@@ -18,7 +18,6 @@ from pretrain.plan.tokenizer import fingerprint_of, with_tokens
 from pretrain.settings.recipe import ModelSettings
 
 WORDS = {word: index for index, word in enumerate(["<|endoftext|>", "the", "a", "cat", "dog", "sat", "ran", "on", "mat"])}
-FROM_SCRATCH = ModelSettings(config={"model_type": "qwen3"})
 
 
 def write_tokenizer(folder: Path, words: dict[str, int]) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,6 @@ from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
-
-ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")

@@ -221,5 +221,8 @@ def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_
         expected = quantize(x, scale, None)
         view = quantize(x.t().contiguous().t(), scale, None)
         assert torch.equal(view.codes, expected.codes) and torch.equal(view.dequantize(), expected.dequantize())
-        compiled = torch.compile(lambda x, quantize=quantize: quantize(x, scale, None).operand, fullgraph=True, backend="eager")
-        assert torch.equal(compiled(x), expected.operand)
+        if along == "features" or role == "grad_output":  # each axis once, as tracing takes long
+            compiled = torch.compile(
+                lambda x, quantize=quantize: quantize(x, scale, None).operand, fullgraph=True, backend="eager"
+            )
+            assert torch.equal(compiled(x), expected.operand)
