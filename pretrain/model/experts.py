@@ -7,11 +7,15 @@ stay transformers': which experts a token chooses, and with which weights, comes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
 
+from foundation.attributes import holding
 from pretrain.precision.grouped import (
     STACKS,
     GroupedCall,
@@ -28,6 +32,17 @@ def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
     for name, module in list(stacked_experts(hf)):
         if not isinstance(module, GroupedExperts):
             hf.set_submodule(name, GroupedExperts(module, name, context))
+
+
+@contextmanager
+def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
+    """Yields a list for each module of experts in order, which is filled while entered: with the experts of each token, int64
+    [tokens, choices], one forward after the other."""
+    experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    with ExitStack() as recording:
+        for each in experts:
+            recording.enter_context(holding(each, seen=[]))
+        yield [each.seen for each in experts]
 
 
 class GroupedLinear(TakesTurns):
@@ -61,6 +76,7 @@ class GroupedExperts(nn.Module):
         usual = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
         self._is_swiglu = usual and experts.config.hidden_act in ("silu", "swish")
         self.load: Tensor | None = None  # int64 [experts]: tokens of each in training since this was last taken
+        self.seen: list[Tensor] | None = None  # where choices are recorded: those of each forward
         self.stacks = {key: GroupedLinear(f"{name}.{key}", context) for key in STACKS}
 
     @torch.compiler.disable
@@ -68,6 +84,8 @@ class GroupedExperts(nn.Module):
         """hidden [tokens, hidden]; chosen int64 [tokens, choices], with a weight each in `weights` -> [tokens, hidden]."""
         gate_up, down = self.stacks.values()
         groups = arrange(chosen, len(self.down_proj), max(gate_up.now.aligned, down.now.aligned))
+        if self.seen is not None:
+            self.seen.append(chosen)
         if self.training and torch.is_grad_enabled():  # of a layer that is recomputed all count twice
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = gate_up(Dispatched.apply(hidden, groups), self.gate_up_proj, groups)

@@ -26,6 +26,7 @@ from foundation.attributes import holding
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.recorder import layer_of
+from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -51,12 +52,15 @@ class GapMeter:
         device = self._accelerator.device
         self._sums = torch.zeros(len(self._matrices), 3, dtype=torch.float64, device=device)  # by parameter, see `_products`
         self._losses = torch.zeros(3, dtype=torch.float64, device=device)  # in low precision, in BF16; and the labels they are of
+        self._choices = torch.zeros(2, dtype=torch.float64, device=device)  # of experts: those that BF16 has not made, and all
+        self._chosen: list[list[Tensor]] = []  # in BF16, by layer
         if not batches.microbatches:
             return
         inputs, packed = inputs_of(batches.microbatches[0], device), self._packed
         more_come = packed.sharding and len(batches.microbatches) > 1
         with holding(packed.context, quantizing=False), packed.sharding.accumulating() if more_come else nullcontext():
-            loss = packed(**inputs)
+            with recording_choices(packed) as self._chosen:
+                loss = packed(**inputs)
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1], self._losses[2] = loss.detach(), (inputs["labels"] != IGNORE).sum()
         # What lies in `.grad` is let go by clearing, and stays here; sums are cleared in place.
@@ -74,10 +78,14 @@ class GapMeter:
 
         hook = self._packed.register_forward_hook(after_forward)
         try:
-            with watching or nullcontext():
+            with watching or nullcontext(), recording_choices(self._packed) as chosen:
                 yield
         finally:
             hook.remove()
+        for (low, *_), (in_bf16,) in zip(chosen, self._chosen, strict=False):  # a layer that is recomputed chooses alike again
+            others = (low[:, :, None] != in_bf16[:, None]).all(2)
+            self._choices += torch.stack([others.sum(), torch.full_like(others.sum(), others.numel())])
+        self._chosen = []
         for row, (gradient, _), in_bf16 in zip(self._sums, self._gradients(), self._in_bf16, strict=True):
             if gradient is not None and in_bf16 is not None:
                 row.copy_(_products(gradient, in_bf16))
@@ -93,16 +101,16 @@ class GapMeter:
 
     def figures(self) -> dict[str, float]:
         """What the step adds to its line of metrics: `gap/loss` (nats per token, above 0 where low precision's loss is higher),
-        the gradient's `gap/cosine` and `gap/norm_ratio` (low precision over BF16), and the same of each layer. Waits for the
-        device. Collective."""
-        both = torch.cat([self._sums.flatten(), self._losses])
-        *products, low, bf16, labels = self._accelerator.reduce(both, reduction="sum").tolist()
+        of a mixture `gap/routing` (the share of tokens' choices of experts that BF16 has not made), the gradient's `gap/cosine`
+        and `gap/norm_ratio` (low precision over BF16), and the same of each layer. Waits for the device. Collective."""
+        all_sums = torch.cat([self._sums.flatten(), self._losses, self._choices])
+        *products, low, bf16, labels, others, choices = self._accelerator.reduce(all_sums, reduction="sum").tolist()
         rows = dict(zip(self._matrices, np.array(products).reshape(-1, 3), strict=True))
         self.places = {name: _place(*rows[name]) for name, is_matrix in self._matrices.items() if is_matrix and rows[name][2]}
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))
         for name, row in rows.items():
             layers[layer_of(name, self._layers)] += row
-        figures = {"gap/loss": (low - bf16) / max(labels, 1)}
+        figures = {"gap/loss": (low - bf16) / max(labels, 1)} | ({"gap/routing": others / choices} if choices else {})
         for suffix, sums in [("", sum(rows.values())), *((f"/{layer}", sums) for layer, sums in layers.items())]:
             dot, of_low, of_bf16 = sums.tolist()
             if of_low and of_bf16:  # the layer has a gradient
