@@ -17,7 +17,6 @@ import select
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -44,17 +43,18 @@ def forking(*folders: Path) -> dict[str, str]:
 
 @cache
 def _server() -> str:
-    """Start the process that commands are forked from; returns its socket. It ends with this one, which holds a pipe to it."""
-    path = os.path.join(tempfile.mkdtemp(prefix="forked-"), "socket")
+    """Start the process that commands are forked from, which ends with this one, as that holds a pipe to it; returns the name of
+    its socket, which is no file's."""
+    name = f"forked-{os.getpid()}-{os.urandom(8).hex()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(path)
+    listener.bind(f"\0{name}")
     listener.listen()
     theirs, ours = fork_context.Pipe(duplex=False)
     fork_context.Process(target=_serve, args=(listener, theirs), daemon=True).start()
     theirs.close()
     listener.close()
     _server.held = ours
-    return path
+    return name
 
 
 def _serve(listener: socket.socket, tests: Any) -> None:

@@ -72,8 +72,8 @@ def test_figures_are_medians_with_their_spread_and_a_way_with_wrong_labels_is_wr
         assert spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
         assert way["first_step_seconds"] == way["step_ms"][0] / 1e3 and way["memory_gib"] > 0
     way, limits = measured["ways"]["fp32"], measured["limits"]
-    seconds = 256 / way["tokens_per_second"]["median"]
-    assert way["share_of_limit"] == pytest.approx(limits["floors"]["fp32"] / seconds, rel=0.2)  # median of inverses
+    slow, fast = (256 / way["tokens_per_second"][which] for which in ("min", "max"))
+    assert limits["floors"]["fp32"] / slow <= way["share_of_limit"] <= limits["floors"]["fp32"] / fast
     broken = measured["ways"]["broken"]
     assert broken["status"] == "ok" and broken["verdict"] == WRONG and broken["reasons"]
 

@@ -22,7 +22,7 @@ def is_served(arguments: list[str]) -> bool:
 
 def run_elsewhere() -> None:
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    server.connect(os.environ["FORKED_COMMANDS"])
+    server.connect("\0" + os.environ["FORKED_COMMANDS"])
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
     ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
     for number in signals.difference(ignored):

@@ -65,6 +65,7 @@ def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
     assert told("delayed_branch", 5) == CANNOT_TELL
 
 
+@pytest.mark.long
 def test_a_question_is_tried_planned_answered_and_taken_up_again(
     low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ def cells_of(table: str, precision: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
+@pytest.mark.long
 def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     """By a trainer that is started as users start it: nothing is forked."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0

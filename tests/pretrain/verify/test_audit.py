@@ -151,8 +151,7 @@ def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
     return build
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
-@pytest.mark.parametrize("kind", LINEARS)
+@pytest.mark.parametrize(("precision", "kind"), [*((name, "qwen3") for name in QUANTIZED), ("current", "gpt2")])
 def test_a_model_that_keeps_its_promise_passes(precision: str, kind: str, small: Callable) -> None:
     entries = small(precision, kind).audit()
     assert len(entries) == LINEARS[kind]
