@@ -16,14 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
 
 from foundation.attributes import holding
-from pretrain.precision.grouped import (
-    STACKS,
-    GroupedCall,
-    Groups,
-    PlainGroupedProduct,
-    arrange,
-    stacked_experts,
-)
+from pretrain.precision.grouped import STACKS, GroupedCall, Groups, PlainGroupedProduct, arrange, stacked_experts
 from pretrain.precision.product import LinearFunction, PrecisionContext, Product, TakesTurns, summing_where
 
 

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from foundation.attributes import holding
 from pretrain.precision.observed import watched
-from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct
+from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, Saved
 
 STACKS = ("gate_up_proj", "down_proj")  # the weights of all experts, by transformers' names
 ALIGNED = 16  # rows: kernels read operands 16 bytes at a time, along the rows too, of which a value has one at least
@@ -81,12 +81,12 @@ class GroupedCall(LinearCall):
         super().__init__(*args, **options)
         self._ends = groups.ends
 
-    def forward(self, *args: Any, **options: Any) -> Tensor:
+    def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Saved]:
         self.context.groups[self.product.name] = self._ends
         with holding(self.product, ends=self._ends):
             return super().forward(*args, **options)
 
-    def backward(self, *args: Any, **options: Any) -> tuple[Tensor | None, Tensor | None]:
+    def backward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         self.context.groups[self.product.name] = self._ends
         with holding(self.product, ends=self._ends):
             return super().backward(*args, **options)
