@@ -53,10 +53,10 @@ def test_a_fault_is_caught_by_whom_the_table_names(what: str, precision: str, ta
 
 @pytest.mark.parametrize(("precision", "kind"), [("nvfp4", "llama"), ("block", "gpt2"), ("delayed", "gemma")])
 def test_a_model_in_which_nothing_is_broken_passes(precision: str, kind: str, accelerator: Accelerator) -> None:
-    parity = build_run(accelerator, precision, kind, layers=2, scope="linear+head").parity()
+    parity = build_run(accelerator, precision, kind, layers=1, scope="linear+head").parity()
     assert parity.failures == []
     linears = {"gpt2": 4}.get(kind, 7)
-    assert len(parity.products) == 3 * (2 * linears + 1), "forward, dgrad and wgrad of every linear and of the head"
+    assert len(parity.products) == 3 * (linears + 1), "forward, dgrad and wgrad of every linear and of the head"
 
 
 def test_the_table_has_every_fault_and_none_that_nobody_catches(table: dict, accelerator: Accelerator) -> None:
