@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 from foundation.attributes import holding
 from pretrain.precision.grouped import STACKS, GroupedCall, Groups, PlainGroupedProduct, arrange, stacked_experts
@@ -67,7 +68,7 @@ class GroupedExperts(nn.Module):
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
         self._apply_gate = experts._apply_gate  # transformers' own: gate and up [rows, 2 width] -> [rows, width]
         usual = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
-        self._is_swiglu = usual and experts.config.hidden_act in ("silu", "swish")
+        self._is_swiglu = usual and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
         self.load: Tensor | None = None  # int64 [experts]: tokens of each in training since this was last taken
         self.seen: list[Tensor] | None = None  # where choices are recorded: those of each forward
         self.stacks = {key: GroupedLinear(f"{name}.{key}", context) for key in STACKS}
