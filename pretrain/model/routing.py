@@ -42,10 +42,10 @@ class Routing:
     """The routers of one model, of which there are some."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
-        self._routers, self._hf = _routers(hf), hf
+        self.routers, self._hf = _routers(hf), hf
         self.coefficient: float | None = hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
         self._sums: dict[str, Tensor] = {}
-        for router, index in self._routers.items():
+        for router, index in self.routers.items():
             router.register_forward_hook(_keeping_logits(index))
 
     @classmethod
@@ -56,7 +56,7 @@ class Routing:
     def add_loss(self, loss: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         """The summed `loss` of a forward that has ended, over labels [...] int64; in training with the balance of its experts,
         once for each label, where the model asks for that."""
-        logits = [vars(router).pop("router_logits") for router in self._routers]
+        logits = [vars(router).pop("router_logits") for router in self.routers]
         if not training:
             return loss
         labelled = labels.flatten() != IGNORE

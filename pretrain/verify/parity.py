@@ -42,12 +42,13 @@ from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
+from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.probe import Compared, watching_products
-from pretrain.verify.reference_model import Document, reference_model, reference_pass, whole, wrong_batches
+from pretrain.verify.reference_model import Document, reference_model, reference_pass, routes_alike, whole, wrong_batches
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 SEVENTHS = (0, 1, 3, 5, 7)  # of a pack, where its documents begin and end: no block of a kernel ends there
@@ -158,24 +159,14 @@ class _Check:
         valid_tokens = max(step.valid_tokens, 1)  # all of the step's, over which a loss is a mean
         mean_over = valid_tokens / tokens
 
-        advance()
-        plain = reference_model(self.model.hf, self.accelerator.device)
-        losses, reference = self._plain_pass(plain, microbatches, valid_tokens)
-        for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
-            parameter.data = parameter.data.to(torch.bfloat16)
-        rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens)
-        for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
-            parameter.data = parameter.data.new_empty(0)
-        loss_noise = math.sqrt(self.over_ranks((rounded_losses - losses).double().square().sum().item()) / tokens)
-        noise = distances(rounded, reference)
-        del rounded
-
         # The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger.
         head, half = self.model.hf.get_output_embeddings(), -(-step.microbatches[0].input_ids.shape[1] // 2)
         with training_without_dropout(self.model), holding(head, chunk=min(head.chunk, half)):
             advance()
-            with holding(self.model.context, quantizing=False):
+            with holding(self.model.context, quantizing=False), recording_choices(self.model) as chosen:
                 loss = self._pass(step) * mean_over
+            of_plain = self._plain(_as_chosen(microbatches, chosen), valid_tokens, tokens)
+            losses, reference, loss_noise, noise, alike = of_plain
             gradients = {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
             dtypes = {self.model.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
@@ -186,7 +177,7 @@ class _Check:
                 reference_loss=self.over_ranks(losses.double().sum().item()) / tokens,
                 loss_tolerated=loss_noise * resolution * (1.0 if is_varied else LEEWAY),
                 gradient_norm=gradient_norm(self.model.parameters()).item(),
-                tensors=judge(distances(gradients, reference), noise, resolution, tokens),
+                tensors=judge(distances(gradients, reference), noise, resolution, tokens, routes_alike=alike),
             )
             if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:  # not-a-number is never tolerated
                 losses_of_both = f"{loss:.6f}, of plain transformers {parity.reference_loss:.6f}"
@@ -198,6 +189,22 @@ class _Check:
             elif self.active.precision.quantized:
                 parity.quantized_left_out = f"the text has {variety} different tokens, and they take {DIFFERENT}"
         return parity
+
+    def _plain(
+        self, microbatches: Sequence[Sequence[Document]], valid_tokens: int, tokens: float
+    ) -> tuple[Tensor, dict[str, Tensor], float, dict[str, Distance], bool]:
+        """Losses and gradients of plain transformers; how far BF16 takes each from itself, of all `tokens` of all ranks; and
+        whether a mixture's tokens all went where they went in the packed path."""
+        advance()
+        plain = reference_model(self.model.hf, self.accelerator.device)
+        losses, reference = self._plain_pass(plain, microbatches, valid_tokens)
+        for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
+            parameter.data = parameter.data.to(torch.bfloat16)
+        rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens)
+        for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
+            parameter.data = parameter.data.new_empty(0)
+        loss_noise = math.sqrt(self.over_ranks((rounded_losses - losses).double().square().sum().item()) / tokens)
+        return losses, reference, loss_noise, distances(rounded, reference), routes_alike(plain)
 
     def _plain_pass(
         self, plain: PreTrainedModel, microbatches: Sequence[Sequence[Document]], valid_tokens: int
@@ -237,6 +244,15 @@ class _Check:
         return of(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)).tolist())
 
 
+def _as_chosen(microbatches: Sequence[Sequence[Document]], chosen: Sequence[Sequence[Tensor]]) -> list[list[Document]]:
+    """The documents with the experts that their tokens went to: `chosen` by layer and forward, of which a layer that is
+    recomputed has two a microbatch."""
+    return [
+        [each._replace(chosen=[layer[n * len(layer) // len(microbatches)][each.part] for layer in chosen]) for each in documents]
+        for n, documents in enumerate(microbatches)
+    ]
+
+
 def worst_of(compared: Sequence[Compared], what: str, meaning: str) -> list[str]:
     """A line with the worst mismatches of `compared`, if there are any."""
     wrong = [f"{each.name} ({each.excess:.3g})" for each in compared if each.excess > 1]
@@ -258,7 +274,7 @@ def cut(batch: Microbatch, vocabulary: int, *, at_end: bool) -> tuple[Microbatch
         part = slice(span.start, min(span.stop, span.start + TOKENS // DOCUMENTS))
         of_text = batch.labels[0, part]
         labels[0, part] = torch.where(of_text == IGNORE, IGNORE, (of_text + vocabulary // 2) % vocabulary)
-        documents.append(Document(batch.input_ids[0, part], labels[0, part]))
+        documents.append(Document(batch.input_ids[0, part], labels[0, part], part))
     return replace(batch, labels=labels), documents
 
 
@@ -310,12 +326,20 @@ def distances(measured: Mapping[str, Tensor | None], reference: Mapping[str, Ten
     return {name: Distance(*row, size) for (name, size), row in zip(sizes.items(), of_all, strict=True)}
 
 
-def judge(apart: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float, tokens: float) -> list[Compared]:
+def judge(
+    apart: Mapping[str, Distance],
+    noise: Mapping[str, Distance],
+    resolution: float,
+    tokens: float,
+    *,
+    routes_alike: bool = False,
+) -> list[Compared]:
     """Each tensor, and all as one, with what it may be off; the worst first.
 
     `noise`: of plain transformers in BF16 to itself in FP32. A tensor may be as far off as BF16 took itself, those of its kind in
     all layers, or the median one: for a tensor of few values, or one that is small because much cancels in it, its own draw may
     be small by chance. `resolution`: how coarsely what is judged rounds; 1.0 is BF16. `tokens`: that are compared.
+    `routes_alike`: each went to the same experts on both sides.
     """
     total = noise[TOTAL].reference
     negligible = NEGLIGIBLE * total
@@ -326,7 +350,7 @@ def judge(apart: Mapping[str, Distance], noise: Mapping[str, Distance], resoluti
     for name, each in known.items():
         squares[kinds[name]].append(each.error**2)
     # A token that goes elsewhere takes its whole part from one gradient and adds as much to another. FP32 hardly sends any.
-    routed = math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1)) if resolution == 1.0 else 0.0
+    routed = math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1)) if resolution == 1.0 and not routes_alike else 0.0
     # Of each mixture of experts, what the names of its router's and its experts' parameters begin with.
     mixtures = tuple({f"{name.partition(part)[0]}." for name in noise for part in (".experts.", ".router.") if part in name})
     judged = []

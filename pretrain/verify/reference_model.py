@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -23,6 +23,8 @@ from transformers import PreTrainedModel
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch
 from pretrain.model.huggingface import decoder_layers, named_tensors
+from pretrain.model.routing import Routing
+from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
 
@@ -75,14 +77,55 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
             tensor.requires_grad_(of_run[name].requires_grad)
     for layer in decoder_layers(plain).values():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    routers = Routing.of(plain)
+    for experts, router in zip(experts_of(plain), routers.routers if routers else (), strict=False):
+        experts.register_forward_pre_hook(partial(_as_chosen_there, router))
     return plain.eval()
 
 
+def experts_of(plain: PreTrainedModel) -> list[nn.Module]:
+    """The experts of each layer, in order."""
+    return [module for _, module in stacked_experts(plain)]
+
+
+def routes_alike(plain: PreTrainedModel) -> bool:
+    """Whether all tokens that `plain` has computed went to the experts that they went to in the compared model."""
+    experts = experts_of(plain)
+    return bool(experts) and all(getattr(each, "follows", False) for each in experts)
+
+
+def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+    """Sends tokens that rounding has sent to other experts in the compared model to these, with the weights that the `router` has
+    for them here: its probabilities, or shares of their sum, whichever it gave. None, the router's own choice, where it gave
+    something else, where a choice is none that rounding makes, and where nothing is said."""
+    (hidden, chosen, weights), there = inputs, getattr(experts, "chosen_there", None)
+    if there is None or there.shape != chosen.shape:
+        return None
+    p = torch.softmax(router.router_logits.float(), dim=-1)
+    totals, of_p, of_there = weights.float().sum(1, keepdim=True), p.gather(1, chosen), p.gather(1, there)
+    shares = totals * of_p / of_p.sum(1, keepdim=True)
+    elsewhere = (there[:, :, None] != chosen[:, None]).all(2).any(1, keepdim=True)
+    by_chance = of_there.amin(1, keepdim=True) >= NEARLY_AS_LIKELY * of_p.amin(1, keepdim=True)
+    follows = torch.allclose(shares, weights.float(), rtol=0.02) and bool((by_chance | ~elsewhere).all())
+    experts.follows = follows and getattr(experts, "follows", True)  # in all documents
+    if not follows:
+        return None
+    are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
+    scaled = of_there * totals / (of_there if are_shares else of_p).sum(1, keepdim=True)
+    return hidden, torch.where(elsewhere, there, chosen), torch.where(elsewhere, scaled.to(weights.dtype), weights)
+
+
+NEARLY_AS_LIKELY = 0.8  # of the least probability that a router has chosen: what rounding may choose in its place
+
+
 class Document(NamedTuple):
-    """Tokens int64 [n] that see each other alone, with what each is to predict (IGNORE: nothing)."""
+    """Tokens int64 [n] that see each other alone, with what each is to predict (IGNORE: nothing). `part`: where they stand in
+    their microbatch. `chosen`: of a mixture, by layer, the experts that they went to there, int64 [n, choices]."""
 
     tokens: Tensor
     labels: Tensor
+    part: slice = slice(None)
+    chosen: Sequence[Tensor] = ()
 
 
 def reference_pass(
@@ -123,6 +166,8 @@ def reference_pass(
 def _output_of(plain: PreTrainedModel, document: Document) -> Any:
     """What `plain` computes of a document."""
     ids = document.tokens.to(plain.device)[None]
+    for experts, chosen in zip(experts_of(plain), document.chosen, strict=False):
+        experts.chosen_there = chosen
     return plain(input_ids=ids, position_ids=torch.arange(ids.shape[1], device=plain.device)[None], use_cache=False)
 
 

@@ -79,8 +79,9 @@ def test_what_is_compared_are_documents_of_the_text_of_which_most_begin_inside_o
     batch, documents = cut(build_microbatch(chosen, mask_boundaries=True), 100, at_end=at_end)
     labelled = torch.cat([document.labels for document in (documents[::-1] if at_end else documents)])
     assert torch.equal(batch.labels[batch.labels >= 0], labelled[labelled >= 0]) and len(labelled) <= TOKENS
-    assert len(documents) == DOCUMENTS and all(len(tokens) for tokens, _ in documents)
-    for tokens, labels in documents:
+    assert len(documents) == DOCUMENTS and all(len(each.tokens) for each in documents)
+    for tokens, labels, part, _ in documents:
+        assert torch.equal(batch.input_ids[0, part], tokens)
         foreign = torch.where(labels >= 0, labels, 0)[:-1]
         assert torch.equal(foreign, torch.where(labels[:-1] >= 0, (tokens[1:] + 50) % 100, 0))
 
@@ -155,12 +156,11 @@ def mixture(small: Small, monkeypatch: pytest.MonkeyPatch) -> Small:
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("mixtral", 3), ("qwen3_moe", 5)])
-def test_tokens_that_rounding_sends_to_other_experts_are_no_mismatch(kind: str, seed: int, mixture: Callable) -> None:
-    """Of 24 starts of each these are among the worst."""
+def test_tokens_that_rounding_sends_elsewhere_are_compared_where_they_went(kind: str, seed: int, mixture: Callable) -> None:
+    """Of 24 starts of each these were among the worst, when plain transformers sent them elsewhere: 0.04 and more."""
     parity = mixture(kind, seed=seed).parity()
     assert parity.failures == []
-    worst = max(each.error for each in parity.tensors)
-    assert worst > 0.04, "tokens did go elsewhere: rounding alone takes a gradient half as far"
+    assert max(each.error for each in parity.tensors) < 0.03
 
 
 @pytest.mark.parametrize(("factor", "is_right"), [(1.0, True), (1.5, False)])
@@ -178,6 +178,13 @@ def test_experts_that_drop_a_choice_are_found(mixture: Callable) -> None:
     run = mixture("qwen3_moe")
     for layer in run.layers:
         layer.mlp.experts.register_forward_pre_hook(lambda module, args: (*args[:2], args[2] * torch.tensor([1.0, 0.0])))
+    assert run.parity().failures
+
+
+def test_choices_that_no_rounding_makes_are_found(mixture: Callable) -> None:
+    run = mixture("qwen3_moe")
+    experts = run.layers[1].mlp.experts
+    experts.register_forward_pre_hook(lambda module, args: (args[0], (args[1] + 1) % 8, args[2]))
     assert run.parity().failures
 
 
@@ -206,7 +213,7 @@ def test_documents_that_leak_are_found_where_each_pack_holds_one_document(small:
 @pytest.mark.parametrize("part", ["mlp.gate.weight", "mlp.experts.down_proj", "self_attn.q_proj.weight"])
 def test_a_gradient_of_a_mixture_that_is_wrong_is_found(part: str, mixture: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     run = mixture("qwen3_moe")
-    changing_gradients(part, lambda gradient: gradient.mul_(1.5))(run, monkeypatch)
+    changing_gradients(part, lambda gradient: gradient.mul_(1.2))(run, monkeypatch)
     (wrong,) = [each for each in run.parity().tensors if each.excess > 1]
     assert wrong.name == f"model.layers.1.{part}"
 
