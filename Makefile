@@ -14,7 +14,7 @@ WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 help:
 	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (4 to 6 minutes, no GPU)"
 	@echo "make which   after that: which precision a smaller model trains in, FP8 emulated, with an answer in 3 to 5 minutes"
-	@echo "make test    install what the tests need, and run them (6 to 10 minutes on 2 cores)"
+	@echo "make test    install what the tests need, and run them (3 to 6 minutes on 2 cores)"
 	@echo "make install make .venv, and nothing else (for FP8 on a GPU, see docs/b200.md)"
 	@echo "make lint    check style and formatting with ruff"
 	@echo "make docs    write docs/settings.md from the classes that check recipes, docs/recipes.md from the recipes"
