@@ -144,7 +144,8 @@ def _described(path: Path, verify: bool) -> Iterator[str]:
     splits = _open_splits(path)
     first = splits["train"]
     yield f"{path}: {type(first).__name__} of {first.length:,} tokens"
-    yield f"  tokenizer            {first.tokenizer or 'not recorded in this format'}"
+    recorded = ", ".join(f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None)
+    yield f"  tokenizer            {recorded or 'not recorded in this format'}"
     for split, packs in splits.items():
         yield f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}"
         if verify:

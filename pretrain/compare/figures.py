@@ -65,7 +65,9 @@ def picture_of_run(run: RunRecord) -> bytes:
     norm_steps, gradient_norms = run.curve("gradient_norm")
     if np.any(gradient_norms > 0):
         norms.plot(norm_steps, moving_mean(gradient_norms, window), color=COLOUR)
-        norms.set_yscale("log")
+        norms.set_yscale("log", subs=[2, 5])
+        norms.yaxis.set_major_formatter("{x:g}")
+        norms.yaxis.set_minor_formatter("{x:g}")
     rates.plot(*run.curve("learning_rate"), color=COLOUR)
     for panel, name in ((losses, "loss, nats per token"), (norms, "gradient\nnorm"), (rates, "learning\nrate")):
         panel.set_ylabel(name)

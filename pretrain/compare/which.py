@@ -197,8 +197,8 @@ class Question:
         for each in verdicts:
             if each.is_open:
                 about = "about" if each.served and len(each.served.by_seed) >= FEWEST_SEEDS else "at least"
-                more = each.more_seconds and f"{about} {duration(each.more_seconds)} more would"
-                each.advice = more or f"nor would {MOST_SEEDS} seeds, if they spread alike"
+                hours = each.more_seconds and f"{about} {duration(each.more_seconds)} more of --hours should tell"
+                each.advice = hours or f"nor would {MOST_SEEDS} seeds, if they spread alike"
             elif each.speedup is None and each.served:
                 each.advice = "its speed is not known, as it is emulated"
             else:

@@ -34,6 +34,8 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
+# Read by an architecture's layers and stated by its published models, though its config class does not list them.
+_UNLISTED_KEYS = {"qwen3_moe": {"head_dim"}}
 # What transformers and torch raise for values that they did not expect.
 _WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
@@ -79,7 +81,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
             config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
-    known = set(dir(config)) | _RENAMED_KEYS
+    known = set(dir(config)) | _RENAMED_KEYS | _UNLISTED_KEYS.get(config.model_type, set())
     if unknown := [key for key in changes if key not in known]:
         key = unknown[0]
         raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{_nearest(key, known)}")

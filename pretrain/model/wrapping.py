@@ -53,7 +53,7 @@ def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str
         return "nothing: emulated products are computed one by one"
     if setting == "on" or active.backend == "transformer_engine" or _gains(device_type, dtype):
         return None
-    return "nothing, as it gains in BF16 and below, on a GPU alone; model.fused=on fuses anyway"
+    return "nothing, as only a GPU gains by it, in BF16 and below; model.fused=on fuses anyway"
 
 
 def _gains(device_type: str, dtype: torch.dtype) -> bool:

@@ -194,7 +194,7 @@ def layers_of(
     layers, dtype = decoder_layers(model), getattr(torch, active.precision.compute_dtype)
     # Fused layers normalise in a way of their own, so what the scope says of norms does not matter; to find it out takes weights.
     without_norms = replace(active, settings=active.settings.model_copy(update={"scope": "linear"}))
-    decisions = decide(model, list(layers.values()), without_norms) if active.precision.quantized else {}
+    decisions = decide(model, list(layers.values()), without_norms, capability) if active.precision.quantized else {}
     not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
     layouts, others = active.precision.layouts_on(capability), UNQUANTIZED[active.precision.compute_dtype]
     left_out = _experts_left_out(model, decisions)

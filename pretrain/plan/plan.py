@@ -202,6 +202,12 @@ class Plan:
         layers, share = self.layers.get(active.precision.name), TRAINED * self.flops.expert_weights / self.flops_per_token
         return {reason: share * each for reason, each in layers[-1].experts_left_out.items()} if layers else {}
 
+    @property
+    def experts_in_bf16(self) -> list[str]:
+        """Of each low precision a line on the experts that it leaves out, why and how much of the work that is."""
+        left_out = (pair for active in self.actives for pair in self.experts_left_out(active).items())
+        return [f"experts compute in BF16, {units.percent(share)} of the FLOPs ({reason})" for reason, share in left_out]
+
     # ── Memory, and what is kept ──
 
     def memory(self, microbatch: int) -> dict[str, int]:
@@ -241,9 +247,8 @@ class Plan:
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
         if self.recipe.weights == "bf16":
             warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
+        warnings += self.experts_in_bf16
         for active in self.actives:
-            for reason, share in self.experts_left_out(active).items():
-                warnings.append(f"experts compute in BF16, {units.percent(share)} of the FLOPs ({reason})")
             if active.backend == "emulation":
                 warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings

@@ -30,10 +30,12 @@ class Decision:
     reason: str | None = None
 
 
-def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> dict[str, Decision]:
+def decide(
+    hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision, capability: tuple[int, int] | None = None
+) -> dict[str, Decision]:
     """A decision for each linear of `hf`, by name, and for each stack of a mixture's experts, such as
     `model.layers.0.mlp.experts.down_proj`. `layers`: its decoder layers in order. Shapes are enough: `hf` may be on the meta
-    device."""
+    device. `capability`: CUDA's, of the device that computes; None: this machine's, without a GPU Hopper's."""
     settings, head = active.settings, hf.get_output_embeddings()
     (first, last), left_out = active.kept_layers(len(layers)), UNQUANTIZED[active.precision.compute_dtype].name
     outer_layers = [layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last]
@@ -44,8 +46,8 @@ def decide(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePreci
     for name, module in stacked_experts(hf):
         groups |= {f"{name}.{key}": (module, module.get_parameter(key).shape[1:]) for key in STACKS}
     if groups and active.backend == "transformer_engine":
-        capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        no_groups = active.precision.no_groups_on(capability, settings)
+        here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+        no_groups = active.precision.no_groups_on(capability or here, settings)
     linears = {name: (module, features_of(module)) for name, module in hf.named_modules() if isinstance(module, LINEARS)}
     for name, (module, features) in (linears | groups).items():
         if module is head and settings.scope == "linear":

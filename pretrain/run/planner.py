@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import textwrap
+from collections import defaultdict
 from collections.abc import Sequence
 
 from foundation import units
@@ -43,8 +44,13 @@ def main(options: argparse.Namespace) -> int:
     print(f"{plan.recipe.name}: {plan.computes} compute{named}, {plan.recipe.weights} weights\n{'─' * WIDTH}")
     print(in_subjects({"model": model_lines(plan), "horizon": horizon_lines(plan), "FLOPs": [flops_line(plan)]}), end="\n\n")
     shares = sorted(options.mfu or ASSUMED_SHARES)
-    rows = [_row(target, target.plan(job), shares) for target in targets]
+    there, reasons = [(target, target.plan(job)) for target in targets], defaultdict(list)
+    rows = [_row(target, each, shares) for target, each in there]
     print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time"], rows))
+    for target, each in there:
+        obstacle = target.obstacle(each)
+        for reason in [obstacle] if obstacle else each.experts_in_bf16:
+            reasons[reason].append(str(target))
     small = not options.mfu and plan.flops.parameters < SMALL
     where_from = "stated" if options.mfu else "assumed; --mfu states another"
     listed = " to ".join(f"{100 * each:.3g}" for each in shares)
@@ -53,6 +59,7 @@ def main(options: argparse.Namespace) -> int:
         f"the microbatch is the recipe's, or the largest that leaves {units.percent(KEPT_FREE)} of a device's memory free",
         *(["a step of so small a model waits for launches of kernels: it takes longer than these times"] if small else []),
         *(() if plan.packs else ["FLOPs count each pack as one document, the most that they can be: no packs are prepared here"]),
+        *(f"{', '.join(names)}: {reason}" for reason, names in reasons.items()),
         *([plan.flops.left_out] if plan.flops.uncounted else []),
         *notices,
     ]
@@ -69,9 +76,8 @@ def say_plan(job: Job, console: Console, wanted: str, accept_changes: bool) -> i
 
 
 def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
-    obstacle = target.obstacle(plan)
-    if obstacle:
-        return [str(target), obstacle, *[UNKNOWN] * 4]
+    if target.obstacle(plan):
+        return [str(target), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes, whole = plan.takes(size), target.memory
     fits = "" if whole is None or takes <= plan.devices.memory else ": barely fits" if takes <= whole else ": does not fit"

@@ -57,3 +57,10 @@ def test_what_cannot_be_planned_is_one_message(arguments: tuple[str, ...], named
     status, out, err = plan(*arguments)
     assert (status, out, err.count("error: ")) == (2, "", 1), err
     assert named in err
+
+
+def test_devices_whose_experts_stay_in_bf16_are_named(plan: Planned) -> None:
+    config = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    mixture = [f"model.config.{key}={value}" for key, value in config.items()]
+    _, out, err = plan(*mixture, "precision=delayed", "fp8_config.fp8_format=E4M3", "--on", "H100", "--on", "B200")
+    assert err == "" and "* 1 x B200: experts compute in BF16" in out and "1 x H100:" not in out
