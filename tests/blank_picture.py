@@ -1,6 +1,6 @@
 """The picture of a run that a test makes in its own process, and of a forked one: blank, as drawing takes longer than such a run.
 
-tests/pretrain/compare/test_page.py draws, and every run in a process of its own does; tests/multi/test_topologies.py looks.
+tests/pretrain/compare/test_page.py draws, and so does every run in a process of its own.
 """
 
 from __future__ import annotations

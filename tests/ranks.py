@@ -96,3 +96,24 @@ def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
         del os.environ[key]
     os.environ.update(environment)
     torch.set_num_threads(1)
+
+
+def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:
+    """What `function(rank, *arguments)` returns in each of two processes that form a group."""
+    import torch.distributed as dist
+
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with fork_context.Pool(2) as pool:
+        return pool.starmap(_as_rank, [(function, rank, store.port, arguments) for rank in range(2)], chunksize=1)
+
+
+def _as_rank(function: Callable[..., Any], rank: int, port: int, arguments: tuple[object, ...]) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    result = function(rank, *arguments)
+    dist.destroy_process_group()
+    return result

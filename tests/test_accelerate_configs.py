@@ -63,15 +63,6 @@ def test_every_nested_key_is_one_that_accelerate_reads(path: Path):
     assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
 
 
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [("cpu", "no"), ("bf16", "bf16"), ("ddp", "bf16"), ("fsdp2", "bf16"), ("hsdp", "bf16"), ("zero", "bf16")]
-    + [(name, "fp8") for name in SEVERAL_IN_FP8],
-)
-def test_the_file_states_its_precision(name: str, precision: str):
-    assert load_config_from_file(str(by_name(name))).mixed_precision == precision
-
-
 def environment_by(name: str) -> dict[str, str]:
     """The variables that `accelerate launch` with a configuration would start its processes with: one, or two of this machine."""
     if name in SEVERAL_IN_FP8:

@@ -7,6 +7,7 @@ here: it says which GPU there is, and takes the finished code.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -22,7 +23,6 @@ from torch import Tensor
 from packing.arrow import IGNORE
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
-from tests.triton_kernels import launched_in
 
 triton = pytest.importorskip("triton", minversion="3.9", reason="earlier ones ask the driver for other things")
 pytestmark = [
@@ -151,6 +151,14 @@ LAUNCHES = {
     "model.loss.softmax_kernel": loss,
     "optimizer.adamw_kernel": update,
 }
+
+
+def launched_in(file: Path) -> set[str]:
+    """The names of the kernels in `file`, told from its source: the functions of Triton that no other of them calls."""
+    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    kernels = {each.name: each for each in functions if "triton.jit" in map(ast.unparse, each.decorator_list)}
+    inside = [node for kernel in kernels.values() for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+    return kernels.keys() - {ast.unparse(call.func) for call in inside}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -20,12 +20,10 @@ from pretrain.precision.product import Operand
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import unavailable_because
-from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, build_run, on_a
+from tests.pretrain.verify.small_runs import build_run, on_a
 
 DEVICE = torch.device("cuda")
 EXPERTS, CHOICES, IN, OUT = 8, 2, 256, 384
-MIXTURE = {key: value for key, value in LLAMA.items() if key != "head_dim"}
-MIXTURE |= {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 LOADS = {"even": None, "one for all": [0, 1], "some for nobody": [1, 2, 5]}
 
 fp8_experts = pytest.mark.skipif(
@@ -114,8 +112,7 @@ def test_fp8_experts_are_the_emulated_ones(load: str, both_backends: tuple[Group
 
 
 @pytest.fixture
-def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[Accelerator]:
-    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", MIXTURE)
+def accelerator() -> Iterator[Accelerator]:
     with on_a("cuda") as accelerator:
         yield accelerator
 

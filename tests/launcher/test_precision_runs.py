@@ -1,4 +1,4 @@
-"""Runs in low precision: schedules, changes of precision and of weights, fallbacks, and what weights in BF16 lose."""
+"""Runs in low precision: schedules, changes of precision and of weights, branches, and a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.conftest import Finished
 from tests.golden.runs import tensors_of
 
 SWITCH = 3  # steps before it
+EXPERTS = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "num_hidden_layers": 2}
+EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 
 
 @pytest.fixture
@@ -35,6 +38,15 @@ def audit_of(run: Finished) -> dict[str, Any]:
     return json.loads((run.run_dir / "audit.json").read_text())
 
 
+def end_of(run: Finished) -> dict[str, torch.Tensor]:
+    return tensors_of(run.run_dir / "checkpoints" / "step-00000005")
+
+
+def assert_same_end(one: Finished, other: Finished) -> None:
+    ours, theirs = end_of(one), end_of(other)
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def test_a_schedules_first_steps_are_the_plain_runs_and_it_resumes_at_its_switch_bit_for_bit(started: Callable) -> None:
     before, after = "delayed", "bf16"
     schedule = f"precision=[{{until: {SWITCH}, use: {before}}}, {{use: {after}}}]"
@@ -45,8 +57,7 @@ def test_a_schedules_first_steps_are_the_plain_runs_and_it_resumes_at_its_switch
     assert audit_of(whole)["phases"] == {"1": before, "4": after}
     again = started("again", schedule, "--resume", f"{whole.run_dir}/checkpoints/step-{SWITCH:08}")
     assert again.losses() == whole.losses()[SWITCH:]
-    ours, theirs = (tensors_of(run.run_dir / "checkpoints" / "step-00000005") for run in (again, whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_end(again, whole)
 
 
 def test_a_phase_with_a_bf16_forward_has_bf16s_losses_and_a_resume_across_its_beginning_is_exact(started: Callable) -> None:
@@ -57,8 +68,7 @@ def test_a_phase_with_a_bf16_forward_has_bf16s_losses_and_a_resume_across_its_be
     assert audit_of(whole)["phases"] == {"1": "delayed", "4": "delayed_bf16_forward"}
     again = started("again", f"{before}delayed, forward: bf16}}]", "--resume", f"{whole.run_dir}/checkpoints/step-00000002")
     assert again.losses() == whole.losses()[2:]
-    ours, theirs = (tensors_of(run.run_dir / "checkpoints" / "step-00000005") for run in (again, whole))
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert_same_end(again, whole)
     first = started("first", f"precision=[{{until: {SWITCH}, use: delayed, forward: bf16}}, {{use: delayed}}]")
     assert audit_of(first)["phases"] == {"1": "delayed_bf16_forward", "4": "delayed"}, "whichever is first, both find one history"
 
@@ -85,3 +95,25 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Calla
     shutil.rmtree(tmp_path / "whole-5")  # once it has checkpoints of its own, those are gone on from
     shutil.rmtree(branch.run_dir / "checkpoints" / "step-00000005")
     assert started("branch", *begins).losses() == branch.losses()
+
+
+# ── A mixture of experts ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_mixture_trains_goes_on_from_a_checkpoint_to_the_same_bits_and_is_exported(
+    started: Callable, small_recipe: dict[str, Any]
+) -> None:
+    config = {key: value for key, value in small_recipe["model"]["config"].items() if key != "head_dim"}
+    small_recipe["model"] = {"config": config | EXPERTS, "gradient_checkpointing": "full"}
+    options = ("precision=delayed", "log.gap=2", "log.fp8_statistics=2")
+    whole = started("whole", *options)
+    first, *_, fourth, last = (record for record in whole.records() if "loss" in record)
+    assert last["loss"] < first["loss"] and last["router_loss"] > 0 and last["expert_load"] >= 1
+    assert 0 < fourth["gap/routing"] < 0.2 and "gap/routing" not in first
+    assert_same_end(started("again", *options, "--resume", f"{whole.run_dir}/checkpoints/step-00000002"), whole)
+
+    saved, exported = end_of(whole), AutoModelForCausalLM.from_pretrained(whole.run_dir / "final").state_dict()
+    assert any("experts.down_proj/forward/scale" in name for name in saved)
+    assert any("experts.gate_up_proj" in name for name in exported)
+    for name in exported.keys() - {"lm_head.weight"}:  # which is tied
+        assert torch.equal(exported[name], saved[name]), name

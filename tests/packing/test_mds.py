@@ -2,7 +2,7 @@
 
 mosaicml-streaming 0.13.0 wrote them: `reference` in the reference's layout, three columns in a custom encoding registered as
 `uint32` (raw bytes of arrays, no fixed size), `attention_mask` with lengths of documents, positions that go on in cut ones;
-`zstd` with `ndarray:uint16` and positions that begin anew; `encodings` in every encoding that the reader takes.
+`encodings` in every encoding that the reader takes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -31,15 +30,8 @@ LENGTH = 32
 
 @pytest.fixture
 def fixture(tmp_path: Path):
-    """A writable copy of a fixture folder, shards of zstd as `zstd -d` leaves them."""
-
-    def copy(name: str) -> Path:
-        folder = shutil.copytree(FIXTURES / name, tmp_path / name)
-        for packed in folder.glob("*.zstd"):
-            packed.with_suffix("").write_bytes(pa.CompressedInputStream(pa.OSFile(str(packed)), "zstd").read())
-        return folder
-
-    return copy
+    """A writable copy of a fixture folder."""
+    return lambda name: shutil.copytree(FIXTURES / name, tmp_path / name)
 
 
 def open_mds(path: Path, length: int = LENGTH) -> Packs:
@@ -89,11 +81,13 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
 
 
 def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(fixture, tmp_path):
-    fixture("zstd").rename(tmp_path / "train")
-    fixture("reference").rename(tmp_path / "val")
+    fixture("reference").rename(tmp_path / "train")
+    one_shard = fixture("reference").rename(tmp_path / "val")
+    index = json.loads((one_shard / "index.json").read_text())
+    (one_shard / "index.json").write_text(json.dumps(index | {"shards": index["shards"][:1]}))
     settings = DataSettings(packs=tmp_path, length=LENGTH, held_out=0.5)
-    assert len(open_packs(settings, "train")) == 10
-    assert len(open_packs(settings, "held_out")) == 12
+    assert len(open_packs(settings, "train")) == 12
+    assert len(open_packs(settings, "held_out")) == 6
     (tmp_path / "train").rename(tmp_path / "first")
     (tmp_path / "first").rename(tmp_path / "test")
     with pytest.raises(InputError, match="holds no packs"):
@@ -119,10 +113,13 @@ def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(fixture, name):
     read_index(folder)
 
 
-def test_compressed_shards_are_refused_with_the_command_that_unpacks_them():
-    with pytest.raises(InputError, match=r"shard\.00000\.mds\.zstd: is compressed; .*zstd -d"):
-        open_mds(FIXTURES / "zstd")
-    assert not list((FIXTURES / "zstd").glob("*.mds")), "nothing is written into a folder of packs"
+def test_compressed_shards_are_read_beside_what_is_in_them_and_else_refused_with_the_command_that_unpacks_them(fixture):
+    change_index(folder := fixture("reference"), '"zip_data": null', '"zip_data": {"basename": "shard.mds.zstd"}')
+    assert len(open_mds(folder)) == 12
+    (folder / "shard.00000.mds").unlink()
+    with pytest.raises(InputError, match=r"shard\.mds\.zstd: is compressed; .*zstd -d"):
+        open_mds(folder)
+    assert not (folder / "shard.00000.mds").exists(), "nothing is written into a folder of packs"
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 1000), st.sampled_from(["uint8", "uint16", "int64"]))

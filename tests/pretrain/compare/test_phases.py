@@ -104,16 +104,6 @@ def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_f
     assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
 
 
-def test_a_cell_that_was_measured_under_other_settings_of_speed_is_refused(phases_file, finish, capsys):
-    phases_file(LOSS)
-    finish(1, "chunk=256", 100.0)
-    path = phases_file(LOSS, overrides={"batch.microbatch": 8})
-    run_dir = path.parent / "tune" / "loss" / "chunk=256"
-    assert main(["phases", str(path)]) == 2
-    refused = capsys.readouterr().err
-    assert refused.startswith(f"error: {run_dir}: was trained with other settings") and "`batch.microbatch`: 8 and 2" in refused
-
-
 @pytest.mark.parametrize(
     ("phases", "keys", "says"),
     [

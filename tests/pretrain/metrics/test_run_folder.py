@@ -5,21 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
-import yaml
-
 from pretrain.metrics.run_folder import RunFolder, describe_environment
-
-
-def test_json_and_yaml_are_replaced_whole_and_read_back_equal(tmp_path):
-    content = {"name": "é", "seed": 42, "data": {"packs": "p", "held_out": 0.01}, "list": [1, None, True]}
-    with RunFolder(tmp_path / "run") as run:
-        run.write_json(run.summary, {"old": 1})
-        run.write_json(run.summary, content)
-        run.write_yaml(run.config, content)
-        assert json.loads(run.summary.read_text()) == content
-        assert yaml.safe_load(run.config.read_text()) == content
-        assert list(yaml.safe_load(run.config.read_text())) == list(content)
-        assert sorted(path.name for path in run.path.iterdir()) == [".lock", "config.yaml", "summary.json"]
 
 
 def test_a_folder_that_a_refused_start_made_is_gone_and_one_that_was_there_stays(tmp_path):

@@ -23,7 +23,7 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.settings.recipe import OptimizerSettings
-from tests.moments import fork_context
+from tests.ranks import in_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 LENGTH = 16
@@ -147,22 +147,6 @@ class Branching(nn.Module):
 
 def branch(model: Branching, seed: int, take: str) -> None:
     model(microbatch(seed)[:16], take).square().sum().backward()
-
-
-def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:
-    """What `function(rank, *arguments)` returns in each of two processes that form a group."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with fork_context.Pool(2) as pool:
-        return pool.starmap(_as_rank, [(function, rank, store.port, arguments) for rank in range(2)], chunksize=1)
-
-
-def _as_rank(function: Callable[..., Any], rank: int, port: int, arguments: tuple[object, ...]) -> Any:
-    torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    result = function(rank, *arguments)
-    dist.destroy_process_group()
-    return result
 
 
 def step(rank: int, takes: tuple[str, str], main: torch.dtype) -> tuple[tuple[dict[str, Any], list[str]], int]:

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.product import PrecisionContext, Product
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from tests.ranks import in_ranks
 
 TOKENS, SIZE = 32, 16
 FP32_MAX = torch.finfo(torch.float32).max
@@ -161,8 +159,8 @@ def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_br
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
 
 
-def _train_on_a_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def state_of_a_rank(rank: int) -> dict[str, list[Any]]:
+    """After two steps."""
     emulation = backend(amax_history_len=3)
     product = emulation.product("layer", SIZE, SIZE, bias=False)
     for step in range(2):
@@ -170,16 +168,13 @@ def _train_on_a_rank(rank: int, folder: Path) -> None:
         with emulation.forward():
             y = product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(step == 0))
         y.backward(torch.full_like(y, (0.5, 4.0)[rank]))
-    torch.save(emulation.state(), folder / f"{rank}.pt")
-    dist.destroy_process_group()
+    return {name: values.tolist() for name, values in emulation.state().items()}
 
 
 @pytest.mark.multi
-def test_ranks_agree_on_the_largest_amax(tmp_path: Path) -> None:
-    method = "spawn" if torch.cuda.is_available() else "fork"  # the faster one; but autograd's threads for GPUs survive no fork
-    multiprocessing.start_processes(_train_on_a_rank, (tmp_path,), nprocs=2, start_method=method)
-    states = [torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in range(2)]
-    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
-    assert states[0]["fp8/layer/forward/amax_history"][:, 0].tolist() == [0.0, 3.0, 3.0]
-    assert states[0]["fp8/layer/backward/amax_history"][:, 0].tolist() == [0.0, 4.0, 4.0]
-    assert states[0]["fp8/layer/backward/scale"][0] == 57344 / 4
+def test_ranks_agree_on_the_largest_amax() -> None:
+    state, other = in_ranks(state_of_a_rank)
+    assert state == other
+    assert [row[0] for row in state["fp8/layer/forward/amax_history"]] == [0.0, 3.0, 3.0]
+    assert [row[0] for row in state["fp8/layer/backward/amax_history"]] == [0.0, 4.0, 4.0]
+    assert state["fp8/layer/backward/scale"][0] == 57344 / 4

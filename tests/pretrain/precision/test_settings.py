@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,15 +95,6 @@ SETTINGS = st.fixed_dictionaries(
     {}, optional=GENERAL | {key: st.sampled_from([None, *values]) for key, values in VALUES.items()}
 ).map(LowPrecisionSettings.model_validate)
 NAMES = st.sampled_from(sorted(PRECISIONS))
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_every_quantized_precision_has_an_accelerate_configuration_that_states_its_options(name: str) -> None:
-    written = [yaml.safe_load(path.read_text()).get("fp8_config", {}) for path in ROOT.glob("accelerate_configs/*.yaml")]
-    ours = [fp8_config for fp8_config in written if fp8_config.get("recipe") == name]
-    backend = "TE" if PRECISIONS[name].te_available else "emulation"
-    expected = LowPrecisionSettings(backend=backend).resolved(name).model_dump(mode="json")
-    assert ours and all({key: each.get(key) for key in expected} == expected for each in ours)
 
 
 @given(SETTINGS, NAMES)

@@ -48,6 +48,11 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
     "gemma": {**LLAMA, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
+WITHOUT_HEAD_DIM = {key: value for key, value in LLAMA.items() if key != "head_dim"}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": WITHOUT_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
+    "qwen3_moe": WITHOUT_HEAD_DIM | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
 LAYERS = {"gpt2": "n_layer"}
 
 
@@ -135,7 +140,7 @@ def build_run(
     """As `assemble` does it; quantization is emulated on a CPU, and Transformer Engine's on a GPU. Delayed scaling has seen the
     step before."""
     settings = ModelSettings(
-        config={"model_type": kind, **ARCHITECTURES[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
+        config={"model_type": kind, **(ARCHITECTURES | MIXTURES)[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
         gradient_checkpointing="full" if recompute else "none",
     )
     wanted = precision_called(precision)

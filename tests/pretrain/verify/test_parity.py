@@ -29,7 +29,7 @@ from pretrain.settings.recipe import LossSettings
 from pretrain.verify.parity import DOCUMENTS, TOKENS, TOTAL, cut
 from pretrain.verify.reference_model import Document, reference_model, reference_pass, wrong_batches
 from tests.pretrain.verify.faults import FAULTS, changing_gradients
-from tests.pretrain.verify.small_runs import ARCHITECTURES, CPU, LLAMA, SmallRun, build_run, step_of
+from tests.pretrain.verify.small_runs import CPU, MIXTURES, SmallRun, build_run, step_of
 
 LENGTH = 16
 Small = Callable[..., SmallRun]
@@ -141,17 +141,8 @@ def test_the_check_leaves_no_trace(options: dict, small: Small) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors.items())
 
 
-MIXTURES = {
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},  # which parity turns off
-    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
-}
-
-
 @pytest.fixture
-def mixture(small: Small, monkeypatch: pytest.MonkeyPatch) -> Small:
-    sizes = {key: value for key, value in LLAMA.items() if key != "head_dim"}
-    for kind, changes in MIXTURES.items():
-        monkeypatch.setitem(ARCHITECTURES, kind, sizes | changes)
+def mixture(small: Small) -> Small:
     return partial(small, "bf16", layers=2)
 
 
@@ -168,7 +159,7 @@ def test_the_loss_that_balances_experts_is_compared(
     factor: float, is_right: bool, mixture: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     balance = {"router_aux_loss_coef": 0.5, "output_router_logits": True}
-    monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", ARCHITECTURES["qwen3_moe"] | balance)
+    monkeypatch.setitem(MIXTURES, "qwen3_moe", MIXTURES["qwen3_moe"] | balance)
     run = mixture("qwen3_moe")
     run.packed.routing.coefficient *= factor
     assert (run.parity().failures == []) is is_right

@@ -7,6 +7,7 @@ tests/gpu/test_fused_gpu.py compares the same for whoever has one.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ from pretrain.verify.audit import _is_expected
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients, that_count
 from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
-CONFIG = ARCHITECTURES["qwen3"] | {"vocab_size": 128, "tie_word_embeddings": False, "num_key_value_heads": 4}
+SIZES = {"vocab_size": 128, "tie_word_embeddings": False, "num_key_value_heads": 4}
 ON_BLACKWELL = ("mxfp8", "nvfp4")
 # Our own kernels need a GPU: the formulas that tests hold them to take their place, and say as they do which operands they write.
 ACTIVATION = SimpleNamespace(swiglu=formulas.swiglu, swiglu_backward=formulas.swiglu_backward, takes=activation_kernel.takes)
@@ -51,9 +52,9 @@ def active_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> Activ
     return ActivePrecision(precision, of, backend, settings.resolved(precision))
 
 
-def assembled(*actives: ActivePrecision, fused: bool) -> PackedLanguageModel:
+def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
     """A model that computes in the first of `actives`, or another, in its turn."""
-    hf = build(CONFIG)
+    hf = build(ARCHITECTURES[kind] | SIZES)
     model.round_weights(hf, torch.bfloat16)
     layers, made = decoder_layers(hf), make_backends(actives, torch.device("cpu"))
     context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, made.values())])
@@ -78,9 +79,9 @@ def train(packed: PackedLanguageModel) -> Trained:
     return losses_and_gradients(packed, steps=2)
 
 
-@pytest.fixture(scope="module")
-def exact() -> Trained:
-    return train(assembled(active_in("bf16", "torch"), fused=False))
+@cache
+def in_bf16(kind: str = "qwen3") -> Trained:
+    return train(assembled(active_in("bf16", "torch"), fused=False, kind=kind))
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
@@ -92,17 +93,24 @@ def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> 
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
-@pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head"), ("[qkv]_proj", "layers.1.*")])
-def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
-    precision: str, keep: tuple[str, ...], exact: Trained
-) -> None:
+@pytest.mark.parametrize(
+    ("kind", "keep"),
+    [
+        ("qwen3", ()),
+        ("qwen3", ("down_proj",)),
+        ("qwen3", ("gate_proj", "up_proj", "lm_head")),
+        ("qwen3", ("[qkv]_proj", "layers.1.*")),
+        ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),  # its biases with and without low precision
+    ],
+)
+def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(precision: str, kind: str, keep: tuple[str, ...]) -> None:
     """They round less often between products, so some values take the next code: the two differ by less than either errs."""
-    active = active_in(precision, "transformer_engine", keep)
-    packed = assembled(active, fused=True)
+    active, exact = active_in(precision, "transformer_engine", keep), in_bf16(kind)
+    packed = assembled(active, fused=True, kind=kind)
     observer = ProductObserver(active)
     with observer.looking_on():
         fused = train(packed)
-    unfused = train(assembled(active_in(precision, "emulation", keep), fused=False))
+    unfused = train(assembled(active_in(precision, "emulation", keep), fused=False, kind=kind))
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
     for name in that_count(exact[1]):
         errors, apart = [(each[1][name] - exact[1][name]).norm() for each in (fused, unfused)], fused[1][name] - unfused[1][name]
@@ -121,24 +129,23 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
 @pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head")])
-def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
-    precision: str, keep: tuple[str, ...], exact: Trained
-) -> None:
+def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(precision: str, keep: tuple[str, ...]) -> None:
     actives = [active_in(each, "transformer_engine", keep) for each in (precision, f"{precision}{PLAIN_FORWARD}")]
     packed = assembled(*actives, fused=True)
     quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
     low = train(packed)
     assert backend is quantized
     with holding(packed.context, backend=None):
-        in_bf16 = train(packed)
+        in_its_turn = train(packed)
     observer = ProductObserver(actives[1])
     with holding(packed.context, backend=plain_forward), observer.looking_on():
         losses, gradients = train(packed)
-    assert losses == in_bf16[0] != low[0], "to the bit"
+    assert losses == in_its_turn[0] != low[0], "to the bit"
     for linear, products in observer.products.items():
         if not any(is_called(linear, pattern) for pattern in keep):
             assert all(_is_expected(product, actives[1]) for product in products), products
+    exact = in_bf16()
     for name in that_count(exact[1]):
-        errors = [(each[name] - exact[1][name]).norm() for each in (gradients, low[1], in_bf16[1])]
+        errors = [(each[name] - exact[1][name]).norm() for each in (gradients, low[1], in_its_turn[1])]
         assert errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm(), name
     assert train(packed)[0] == low[0], "and back again"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -11,15 +9,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from foundation.attributes import holding
 from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
-from pretrain.precision.formats.definition import Role
-from pretrain.precision.product import PlainProduct, PrecisionContext
-from pretrain.precision.scope import decide, is_called
+from pretrain.model.wrapping import choose_arithmetic, fuse, wrap_layers
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients
@@ -126,84 +121,3 @@ def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, 
         hf.eval().set_attn_implementation("sdpa")
         texts.append(hf.generate(torch.tensor([[3, 5, 7]]), max_new_tokens=6, do_sample=False, pad_token_id=0))
     assert torch.equal(*texts)
-
-
-# ── Products of different precisions ──────────────────────────────────────────────────────────────────────────────────────────
-
-
-def rounded(x: Tensor) -> Tensor:
-    """Each value to four significant bits, so that rows that are stacked round as they do alone."""
-    mantissa, exponent = torch.frexp(x)
-    return torch.ldexp((16 * mantissa).round() / 16, exponent)
-
-
-class RoundingProduct(PlainProduct):
-    """x w^T of rounded operands, in forward and in backward."""
-
-    def operand(self, role: Role, x: Tensor, **options: Any) -> Tensor:
-        return rounded(x)
-
-    def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
-        return rounded(matrix())
-
-
-class RoundingBackend:
-    """As much of a `Backend` as a forward and backward ask for."""
-
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool) -> RoundingProduct:
-        return RoundingProduct(name)
-
-    def forward(self) -> Any:
-        return nullcontext()
-
-    def state(self) -> dict[str, Tensor]:
-        return {}
-
-
-def assembled(architecture: str, patterns: Sequence[str], *, fused: bool) -> PackedLanguageModel:
-    hf, low = build(ARCHITECTURES[architecture]), RoundingBackend()
-    context = PrecisionContext(low, torch.float32)
-    whole = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
-    settings = LowPrecisionSettings(keep_bf16=tuple(patterns)).resolved("current")
-    active = ActivePrecision("current", PRECISIONS["current"], "transformer_engine", settings)
-    layers = decoder_layers(hf)
-    decisions = decide(hf, list(layers.values()), active)
-    if fused:
-        whole.fused = fuse(layers, {low: decisions}, Arithmetic(context))
-        assert not whole.fused.left_out
-    convert(hf, decisions, context, whole.fused)
-    attach_main_gradients(whole, torch.float32, whole.fused.stacks if fused else ())
-    kept = {name for name in decisions if any(is_called(name, pattern) for pattern in patterns)}
-    in_low = {name for name, decision in decisions.items() if decision.reason is None}
-    assert kept and kept.isdisjoint(in_low)
-    return whole
-
-
-@contextmanager
-def in_bf16(whole: PackedLanguageModel) -> Iterator[None]:
-    """Another precision's turn, which quantizes nothing."""
-    with holding(whole.context, backend=None):
-        yield
-
-
-@pytest.mark.parametrize(
-    ("architecture", "patterns"),
-    [
-        ("qwen3", ["down_proj"]),
-        ("llama", ["layers.0.*", "o_proj"]),
-        ("qwen2", ["mlp.gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj"]),
-    ],
-)
-def test_it_is_the_unfused_layer_with_the_same_linears_in_low_precision(architecture: str, patterns: list[str]) -> None:
-    fused, plain = (assembled(architecture, patterns, fused=each) for each in (True, False))
-    (loss, gradients), (plain_loss, plain_gradients) = one_pass(fused), one_pass(plain)
-    assert loss == pytest.approx(plain_loss, rel=1e-4)
-    for name, gradient in gradients.items():  # a value next to the middle of two codes may round to the other
-        assert (gradient - plain_gradients[name]).norm() < 0.02 * plain_gradients[name].norm() + 1e-7, name
-    with in_bf16(fused), in_bf16(plain):
-        (other_loss, others), (plain_loss, plain_gradients) = one_pass(fused), one_pass(plain)
-    assert other_loss == pytest.approx(plain_loss, rel=1e-5)
-    for name, gradient in others.items():
-        torch.testing.assert_close(gradient, plain_gradients[name], rtol=1e-3, atol=1e-6)
-    changed = [name for name, gradient in gradients.items() if (gradient - others[name]).norm() > 0.005 * others[name].norm()]
-    assert changed, "low precision was in use before"

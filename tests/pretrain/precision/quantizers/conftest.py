@@ -1,15 +1,13 @@
 """Transformer Engine's own references in Python, run on a CPU, and the values that quantizers are tried on.
 
-TE keeps plain-torch definitions of what its kernels compute, inside a package that cannot be imported without CUDA. Only base
-classes are replaced: what computes is TE's code as it stands.
+TE keeps plain-torch definitions of what its kernels compute, inside a package that cannot be imported without CUDA: what computes
+is TE's code as it stands (tests/te_on_a_cpu.py).
 """
 
 from __future__ import annotations
 
 import importlib
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -17,44 +15,9 @@ import pytest
 import torch
 from torch import Tensor
 
-PACKAGE = "transformer_engine"
+from tests.te_on_a_cpu import PACKAGE, transformer_engine_on_a_cpu
+
 NORMALS = 2_000_000
-
-
-class _Storage:
-    """In place of TE's QuantizedTensorStorage."""
-
-
-class _Quantizer:
-    """In place of TE's Quantizer, which only keeps which directions are wanted."""
-
-    def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
-        self.rowwise_usage, self.columnwise_usage = rowwise, columnwise
-
-
-@contextmanager
-def _hollow_package(sources: Path) -> Iterator[None]:
-    """Let TE's reference modules be imported by their names, none of them through the package's own __init__."""
-    stubs = {name: ModuleType(name) for name in (PACKAGE, *(f"{PACKAGE}.{part}" for part in _PARTS))}
-    for name, stub in stubs.items():
-        stub.__path__ = [str(sources.joinpath(*name.split(".")[1:]))]
-    base = stubs[f"{PACKAGE}.pytorch.quantized_tensor"]
-    base.QuantizedTensorStorage, base.Quantizer = _Storage, _Quantizer
-    stubs[f"{PACKAGE}.pytorch.tensor.utils"].is_custom = lambda value=None: isinstance(value, _Storage | _Quantizer)
-
-    shadowed = {name: module for name, module in sys.modules.items() if name.partition(".")[0] == PACKAGE}
-    for name in shadowed:
-        del sys.modules[name]
-    sys.modules.update(stubs)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == PACKAGE]:
-            del sys.modules[name]
-        sys.modules.update(shadowed)
-
-
-_PARTS = ("pytorch", "pytorch.custom_recipes", "pytorch.quantized_tensor", "pytorch.tensor", "pytorch.tensor.utils")
 
 
 @pytest.fixture(scope="session")
@@ -62,7 +25,7 @@ def te_reference(references: Path) -> Callable[[str], ModuleType]:
     """TE's module `pytorch/custom_recipes/<name>.py`, such as reference_nvfp4."""
 
     def load(name: str) -> ModuleType:
-        with _hollow_package(references / PACKAGE):
+        with transformer_engine_on_a_cpu(references):
             return importlib.import_module(f"{PACKAGE}.pytorch.custom_recipes.{name}")
 
     return load
