@@ -1,19 +1,21 @@
 """`python -m pretrain export` and `sample`: checkpoints of runs that were interrupted, as folders that transformers loads, and
-`--push`, as far as what huggingface_hub is asked for."""
+`--push`, by huggingface_hub to a stand-in of the hub: its HTTP, on this machine."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import shutil
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HTTPError
+from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -95,68 +97,139 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
 
 # ── To a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-REPOSITORY = "somebody/small-one"
+TOKEN, REPOSITORY = "hf_of_a_test", "somebody/small-one"
+
+
+class Hub(ThreadingHTTPServer):
+    """Takes commits as the hub does: weights by Git LFS, other files within the commit."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Answer)
+        self.address = f"http://127.0.0.1:{self.server_port}"
+        self.made: list[dict[str, Any]] = []  # what was asked for when a repository was made
+        self.files: dict[str, bytes] = {}  # of the one repository
+        self.objects: dict[str, bytes] = {}  # of LFS, by SHA-256
+        self.messages: list[str] = []
+        self.takes_commits = True
+
+    def commit(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            value = line["value"]
+            match line["key"]:
+                case "header":
+                    self.messages.append(value["summary"])
+                case "deletedFile":
+                    del self.files[value["path"]]
+                case "file":
+                    self.files[value["path"]] = base64.b64decode(value["content"])
+                case "lfsFile":
+                    self.files[value["path"]] = self.objects[value["oid"]]
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Hub
+
+    def do_GET(self) -> None:
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            return self.answer({"error": "Invalid credentials"}, 401)
+        return self.answer([{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in self.server.files])
+
+    def do_PUT(self) -> None:
+        content = self.body()
+        self.server.objects[hashlib.sha256(content).hexdigest()] = content
+        self.answer({})
+
+    def do_POST(self) -> None:
+        hub, body = self.server, self.body()
+        if self.headers["Authorization"] != f"Bearer {TOKEN}":
+            return self.answer({"error": "Invalid credentials"}, 401)
+        if self.path == "/api/repos/create":
+            hub.made.append(json.loads(body))
+            return self.answer({"url": f"{hub.address}/{REPOSITORY}"}, 409 if len(hub.made) > 1 else 200)
+        if self.path == "/api/validate-yaml":  # of the card
+            return self.answer({"errors": [], "warnings": []})
+        if self.path == f"/api/models/{REPOSITORY}/preupload/main":
+            names = [each["path"] for each in json.loads(body)["files"]]
+            modes = [{"path": name, "uploadMode": "lfs" if name.endswith(".safetensors") else "regular"} for name in names]
+            return self.answer({"files": [each | {"shouldIgnore": False} for each in modes]})
+        if self.path == f"/{REPOSITORY}.git/info/lfs/objects/batch":
+            objects = json.loads(body)["objects"]
+            actions = [{"actions": {"upload": {"href": f"{hub.address}/lfs/{each['oid']}"}}} for each in objects]
+            return self.answer({"transfer": "basic", "objects": [a | b for a, b in zip(objects, actions, strict=True)]})
+        if self.path == f"/api/models/{REPOSITORY}/commit/main" and hub.takes_commits:
+            hub.commit([json.loads(line) for line in body.splitlines()])
+            return self.answer({"commitUrl": f"{hub.address}/{REPOSITORY}/commit/1", "commitOid": "1"})
+        return self.answer({"error": "This storage is full"}, 403)
+
+    def body(self) -> bytes:
+        return self.rfile.read(int(self.headers["Content-Length"]))
+
+    def answer(self, content: Any, status: int = 200) -> None:
+        text = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_: Any) -> None:
+        pass
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, dict[str, Any]]:
-    """What somebody who is logged in asks huggingface_hub to make and to upload."""
-    asked: dict[str, dict[str, Any]] = {}
-
-    def create_repo(self: HfApi, repo_id: str, **options: Any) -> None:
-        asked["made"] = {"repo_id": repo_id} | options
-
-    def upload_folder(self: HfApi, **options: Any) -> SimpleNamespace:
-        asked["pushed"] = options
-        return SimpleNamespace(commit_url=f"https://hub/{REPOSITORY}/commit/1")
-
-    monkeypatch.setattr(HfApi, "create_repo", create_repo)
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
-    return asked
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """The hub that HF_ENDPOINT names, to somebody who is logged in. HF_HUB_DISABLE_XET=1: Xet's own protocol is no plain HTTP."""
+    with Hub() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in (("ENDPOINT", server.address), ("HF_HUB_DISABLE_XET", True), ("HF_HUB_OFFLINE", False)):
+            monkeypatch.setattr(constants, name, value)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
+        server.shutdown()
 
 
-def test_what_export_wrote_is_pushed_in_place_of_an_earlier_pushs_shards(
-    exact: Path, hub: dict, tmp_path: Path, capsys: Any
-) -> None:
+def test_what_export_wrote_is_pushed_and_nothing_else(exact: Path, hub: Hub, tmp_path: Path, capsys: Any) -> None:
+    kept = {".gitattributes": b"*.safetensors filter=lfs", "notes.md": b"by hand"}
+    hub.files = kept | {"model-00001-of-00002.safetensors": b"of an earlier push", "model.safetensors.index.json": b"{}"}
     status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
-    assert status == 0 and f"https://hub/{REPOSITORY}/commit/1" in output
-    assert hub["made"] == {"repo_id": REPOSITORY, "private": True, "exist_ok": True}
-    message = hub["pushed"].pop("commit_message")
+    assert status == 0, output
+    assert f"{hub.address}/{REPOSITORY}/commit/1" in output
+    written = {path: (tmp_path / "out" / path).read_bytes() for path in contents(tmp_path / "out")}
+    assert "model.safetensors" in written and hub.files == kept | written
+    assert [each["visibility"] for each in hub.made] == ["private"]
+    (message,) = hub.messages
     assert "step-00000008" in message
-    asked = {"repo_id": REPOSITORY, "folder_path": tmp_path / "out", "delete_patterns": "model*.safetensors*"}
-    assert hub["pushed"] == asked and (tmp_path / "out" / "model.safetensors").exists()
+    assert command(capsys, "export", exact, tmp_path / "again", "--push", REPOSITORY)[0] == 0  # to a repository that is there
 
 
 def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
-    exact: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    exact: Path, hub: Hub, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(name: str = REPOSITORY) -> str:
         status, output = command(capsys, "export", exact, tmp_path / "out", "--push", name)
         assert status == 2 and output.startswith("error: --push") and not (tmp_path / "out").exists()
         return output
 
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
-    monkeypatch.setenv("HF_TOKEN", "hf_of_a_test")
     for name in ("small-one", "a/b/c", "../small", "somebody/small--one"):
         assert "OWNER/NAME" in refused(name) or name in refused(name)
+    monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
+    assert "Invalid credentials" in refused()
+    monkeypatch.delenv("HF_TOKEN")
+    assert "HF_TOKEN" in refused()
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "offline" in refused()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
     assert "127.0.0.1:9" in refused()
-    monkeypatch.delenv("HF_TOKEN")
-    assert "HF_TOKEN" in refused()
+    assert not hub.made
 
 
 def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push_it(
-    exact: Path, hub: dict, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    exact: Path, hub: Hub, tmp_path: Path, capsys: Any
 ) -> None:
-    def upload_folder(self: HfApi, **_: Any) -> None:
-        raise HTTPError("This storage is full")
-
-    monkeypatch.setattr(HfApi, "upload_folder", upload_folder)
+    hub.takes_commits = False
     status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
     assert status == 2 and f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output and "storage is full" in output
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert (tmp_path / "out" / "model.safetensors").exists() and not hub.files
