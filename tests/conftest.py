@@ -320,3 +320,16 @@ def train(start_in_processes: Callable[..., Finished], small_recipe: dict[str, A
 def train_here(start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
     """As `train`, in this process."""
     return lambda *arguments, recipe=None: start_here(recipe or small_recipe, tmp_path, *arguments)
+
+
+@pytest.fixture(scope="session")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tokenizer of 61 words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("words")
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w60").save_pretrained(folder)
+    return folder

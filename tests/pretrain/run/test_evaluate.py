@@ -10,8 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate import Accelerator
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from packing.arrow import Packs
@@ -31,12 +30,10 @@ def held_out(small_packs: Path) -> Packs:
     return open_packs(DataSettings(packs=small_packs, length=32), "held_out")
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+@pytest.fixture
+def tokenizer(words: Path) -> PreTrainedTokenizerBase:
     """A word for each id of the tiny models' vocabulary; no padding token, as GPT-2 has none."""
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(61)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w60")
+    return AutoTokenizer.from_pretrained(words)
 
 
 def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int) -> SimpleNamespace:
@@ -114,7 +111,7 @@ def test_evaluation_leaves_mode_weights_and_gradients_alone(
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
-    kind: str, tokenizer: PreTrainedTokenizerFast, build_model: Callable, plain_copy: Callable
+    kind: str, tokenizer: PreTrainedTokenizerBase, build_model: Callable, plain_copy: Callable
 ) -> None:
     packed = build_model(kind)
     ours = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, temperature=0.7, top_p=0.9)
@@ -127,7 +124,7 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
 
 
 def test_a_temperature_of_zero_takes_the_likeliest_token_within_the_positions(
-    tokenizer: PreTrainedTokenizerFast, build_model: Callable
+    tokenizer: PreTrainedTokenizerBase, build_model: Callable
 ) -> None:
     hf = build_model("gpt2", n_positions=8).hf
     heats = ((1, 0.0), (2, 1e-6))
