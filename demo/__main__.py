@@ -58,7 +58,8 @@ def main() -> int:
             started = time.monotonic()
             if not there:
                 part.make()
-            times.append(f"{part.title.lower()} {'done before' if there else duration(time.monotonic() - started)}")
+            title = part.title[0].lower() + part.title[1:]
+            times.append(f"{title} {'done before' if there else duration(time.monotonic() - started)}")
         samples = recipe.evaluate
         run(python("pretrain", "sample", run_dir_of(recipe) / "final", *samples.samples, "--tokens", 48))
         print(last_screen(recipe, ", ".join(times)))

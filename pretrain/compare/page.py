@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foundation.files import WRITTEN_BY
+from foundation.units import plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
 from pretrain.compare.comparison import RunComparison, Standing, machine_of
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
@@ -200,8 +201,8 @@ def audit_of(run: RunRecord) -> list[str]:
             f"{each['effective']} ({each['reason']})" if each.get("reason") else each["effective"]
             for each in own.get("products", [])
         )
-        linears = ", ".join(f"{number} linears in {kind}" for kind, number in kinds.most_common())
-        lines.append(f"{name} by {own.get('computed_by', own.get('backend'))}: {linears}")
+        linears = ", ".join(f"{plural(number, 'linear')} in {kind}" for kind, number in kinds.most_common())
+        lines.append(f"{name} ({own.get('computed_by', own.get('backend'))}): {linears}")
     return lines
 
 

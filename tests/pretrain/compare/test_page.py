@@ -127,7 +127,7 @@ def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed
     audit = high | {"weights": "fp32", "precisions": {"delayed": low, "bf16": high}, "phases": {"1": "delayed", "3": "bf16"}}
     run = trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25), SCHEDULE, audit=audit)
     page = page_of([run], tmp_path)
-    assert "delayed by emulation: 3 linears in delayed, 1 linears in bf16 (head)" in page and "bf16 by torch 9" in page
+    assert "delayed (emulation): 3 linears in delayed, 1 linear in bf16 (head)" in page and "bf16 (torch 9)" in page
 
 
 def test_what_differed_has_each_value_and_the_runs_that_have_it(tmp_path):
