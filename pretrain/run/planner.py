@@ -70,7 +70,8 @@ def main(options: argparse.Namespace) -> int:
 def say_plan(job: Job, console: Console, wanted: str, accept_changes: bool) -> int:
     """Say what a launch here would do, from which checkpoint; returns 0. InputError where it would be refused."""
     job, _, source = where_to_resume(job, wanted, accept_changes)
-    resumes = [f"would resume from {source.path}", *source.notes] if source else []
+    ended = source and source.step >= job.plan.steps
+    resumes = [f"{'the run has ended, with' if ended else 'would resume from'} {source.path}", *source.notes] if source else []
     console.notice("\n".join([render(job.plan), *resumes]))
     return 0
 
