@@ -50,9 +50,9 @@ def model_lines(plan: Plan) -> list[str]:
         f"{units.count(flops.parameters)} parameters{active}, {without} without embeddings, {head}",
         f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
         *(
-            f"{name} leaves the first {first} and the last {last} layers in bf16 (fp8_config.keep_bf16_layers)"
+            f"{name} leaves {' and '.join(ends)} in bf16 (fp8_config.keep_bf16_layers)"
             for name, (first, last) in kept.items()
-            if first + last
+            if (ends := [f"the {where} {plural(each, 'layer')}" for where, each in (("first", first), ("last", last)) if each])
         ),
     ]
 

@@ -83,7 +83,7 @@ class Parity:
         loss, worst = self.loss - self.reference_loss, self.tensors[0].excess
         text = f"parity with plain transformers: loss {loss:+.1e}, gradients differ by at most {worst:.0%} of the tolerance"
         if self.products:
-            text += f"; quantized: {len(self.products)} products at {self.products[0].excess:.0%}"
+            text += f", {len(self.products)} quantized products by at most {self.products[0].excess:.0%} of theirs"
         return text + (f"; quantized products are not compared: {self.quantized_left_out}" if self.quantized_left_out else "")
 
     def record(self) -> dict[str, Any]:
