@@ -27,6 +27,7 @@ from foundation.reading import one_line
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
+from pretrain.precision.grouped import check_experts
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
@@ -130,6 +131,7 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
     attention.check(model, length)
     routing.check(model)
+    check_experts(model)
     check_loss(model.config, loss)
 
 

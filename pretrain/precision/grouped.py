@@ -23,10 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foundation.attributes import holding
+from foundation.errors import InputError
 from pretrain.precision.observed import watched
 from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, Saved
 
 STACKS = ("gate_up_proj", "down_proj")  # the weights of all experts, by transformers' names
+MULTIPLE_OF = 8  # features: torch's grouped products take rows of a multiple of 16 bytes
 ALIGNED = 16  # rows: kernels read operands 16 bytes at a time, along the rows too, of which a value has one at least
 
 
@@ -37,6 +39,18 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         is_other = any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
         if hasattr(module, "_apply_gate") and not is_other and all(key in module._parameters for key in STACKS):
             yield name, module
+
+
+def check_experts(model: nn.Module) -> None:
+    """InputError for stacked experts of sizes that no grouped product takes; a model on the meta device is enough."""
+    for name, module in stacked_experts(model):
+        for key in STACKS:
+            _, width, features = module.get_parameter(key).shape
+            if width % MULTIPLE_OF or features % MULTIPLE_OF:
+                raise InputError(
+                    f"`model.config`: {name}.{key} has experts of {width} x {features}; grouped products take sizes that are "
+                    f"multiples of {MULTIPLE_OF}, so change the hidden size or that of the experts"
+                )
 
 
 # ── Rows by expert ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -134,7 +134,7 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     *before, (_, last) = phases
     if in_a_path:
         return "-then-".join([*(f"{name}-to-{until}" for until, name in before), last])
-    ends = (f"{100 * until:g} %" if isinstance(until, float) else f"step {until}" for until, _ in before)
+    ends = (f"{100 * until:g} %" if until < 1 else f"step {int(until)}" for until, _ in before)  # a step is 3.0 in config.yaml
     return ", then ".join([*(f"{name} to {end}" for (_, name), end in zip(before, ends, strict=True)), last])
 
 

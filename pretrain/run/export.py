@@ -49,7 +49,7 @@ def main(options: argparse.Namespace) -> int:
     out = options.out or saved.run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
-    if options.push:
+    if options.push is not None:
         make_repository(options.push)  # before gigabytes are written for a hub that does not take them
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
     beside = {}
@@ -59,7 +59,7 @@ def main(options: argparse.Namespace) -> int:
     model.export(saved.hf, saved.read, tokenizer, out, beside)
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     print(f"{saved.folder} is exported to {out}: weights in {saved.to}{without}")
-    if options.push:
+    if options.push is not None:
         with _refused(f"{out} is whole; push it by `hf upload {options.push} {out}`"):
             old = "model*.safetensors*"  # an earlier push may have had other shards, which transformers would load
             message = f"{saved.recipe.name}, {saved.folder.name}"

@@ -211,7 +211,7 @@ def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
         assert status == 2 and output.startswith("error: --push") and not (tmp_path / "out").exists()
         return output
 
-    for name in ("small-one", "a/b/c", "../small", "somebody/small--one"):
+    for name in ("", "small-one", "a/b/c", "../small", "somebody/small--one"):
         assert "OWNER/NAME" in refused(name) or name in refused(name)
     monkeypatch.setenv("HF_TOKEN", "hf_of_yesterday")
     assert "Invalid credentials" in refused()

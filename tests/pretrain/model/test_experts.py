@@ -11,14 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from foundation.errors import InputError
 from pretrain.model.experts import Dispatched, GroupedExperts, group_experts
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
 from pretrain.model.wrapping import convert
 from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
 from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.settings.recipe import LossSettings
 
 EXPERTS, CHOICES, HIDDEN = 4, 2, 32
 CPU = torch.device("cpu")
@@ -95,6 +97,13 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
         results.append([y.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad])
     for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"moe_intermediate_size": 20}, {"hidden_size": 36}])
+def test_sizes_that_grouped_products_do_not_take_are_refused(sizes: dict[str, int]) -> None:
+    config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
+    with pytest.raises(InputError, match="multiples of 8"):
+        check_architecture(build_on_meta(config), 32, LossSettings())
 
 
 def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:

@@ -41,6 +41,7 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
     ("text", "name"),
     [
         ("[{until: 0.94, use: nvfp4}, {use: nvfp4, forward: bf16}]", "nvfp4 to 94 %, then nvfp4_bf16_forward"),
+        ("[{until: 30, use: nvfp4}, {use: nvfp4, forward: bf16}]", "nvfp4 to step 30, then nvfp4_bf16_forward"),
         ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),  # from the first step to the last
     ],
 )
@@ -49,7 +50,7 @@ def test_a_phase_with_a_bf16_forward_has_a_name_of_its_own_and_the_options_of_it
 ) -> None:
     recipe = loaded(f"precision={text}")
     phases = phases_of(recipe.precision)
-    assert label(recipe.precision) == name and is_quantized(recipe.precision)
+    assert label(recipe.precision) == label(resolved(recipe)["precision"]) == name and is_quantized(recipe.precision)
     *_, (_, last) = phases
     precision, own = precision_called(last), last.removesuffix(PLAIN_FORWARD)
     assert (precision.name, precision.plain_forward, precision.options) == (last, True, precision_called(own).options)
