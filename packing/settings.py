@@ -26,7 +26,7 @@ class SourceSettings(Settings):
     text: str = "text"  # a column, or a template over columns: `"{title}\n\n{body}"`. An EOS token follows each text.
     # A chat instead of `text`, of whose tokens the assistant's have a loss: the column with a list of {role, content}, or a list
     # of two, prompt and response, each a column or a template over columns.
-    messages: str | tuple[str, str] | None = None
+    messages: str | tuple[str, ...] | None = None
     chat_template: PathText | None = None  # of a chat: chatml, a Jinja file, or the template itself; null: the tokenizer's own
 
     # Tokens instead of `text`, as they are, of a source that is tokenized already:
@@ -50,6 +50,8 @@ class SourceSettings(Settings):
     def _one_kind_of_record(self) -> SourceSettings:
         if len(kinds := self.changed(("input_ids", "messages", "text"))) > 1:
             raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
+        if isinstance(self.messages, tuple) and len(self.messages) != 2:
+            raise ValueError(f"`messages` lists {len(self.messages)}; it is one column, or two: [prompt, response]")
         if self.labels is not None and self.input_ids is None:
             raise ValueError("`labels`: for sources that are tokenized; set `input_ids`, or leave it out")
         return self

@@ -126,7 +126,7 @@ TEXTS = [
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
     (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
-    (CHAT, "data.messages=[p]", "`data.messages"),
+    (CHAT, "data.messages=[p]", "`messages` lists 1"),
     (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.messages=[p,r]", "data.chat_template"),
     (CHAT, "data.messages=[p,r] data.chat_template={here}/no.jinja", "chat_template"),
