@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from pretrain.__main__ import main
 from tests.conftest import Finished
 from tests.golden.runs import tensors_of
+from tests.launcher.test_precision_runs import EXPERTS
 
 LAUNCH = {way: ["--config_file", f"accelerate_configs/{way}.yaml", "--mixed_precision", "no"] for way in ("ddp", "fsdp2")}
 
@@ -106,3 +108,22 @@ def test_a_run_of_one_process_is_resumed_by_three_that_do_not_divide_its_packs(
     three = start_as_ranks(recipe_for(tmp_path / "unused"), tmp_path, *arguments, launch=LAUNCH["ddp"], processes=3)
     assert three.status == 0 and three.losses()[:4] == one.losses()[:4], three.output
     assert_same_curve(three, one)
+
+
+def test_a_mixture_in_low_precision_is_the_same_over_shards_of_two_processes(
+    start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+) -> None:
+    """Scales of current scaling are a microbatch's own, and two processes have the microbatches of one."""
+    low = ("precision=current", "fp8_config.on_unsupported=emulate", "weights=bf16_exact", "train.steps=4", "parity=on")
+    runs = []
+    for name, start in (("alone", start_here), ("shards", partial(start_as_ranks, launch=LAUNCH["fsdp2"]))):
+        recipe = recipe_for(tmp_path / name)
+        recipe["model"]["config"] |= EXPERTS
+        del recipe["model"]["config"]["head_dim"]
+        runs.append(start(recipe, tmp_path, *low))
+        assert runs[-1].status == 0, runs[-1].output
+        audit = json.loads((runs[-1].run_dir / "audit.json").read_text())
+        assert {each["effective"] for each in audit["products"] if ".experts." in each["name"]} == {"current"}
+    alone, shards = runs
+    for key in ("loss", "router_loss", "held_out_loss"):
+        assert figures(shards, key) == pytest.approx(figures(alone, key), rel=2e-3), key
