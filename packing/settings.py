@@ -51,7 +51,7 @@ class SourceSettings(Settings):
         if len(kinds := self.changed(("input_ids", "messages", "text"))) > 1:
             raise ValueError(f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: leave one of them out")
         if isinstance(self.messages, tuple) and len(self.messages) != 2:
-            raise ValueError(f"`messages` lists {len(self.messages)}; it is one column, or two: [prompt, response]")
+            raise ValueError(f"`messages` lists {len(self.messages)}; name one column, or two: [prompt, response]")
         if self.labels is not None and self.input_ids is None:
             raise ValueError("`labels`: for sources that are tokenized; set `input_ids`, or leave it out")
         return self

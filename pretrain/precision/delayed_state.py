@@ -98,7 +98,7 @@ class DelayedState:
         }
 
     def forget_pass(self) -> None:
-        """Of a pass that was broken off nothing is to follow."""
+        """Forgets a pass that was broken off: its backward will not come."""
         self.forward_scales, self._backward_ran, self._end_expected = None, False, False
 
     def _finish_backward(self) -> None:

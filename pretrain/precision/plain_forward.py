@@ -23,8 +23,8 @@ from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, Pro
 
 @dataclass(eq=False)
 class TwoForms:
-    """A factor as it is, [rows, features], for the forward product (a weight until it has been used), and quantized, for a
-    gradient's; None where there is no gradient."""
+    """An operand in two forms. `plain` is unquantized, [rows, features], for the forward product; of a weight it is the function
+    that gives it, and None once the forward has used it. `low` is quantized, for the products of backward; None without one."""
 
     plain: Tensor | Callable[[], Tensor] | None
     low: Operand | None
@@ -71,7 +71,7 @@ class PlainForwardProduct:
         return self.low.codes(operand.low if isinstance(operand, TwoForms) else operand)
 
     def save(self, operand: TwoForms) -> Saved:
-        return ((), None) if operand.low is None else self.low.save(operand.low)
+        return self.low.save(operand.low)
 
 
 class PlainForwardBackend:

@@ -109,11 +109,8 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:
         if name != head_name and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
-        amax, whole, tensor = (
-            tensor.abs().amax().float(),
-            tensor,
-            _of_one_expert(tensor, context.groups.get(name), role == "weight"),
-        )
+        amax, whole = tensor.abs().amax().float(), tensor
+        tensor = _of_one_expert(whole, context.groups.get(name), role == "weight")
         rows, columns = (_sampled(name, size) for size in tensor.shape)
         if role != "weight":
             rows = rows_of[name, role] = _tokens(tensor)

@@ -27,6 +27,8 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
+NEARLY_AS_LIKELY = 0.8  # of the least probability that a router has chosen: what rounding may choose in its place
+
 
 def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> Iterator[str]:
     """Yields how microbatches differ from what the packs say whose tokens they hold. Nothing is to be learnt from a row that is
@@ -113,9 +115,6 @@ def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor
     are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
     scaled = of_there * totals / (of_there if are_shares else of_p).sum(1, keepdim=True)
     return hidden, torch.where(elsewhere, there, chosen), torch.where(elsewhere, scaled.to(weights.dtype), weights)
-
-
-NEARLY_AS_LIKELY = 0.8  # of the least probability that a router has chosen: what rounding may choose in its place
 
 
 class Document(NamedTuple):
