@@ -6,7 +6,8 @@
 
 Each is built from its shape with random weights and trains on the packs of `benchmarks.throughput_packs`: what the weights are
 does not decide how fast a product is. Microbatches have 32,768 tokens, and all else but the model and the step's tokens is as in
-`benchmarks.throughput`. Llama-3.1-8B takes whole documents of 8,192 tokens, one at a time, with moments in BF16.
+`benchmarks.throughput`. Llama-3.1-8B takes whole documents of 8,192 tokens, one at a time, with moments in BF16. Of the mixtures
+of experts so many layers are taken as fit beside exact weights; on Hopper experts are in FP8 where gradients are E4M3 too.
 
 Of the time that a training takes here, seconds are timed. So ways share the kernels that one of them has compiled, and leave out
 parity, which the doctor and tests/gpu hold. Steps have 65,536 tokens: 131,072 halve the update's share. The first two, which
@@ -72,6 +73,25 @@ def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     return {"model_type": "llama", "vocab_size": 128256, **shape, **other, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 
 
+E4M3 = "fp8_config.fp8_format=E4M3"
+# Qwen3-30B-A3B's layers: 128 experts, of which a token takes 8.
+QWEN3_MOE = {
+    "model_type": "qwen3_moe",
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
 SHAPES = {
     "GPT-2 124M": Shape("recipes/gpt2_fineweb_edu.yaml", warm_up=4, steps=12),
     "GPT-2 1.27B": Shape("recipes/gpt2_slimpajama.yaml"),
@@ -87,6 +107,8 @@ SHAPES = {
         more=("optimizer.moments=bf16",),
         whole_documents=True,
     ),
+    "OLMoE-1B-7B, 6 of 16 layers": Shape("benchmarks/olmoe_6_layers.yaml", more=(E4M3,)),
+    "Qwen3-30B-A3B, 4 of 48 layers": Shape("benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, microbatch=16_384, more=(E4M3,)),
 }
 
 
@@ -153,7 +175,8 @@ def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.N
             speed = way["tokens_per_second"]["median"] / TERA / most
             way["mfu"] = flops.step(1, squares) * speed
             way["mfu_nanogpt"] = nanogpt(flops, recipe.data.length) * speed
-    result |= {"parameters": flops.parameters, "length": recipe.data.length}
+    active = flops.parameters - flops.idle_weights
+    result |= {"parameters": flops.parameters, "active_parameters": active, "length": recipe.data.length}
     return {"recipe": shape.recipe, "changed": changed, **result}
 
 
@@ -173,12 +196,13 @@ def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
     plain, low = ways.get("bf16_exact", {}), ways.get("delayed_exact", {})
     use = f"{percent(plain['mfu'])}; {percent(plain['mfu_nanogpt'])}" if "mfu" in plain else "–"
     memory = "; ".join(f"{way['memory_gib']:.1f}" if way else "–" for way in (plain, low))
-    length, parameters = shape["length"], f"{shape['parameters'] / 1e6:,.0f} M"
+    length, parameters, active = shape["length"], shape["parameters"], shape.get("active_parameters", shape["parameters"])
+    trained = f"{parameters / 1e6:,.0f} M" + (f", {active / 1e6:,.0f} M a token" if active < parameters else "")
     spreads = [
         each["max"] / each["median"] - each["min"] / each["median"] for each in (w["tokens_per_second"] for w in ways.values())
     ]
     figures = [*(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, use, memory]
-    return [name, f"{length:,}", parameters, *figures, percent(max(spreads)) if spreads else "–"]
+    return [name, f"{length:,}", trained, *figures, percent(max(spreads)) if spreads else "–"]
 
 
 if __name__ == "__main__":

@@ -114,14 +114,6 @@ OURS_8B = {
     "bf16_exact": "precision=bf16 weights=bf16_exact",
 }
 
-# On Hopper experts are in FP8 where gradients are E4M3 too.
-OURS_MIXTURE = {
-    "bf16_exact": "precision=bf16 weights=bf16_exact",
-    "delayed_exact": "precision=delayed weights=bf16_exact fp8_config.fp8_format=E4M3",
-    "delayed_exact_bf16_experts": "precision=delayed weights=bf16_exact",
-    "current_exact": "precision=current weights=bf16_exact fp8_config.fp8_format=E4M3",
-}
-
 OURS_TINY = {"fp32": "precision=fp32 weights=fp32"}
 
 GPU, CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
@@ -129,6 +121,5 @@ MODELS = {
     "qwen3_1_7b": Model(Path("benchmarks/qwen3_1_7b.yaml"), GPU, (*OTHERS, *ours(OURS))),
     "llama_8b": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B)),
     "llama_8b_whole": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B), whole_documents=True),
-    "olmoe_6_layers": Model(Path("benchmarks/olmoe_6_layers.yaml"), GPU, (*OTHERS[:2], *ours(OURS_MIXTURE))),
     "tiny": Model(Path("benchmarks/tiny.yaml"), CPU, (*OTHERS, *ours(OURS_TINY))),
 }
