@@ -117,6 +117,7 @@ def rotation(kernel: Any) -> None:
         inputs = (*gradients, qkv if normed else None, angles, angles, heads, norms)
         kernel.rotate(qkv, angles, angles, heads, norms)
         kernel.rotate_backward(*inputs)
+        kernel.rotate_backward(*inputs, next(by_tensor(TOKENS, heads.width, E5M2)))
 
 
 def loss(kernel: Any) -> None:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.formulas import HeadNorms, Heads, rotate, rotate_backward
+from pretrain.model.fused.fp8_tile import TensorScaled
+from pretrain.precision.quantizers import E5M2, tensor
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -95,6 +97,31 @@ def test_the_kernels_compute_what_the_formulas_do(tokens: int, heads: Heads, nor
 @pytest.mark.parametrize(("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(6, 3, 32), False)], ids=str)
 def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(heads: Heads, normed: bool) -> None:
     check(Problem(37, heads, normed, in_parts=True))
+
+
+@pytest.mark.usefixtures("conversions_that_round")
+@pytest.mark.parametrize(
+    ("tokens", "heads", "in_parts"),
+    [(64, Heads(4, 2, 64), False), (32, Heads(6, 2, 32), True), pytest.param(*REAL[0], True, marks=cuda_only)],
+    ids=str,
+)
+@pytest.mark.parametrize("normed", [True, False])
+def test_codes_are_those_of_the_gradient_in_bf16(tokens: int, heads: Heads, in_parts: bool, normed: bool) -> None:
+    """By rows and by columns, with its amax; one of the scales saturates. The norms' gradients have the same bits."""
+    problem = Problem(tokens, heads, normed, in_parts=in_parts)
+    expected, *expected_norms = kernel_backward(problem)
+    for factor in (4096.0, 3e5):
+        scale, amax, inverse = (torch.full((1,), value, device=DEVICE) for value in (factor, 0.0, 0.0))
+        both = (torch.empty(shape, dtype=torch.uint8, device=DEVICE) for shape in (expected.shape, expected.t().shape))
+        written = TensorScaled(torch.float8_e5m2, *both, inverse, scale, amax)
+        qkv = problem.qkv if normed else None
+        _, *norms = rotary_kernel.rotate_backward(
+            *problem.gradients, qkv, problem.cos, problem.sin, heads, problem.norms, written
+        )
+        codes = tensor.quantize(expected, scale, E5M2).codes.to(torch.float8_e5m2).view(torch.uint8)
+        assert torch.equal(written.rows, codes) and torch.equal(written.columns, codes.t())
+        assert amax == expected.abs().max() and torch.equal(inverse, tensor.decode_scale(scale))
+        assert all(ours is theirs or torch.equal(ours, theirs) for ours, theirs in zip(norms, expected_norms, strict=True))
 
 
 @cuda_only

@@ -22,6 +22,7 @@ from pretrain.model.fused.fp8_tile import (
     INTERPRETED,
     TYPES,
     TensorScaled,
+    allocate,
     exponential,
     load_rows,
     record_amax,
@@ -204,7 +205,7 @@ def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:
     """hidden [T, 2 F] -> the activated values [T, F] in codes, by rows alone; and their scale, FP32 [1], with which backward
     makes them again."""
     shape = len(hidden), hidden.shape[1] // 2
-    activated, written = _allocate(quantizer, shape, hidden.device, rows=True, columns=False)
+    activated, written = allocate(quantizer, shape, hidden.device, rows=True, columns=False)
     write_swiglu(hidden, written)
     return activated, written.used
 
@@ -215,34 +216,10 @@ def quantized_swiglu_backward(
     """The gradient of `hidden` [T, 2 F] in what the usages of `gradient_quantizer` say, and the activated values [T, F] as the
     next product's weight gradient takes them: columnwise, with forward's `scale`. `d_activated` [T, F] and `hidden` are BF16."""
     usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
-    d_hidden, gradient = _allocate(gradient_quantizer, hidden.shape, hidden.device, **usages)
-    activated, again = _allocate(activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale)
+    d_hidden, gradient = allocate(gradient_quantizer, hidden.shape, hidden.device, **usages)
+    activated, again = allocate(activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale)
     write_swiglu_backward(d_activated.contiguous(), hidden, gradient, again)
     return d_hidden, activated
-
-
-def _allocate(
-    quantizer: Any, shape: tuple[int, ...], device: torch.device, *, rows: bool, columns: bool, scale: Tensor | None = None
-) -> tuple[Any, TensorScaled]:
-    """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
-    and no amax is recorded."""
-    from transformer_engine.pytorch.constants import TE_DType_To_Torch
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
-    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
-
-    if is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
-        rows, columns = True, False
-    by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
-    by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
-    scale_inv, amax, used = torch.empty(1, device=device), None, None
-    if scale is None and isinstance(quantizer, Float8Quantizer):  # delayed scaling
-        scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
-    elif scale is None:
-        amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
-    written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, scale_inv, scale, amax, used)
-    options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": torch.bfloat16, "quantizer": quantizer}
-    return Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
 
 
 def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:

@@ -224,6 +224,29 @@ class Arithmetic:
         """What has `rotate` and `rotate_backward` for heads like these."""
         return self.kernels.rotary if heads.dim in ROTARY_KERNEL_DIMS else formulas
 
+    def rotate_backward(
+        self,
+        gradients: list[Tensor],
+        qkv: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        heads: formulas.Heads,
+        norms: formulas.HeadNorms | None,
+        product: StackedProduct,
+    ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
+        """The gradient of `qkv` as the output gradient of `product`, and those of the head norms' weights and of the biases.
+        `gradients` is empty afterwards: memory for what is made of them."""
+        rotation, quantizer, rest = self.rotation(heads), product.quantizer("grad_output"), (qkv, cos, sin, heads, norms)
+        if quantizer is None or product.biases or rotation is formulas or not rotation.writes(quantizer, gradients[0]):
+            dqkv, *of_norms = rotation.rotate_backward(*gradients, *rest)
+            gradients.clear()
+            return product.operand("grad_output", dqkv), of_norms, product.bias_gradients(dqkv)
+        if product.seen_by.observers:  # who looks at the gradient wants it unquantized
+            product.show("grad_output", rotation.rotate_backward(*gradients, *rest)[0])
+        codes, of_norms = rotation.quantized_rotate_backward(quantizer, gradients, *rest)
+        gradients.clear()
+        return codes, of_norms, []
+
     def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Operand, Operand | None]:
         """hidden [tokens, 2 x width: gate, then up], the output of `gate_up` -> silu(gate) * up as the input of `down`, and what
         `activate_backward` is to be given as `kept`."""

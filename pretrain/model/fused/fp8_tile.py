@@ -10,6 +10,7 @@ count for an amax. Everything here is for tiles that lie wholly inside the tenso
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +36,30 @@ class TensorScaled:
     scale: Tensor | None = None  # FP32 [1]
     amax: Tensor | None = None  # FP32 [1], raised to the tensor's amax where a scale is given
     used: Tensor | None = None  # FP32 [1], written: the scale
+
+
+def allocate(
+    quantizer: Any, shape: tuple[int, ...], device: torch.device, *, rows: bool, columns: bool, scale: Tensor | None = None
+) -> tuple[Any, TensorScaled]:
+    """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
+    and no amax is recorded."""
+    from transformer_engine.pytorch.constants import TE_DType_To_Torch
+    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
+    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
+    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
+
+    if is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
+        rows, columns = True, False
+    by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
+    by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
+    scale_inv, amax, used = torch.empty(1, device=device), None, None
+    if scale is None and isinstance(quantizer, Float8Quantizer):  # delayed scaling
+        scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
+    elif scale is None:
+        amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
+    written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, scale_inv, scale, amax, used)
+    options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": torch.bfloat16, "quantizer": quantizer}
+    return Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
 
 
 @triton.jit

@@ -225,18 +225,15 @@ class NormedAttention(torch.autograd.Function):
         layer, arithmetic, product, heads = ctx.layer, ctx.layer.arithmetic, ctx.layer.qkv, ctx.layer.heads
         *gradients, residual = gradients
         x, normed, rstd, qkv, cos, sin, *attended = arithmetic.saved(ctx)
-        rotation, head_norms = arithmetic.rotation(heads), layer.head_norms_in(x.dtype)
+        head_norms = layer.head_norms_in(x.dtype)
         if ctx.documents is not None:
             q, k, v, output, log_sums = attended
             if q is None:
-                q, k, v = rotation.rotate(qkv, cos, sin, heads, head_norms)
+                q, k, v = arithmetic.rotation(heads).rotate(qkv, cos, sin, heads, head_norms)
             d_output = gradients.pop().view(output.shape)
             gradients += flash_backward_in_parts(d_output, q, k, v, output, log_sums, *ctx.documents)
             del attended, q, k, v, output, log_sums, d_output
-        dqkv, *of_head_norms = rotation.rotate_backward(*gradients, qkv, cos, sin, heads, head_norms)
-        gradients.clear()
-        of_biases = product.bias_gradients(dqkv)
-        dqkv = product.operand("grad_output", dqkv)  # the gradient in BF16 is free as soon as it has been quantized
+        dqkv, of_head_norms, of_biases = arithmetic.rotate_backward(gradients, qkv, cos, sin, heads, head_norms, product)
         d_normed = product.input_gradient(dqkv)
         of_weights = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
