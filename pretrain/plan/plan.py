@@ -35,12 +35,6 @@ from pretrain.precision.settings import ActivePrecision, label, last_steps
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
-def actives_of(recipe: Recipe, phases: Sequence[tuple[Any, ...]], unquantized: ActivePrecision | None) -> list[ActivePrecision]:
-    """Every precision of `phases`, which end with it, once; and what `log.gap` measures against."""
-    actives = [phase[-1] for phase in phases] + ([unquantized] if unquantized and recipe.log.gap else [])
-    return list({active.precision.name: active for active in actives}.values())
-
-
 @dataclass(frozen=True)
 class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
@@ -107,8 +101,9 @@ class Plan:
 
     @property
     def actives(self) -> list[ActivePrecision]:
-        """Every precision that the run is put together for, once."""
-        return actives_of(self.recipe, self.spans, self.unquantized)
+        """Every precision that the run is put together for, once: of its steps, and what `log.gap` measures against."""
+        against = [self.unquantized] if self.unquantized and self.recipe.log.gap else []
+        return list({each.precision.name: each for each in [*(active for *_, active in self.spans), *against]}.values())
 
     @property
     def emulated(self) -> bool:
