@@ -207,12 +207,13 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
             begin_of(recipe)
             check_launch(recipe, processes)
+            if other := next((each for each in cells if each.run_dir == Path(run_dir)), None):
+                raise InputError(f"would share a run folder with {other.name}; take one out, or give it another name")
         except InputError as error:
             raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in str(error).splitlines())) from None
         cells.append(Cell(name, values, arguments, recipe, Path(run_dir)))
     if not cells:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
-    _check_distinct(path, cells)
     baseline = _find_baseline(path, settings.baseline, cells)
     return Matrix(path, settings, tuple(cells), baseline, processes or 1, on_cpu=bool(file.get("use_cpu")))
 
@@ -231,15 +232,6 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 def _crossed(axes: Axes) -> list[Values]:
     """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
     return [flatten(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-
-
-def _check_distinct(path: str, cells: Sequence[Cell]) -> None:
-    """InputError where two cells share a folder."""
-    first: dict[Path, Cell] = {}
-    for cell in cells:
-        if (other := first.setdefault(cell.run_dir, cell)) is not cell:
-            shared = "would share a run folder; take one out, or give it another name"
-            raise InputError(f"{path}: cells {other.name} and {cell.name} {shared}")
 
 
 def _find_baseline(path: str, wanted: Values | None, cells: Sequence[Cell]) -> Cell:
