@@ -22,7 +22,6 @@ from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
-from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
 
 
@@ -153,10 +152,9 @@ def watch(options: argparse.Namespace) -> Report | None:
     with suppress(KeyboardInterrupt):
         while going:
             with suppress(NoStepYet):
-                runs = read_runs(options.runs) if all((path / METRICS_FILE).exists() for path in options.runs) else []
-                if runs:
-                    report, going = _report_on(options, runs), not all(_has_ended(run) for run in runs)
-                    report.write(options.out, every=options.watch)
+                runs = read_runs(options.runs)
+                report, going = _report_on(options, runs), not all(_has_ended(run) for run in runs)
+                report.write(options.out, every=options.watch)
             if going:
                 time.sleep(options.watch)
     if report:

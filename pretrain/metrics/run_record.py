@@ -176,14 +176,14 @@ def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]
 
 
 class NoStepYet(InputError):
-    """A run has begun, and there is nothing to read of it so far."""
+    """There is nothing to read of a run so far, if it is one."""
 
 
 def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
     """Read a run folder as the run was after `last_step`; all figures come from its metrics. InputError where it is no run
     folder, or has no step yet."""
     if not run_dir.is_dir():
-        raise InputError(f"{run_dir}: there is no such run folder")
+        raise NoStepYet(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     if not any(map(is_step, metrics)):  # an evaluation may come before
@@ -214,7 +214,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     InputError where there is no such file, or a line of it is no JSON."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise InputError(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
+        raise NoStepYet(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
