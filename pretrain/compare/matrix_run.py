@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import write_json
 from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.prepare import check_sources
@@ -180,7 +180,5 @@ def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     """Note in the run folder which cell of the `matrix` it is, under which settings it trains, and whether any part of it shared
     the machine with other runs: then its speed says nothing of its precision, and the report leaves it out."""
-    cell.mark.parent.mkdir(parents=True, exist_ok=True)
     shared = side_by_side or (cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"])
-    content = {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings}
-    replace_file(cell.mark, json.dumps(content, indent=2).encode() + b"\n")
+    write_json(cell.mark, {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings})

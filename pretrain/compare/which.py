@@ -39,7 +39,7 @@ import psutil
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import replace_file, write_json
 from foundation.signals import StopRequest
 from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
@@ -286,7 +286,7 @@ class Question:
         content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
         for each in verdicts:
             content["candidates"][each.name] = asdict(each) | {"gain_at_equal_loss": each.gain}
-        replace_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
+        write_json(self.folder / "verdict.json", content)
         text = f"{self.table(verdicts)}\n\n{answer}\n\n{self.limits()}"
         title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
         replace_file(self.folder / "which.html", f"{title}<pre>{escape(text)}</pre>{self.picture()}".encode())
@@ -486,7 +486,7 @@ def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequ
         str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, question.names, seconds,
         start, options.seeds, *steps,
     )  # fmt: skip
-    replace_file(question.folder / "which.json", json.dumps(asdict(protocol), indent=2).encode() + b"\n")
+    write_json(question.folder / "which.json", asdict(protocol))
     return protocol
 
 

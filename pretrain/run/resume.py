@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
+from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
@@ -293,7 +294,7 @@ def roll_back(run: Run, reason: str) -> None:
     if run.precision_watch:
         run.precision_watch.file.go_back(step)
     if run.accelerator.is_main_process:
-        run.folder.write_json(run.folder.audit, run.assembly.audit)
+        write_json(run.folder.audit, run.assembly.audit)
         event = {
             "step": step + 1,
             "event": "rollback",
