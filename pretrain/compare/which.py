@@ -279,9 +279,8 @@ class Question:
             rows.append([*row, each.word])
         return markdown(header, rows)
 
-    def write(self) -> str:
+    def write(self, verdicts: Sequence[Verdict]) -> str:
         """Write verdict.json and which.html; returns what to print."""
-        verdicts = self.verdicts()
         answer = self.answer(verdicts)
         content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
         for each in verdicts:
@@ -356,12 +355,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if question.protocol is None:
             return stopped(stop)
         announce(question, options.hours)
-        while matrix := next_round(question, recipe.seed + len(question.rounds), ends - time.monotonic()):
+        verdicts = question.verdicts()
+        while matrix := next_round(question, verdicts, recipe.seed + len(question.rounds), ends - time.monotonic()):
             if not run_round(question, matrix, stop):
                 return stopped(stop)
-            say(f"\n{question.write()}")
+            verdicts = question.verdicts()
+            say(f"\n{question.write(verdicts)}")
     say(f"\nWritten: {question.folder / 'verdict.json'}, {question.folder / 'which.html'}")
-    return int(any(each.is_open for each in question.verdicts()))
+    return int(any(each.is_open for each in verdicts))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -543,10 +544,10 @@ def announce(question: Question, hours: float) -> None:
     )
 
 
-def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | None:
+def next_round(question: Question, verdicts: Sequence[Verdict], seed: int, seconds_left: float) -> Matrix | None:
     """The next seed of the baseline and of all that are open. None where nothing is, or where it would not end in time: but the
     first one, and what is trained already, take as long as they take."""
-    still = [each.name for each in question.verdicts() if each.is_open]
+    still = [each.name for each in verdicts if each.is_open]
     if not still or len(question.rounds) >= MOST_SEEDS:
         return None
     matrix = question.round(seed, still)
