@@ -268,9 +268,11 @@ def fits_gathered(plan: Plan) -> bool:
     return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
 
 
-def spend_spare_memory(plan: Plan) -> Plan:
-    """`plan` with what its devices' memory allows; plans for devices of unknown memory, and for CPUs, stay as they are."""
-    plan = replace(plan, chunk=None, keeps_rotated=False)
+def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
+    """`plan` with what its devices' memory allows; for devices of unknown memory, and for CPUs, nothing is kept. `gathered`: as
+    the topology says, whether shards are gathered once a step; None: where memory allows it."""
+    devices = replace(plan.devices, gathered=fits_gathered(plan) if gathered is None else gathered)
+    plan = replace(plan, devices=devices, chunk=None, keeps_rotated=False)
     if plan.devices.memory is None or plan.devices.name == "CPU":  # nothing is kept on a CPU
         return plan
     enough = max(1, FULL_SPEED // plan.recipe.data.length)

@@ -27,7 +27,7 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_gap, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
@@ -197,9 +197,5 @@ def prepare_job(
     layers = {
         each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in plan.actives
     }
-    plan = replace(plan, layers=layers)
-    # Whether shards are gathered once a step: as the topology says, or where memory allows it.
-    stated = gathers_once_a_step(accelerator)
-    gathered = fits_gathered(plan) if stated is None else stated
-    plan = spend_spare_memory(replace(plan, devices=replace(plan.devices, gathered=gathered)))
+    plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, model.source_config(recipe.model))

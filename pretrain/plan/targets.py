@@ -10,7 +10,7 @@ from foundation.units import GIB, plural
 from pretrain.metrics.peaks import entry_of, peak
 from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
-from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision, precision_called
 
@@ -55,9 +55,7 @@ class Target:
         fitted = spend_spare_memory(whole)
         if self.count == 1 or usable is None or fitted.takes(1) <= usable:
             return fitted
-        shards = replace(whole, devices=replace(devices, sharded=True))
-        gathered = fits_gathered(shards)
-        return spend_spare_memory(replace(shards, devices=replace(shards.devices, gathered=gathered)))
+        return spend_spare_memory(replace(whole, devices=replace(devices, sharded=True)))
 
     def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
         """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
@@ -135,7 +135,7 @@ def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_fi
         shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).takes(packs) for way in (True, False)]
         assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
-            assert fits_gathered(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))) is fits
+            assert spend_spare_memory(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))).devices.gathered is fits
 
 
 # ── What memory that is left over is spent on ──
