@@ -24,8 +24,8 @@ from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
-from pretrain.precision.settings import is_quantized, label
-from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, load_recipe, parse_overrides, resolved
+from pretrain.precision.settings import label
+from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, load_recipe, parse_overrides, settings_without
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -100,9 +100,7 @@ class Cell:
     @property
     def settings(self) -> Values:
         """The settings that decide which training this is, on which text, how it is measured and how fast it is."""
-        idle = (*_IDLE, "data.packs" if self.recipe.data.prepares else "data.tokenizer")
-        idle = idle if is_quantized(self.recipe.precision) else (*idle, "fp8_config.")
-        return {key: value for key, value in flatten(resolved(self.recipe)).items() if not key.startswith(idle)}
+        return settings_without(self.recipe, (*_IDLE, "data.packs" if self.recipe.data.prepares else "data.tokenizer"))
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
