@@ -207,11 +207,8 @@ class Plan:
 
     def memory(self, microbatch: int) -> dict[str, int]:
         """Returns bytes by part on a device, with a microbatch of so many packs, in the phase that takes most."""
-        recipe, layers = self.recipe.model_copy(update={"loss": self.loss}), self.layers or {self.active.precision.name: None}
-        phases = [
-            memory_of(recipe, self.flops, name, self.devices, kept, microbatch, keeps_rotated=self.keeps_rotated)
-            for name, kept in layers.items()
-        ]
+        layers = self.layers or {self.active.precision.name: None}
+        phases = [memory_of(self, name, kept, microbatch) for name, kept in layers.items()]
         return max(phases, key=lambda parts: sum(parts.values()))
 
     def takes(self, microbatch: int) -> int:

@@ -61,11 +61,10 @@ class Target:
         """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and
         FlashAttention-4; elsewhere as this machine's libraries have it."""
         recipe, settings, flops = job.recipe, job.recipe.model, job.plan.flops
-        if self.capability is None or active.precision.compute_dtype != "bfloat16":
-            return layers_of(job.shapes, flops, recipe, active, "cuda", "packed_varlen")
-        if settings.fused == "auto":
+        known = self.capability is not None and active.precision.compute_dtype == "bfloat16"
+        if known and settings.fused == "auto":
             recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
-        in_one = settings.attention in ("auto", "flash_attn") and flops.shape.head_dim in FA4_HEAD_DIMS
+        in_one = known and settings.attention in ("auto", "flash_attn") and flops.shape.head_dim in FA4_HEAD_DIMS
         attention = "packed_fa4" if in_one else "packed_varlen"
         return layers_of(job.shapes, flops, recipe, active, "cuda", attention, self.capability)
 
