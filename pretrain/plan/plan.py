@@ -21,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from foundation import units
 from foundation.units import GIB
@@ -61,11 +60,6 @@ class Plan:
         """The recipe's, with the chunk that was chosen."""
         settings = self.recipe.loss
         return settings.model_copy(update={"chunk": self.chunk}) if settings.chunk == "auto" and self.chunk else settings
-
-    def with_settings(self, section: str, **values: Any) -> Plan:
-        """The plan with other values of a section of its recipe."""
-        changed = getattr(self.recipe, section).model_copy(update=values)
-        return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
     # ── Steps, and what they compute in ──
 

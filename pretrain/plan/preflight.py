@@ -81,7 +81,8 @@ class Job:
 
     def with_settings(self, section: str, **values: Any) -> Job:
         """The job when what `auto` stands for in a section of its recipe has been found."""
-        return replace(self, plan=self.plan.with_settings(section, **values))
+        changed = getattr(self.recipe, section).model_copy(update=values)
+        return self.with_plan(recipe=self.recipe.model_copy(update={section: changed}))
 
     @cached_property
     def identity(self) -> dict[str, Any]:

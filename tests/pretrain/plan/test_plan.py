@@ -168,7 +168,8 @@ def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(in_fp8
 @given(words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]), packs=st.sampled_from([1, 2, 8]))
 def test_with_few_words_a_chunk_has_more_tokens(in_fp8: Plan, words: int, packs: int) -> None:
     shape = replace(in_fp8.flops.shape, vocabulary=words)
-    small = replace(in_fp8, flops=replace(in_fp8.flops, shape=shape)).with_settings("batch", microbatch=packs)
+    few = in_fp8.recipe.model_copy(update={"batch": in_fp8.recipe.batch.model_copy(update={"microbatch": packs})})
+    small = replace(in_fp8, recipe=few, flops=replace(in_fp8.flops, shape=shape))
     chunk, tokens = on(small).loss.tokens_at_once, packs * small.recipe.data.length
     assert 4096 <= chunk <= max(tokens, 4096)
     assert chunk == 4096 or chunk * words <= 2**29
