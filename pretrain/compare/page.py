@@ -7,7 +7,7 @@ text, never markup, in the page by Jinja's escapes and in pictures by `escape`, 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -66,8 +66,6 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
         },
         audits={each.label: audit_of(each.run) for each in comparison.standings},
         differing=what_differs(comparison),
-        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
         library=get_plotlyjs(),
     )
     return html.encode()
@@ -137,15 +135,13 @@ def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
     records = [(line["step"], each) for line in lines for each in line["operands"]]
     layers, steps = list(dict.fromkeys(each["layer"] for _, each in records)), [line["step"] for line in lines]
-    maps: dict[tuple[str, str], dict[str, Any]] = {}
+    maps = defaultdict(lambda: {"layers": layers, "steps": steps, "values": np.full((len(layers), len(steps)), np.nan)})
     for step, each in records:
         for measure in MEASURES:
-            empty = {"layers": layers, "steps": steps, "values": np.full((len(layers), len(steps)), np.nan)}
-            values = maps.setdefault((measure, each["operand"]), empty)["values"]
-            value = np.nan if each[measure] is None else each[measure]
+            value = each[measure]
             if measure in ("scale", "amax"):
-                value = np.log2(value) if value else np.nan
-            values[layers.index(each["layer"]), steps.index(step)] = value
+                value = np.log2(value) if value else None
+            maps[measure, each["operand"]]["values"][layers.index(each["layer"]), steps.index(step)] = value
     return maps
 
 
