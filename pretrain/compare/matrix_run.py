@@ -92,8 +92,9 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     outcomes = {cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started") for cell in cells}
     waiting, running = [cell for cell in cells if not outcomes[cell.name].is_finished], list[StartedCell]()
     at_once = min(matrix.at_once, len(waiting))
-    for cell in waiting:  # what lacks its data fails here, and not one after another
+    for cell in waiting:  # what lacks its data, or has another training in its folder, fails here, and not one after another
         check_sources(cell.recipe.data)
+        cell.check_folder()
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     try:
         while running or (waiting and not stop.requested):
@@ -144,9 +145,8 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
 
 def start(matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool) -> StartedCell:
     """Mark the cell's folder and start its launcher, on the GPUs that fewest of the `running` ones use; InputError where the
-    folder holds another training or is somebody else's, in which nothing is written."""
+    folder is somebody else's, in which nothing is written."""
     check_ours(cell.run_dir)
-    cell.check_folder()
     slots = matrix.slots
     slot = None if slots is None else min(range(slots), key=[one.slot for one in running].count)
     environment = environment_on(matrix, slot)
