@@ -77,19 +77,13 @@ class Recorder:
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:
-    """GiB of this process: `memory_gib`, and on a CUDA device what torch has allocated now and reserved from the driver."""
-    figures = {"memory_gib": memory_gib(device)}
-    if device.type == "cuda":
-        figures["memory_allocated_gib"] = torch.cuda.memory_allocated(device) / GIB
-        figures["memory_reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
-    return figures
-
-
-def memory_gib(device: torch.device) -> float:
-    """Peak memory that torch allocated on a CUDA device; elsewhere the resident memory of this process now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return psutil.Process().memory_info().rss / GIB
+    """GiB of this process: `memory_gib`, on a CUDA device the most that torch has allocated, elsewhere what is resident now; and
+    on a CUDA device what torch has allocated now and reserved from the driver."""
+    if device.type != "cuda":
+        return {"memory_gib": psutil.Process().memory_info().rss / GIB}
+    cuda = torch.cuda
+    figures = {"": cuda.max_memory_allocated, "allocated_": cuda.memory_allocated, "reserved_": cuda.memory_reserved}
+    return {f"memory_{which}gib": measure(device) / GIB for which, measure in figures.items()}
 
 
 def compiled_graphs() -> int:
