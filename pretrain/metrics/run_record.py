@@ -33,18 +33,10 @@ MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluati
 Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation, a rollback or a halt
 
 
-def is_step(record: Record) -> bool:
-    return "event" not in record
-
-
-def is_evaluation(record: Record) -> bool:
-    return record.get("event") == "evaluation"
-
-
-def is_rollback(record: Record) -> bool:
-    """Whether a line tells of a rollback. What was given up, steps and events, stands inside of it under `abandoned`, so that
-    every step is one line of the file."""
-    return record.get("event") == "rollback"
+def kind(record: Record) -> str:
+    """What a line tells of: a "step", or an event: an "evaluation", "samples", a "rollback", or that the run was "halted". What
+    a rollback gave up, steps and events, stands inside of it under `abandoned`, so that every step is one line of the file."""
+    return record.get("event", "step")
 
 
 def at_the_end(steps: Sequence[Any]) -> Sequence[Any]:
@@ -62,7 +54,8 @@ def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -
 
 def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
     """Yields of a run's lines in order the evaluations of what it has trained: none from before its first step."""
-    return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
+    own = itertools.dropwhile(lambda record: kind(record) != "step", records)
+    return (record for record in own if kind(record) == "evaluation")
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,7 @@ class RunRecord:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The run's metrics without the events between steps."""
-        return [record for record in self.metrics if is_step(record)]
+        return [record for record in self.metrics if kind(record) == "step"]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
         """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
@@ -93,7 +86,7 @@ class RunRecord:
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
-        evaluations = [record for record in self.metrics if is_evaluation(record)]
+        evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
         return [record for record in evaluations if same_measure(record, evaluations[-1], HELD_OUT_PACKS)]
 
     def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
@@ -186,7 +179,7 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
         raise NoStepYet(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
-    if not any(map(is_step, metrics)):  # an evaluation may come before
+    if "step" not in map(kind, metrics):  # an evaluation may come before
         raise NoStepYet(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
     return RunRecord(
         path=run_dir,
@@ -240,7 +233,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     was before the run. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
-    steps = [record for record in records if is_step(record)]
+    steps = [record for record in records if kind(record) == "step"]
     evaluations = [*own_evaluations(records)]
     last, steady, end = steps[-1], steps[WARM_UP_STEPS:] or steps, at_the_end(steps)
     milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")
@@ -258,8 +251,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
-        "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
-        "halted": next((record["reason"] for record in records if record.get("event") == "halted"), last.get("halted")),
+        "rollbacks": max((record["rollbacks"] for record in records if kind(record) == "rollback"), default=None),
+        "halted": next((record["reason"] for record in records if kind(record) == "halted"), last.get("halted")),
     }
     return {key: value for key, value in figures.items() if value is not None}
 
