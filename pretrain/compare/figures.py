@@ -49,7 +49,7 @@ def picture_of_run(run: RunRecord) -> bytes:
 
     figure = Figure(figsize=(9, 5), dpi=150)
     losses = figure.add_axes((0.08, 0.1, 0.905, 0.79))  # given, as to find its margins takes longer than to draw
-    (steps, values), (evaluated, held_out), window = run.curve("loss"), run.held_out_curve(), window_of(len(run.steps))
+    (steps, values), (evaluated, held_out), window = run.curve("loss"), run.curve("held_out_loss"), window_of(len(run.steps))
     losses.plot(steps, values, color=COLOUR, alpha=0.22, linewidth=0.6)
     losses.plot(steps, moving_mean(values, window), color=COLOUR, label=f"training loss, mean of {window} steps")
     if len(held_out):

@@ -85,7 +85,7 @@ def curves_of(each: Standing) -> dict[tuple[str, str], tuple[np.ndarray, np.ndar
     if each.differences and not each.is_baseline:
         raw["minus the baseline"] = each.differences
     curves = {(title, ""): (steps, moving_mean(values, window_of(len(values)))) for title, (steps, values) in raw.items()}
-    curves |= {("held-out loss", ""): each.run.held_out_curve(), ("learning rate", ""): each.run.curve("learning_rate")}
+    curves |= {("held-out loss", ""): each.run.curve("held_out_loss"), ("learning rate", ""): each.run.curve("learning_rate")}
     looked = [step for step in each.run.steps if "gap/loss" in step]
     cosines = {key: value for key, value in looked[-1].items() if key.startswith(LAYER) and value is not None} if looked else {}
     worst = sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]

@@ -80,18 +80,17 @@ class RunRecord:
         return [record for record in self.metrics if kind(record) == "step"]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
-        return _curve(self.steps, key)
+        """(steps int64, values float64) of a key of the steps, or of the evaluations' "held_out_loss"; NaN, a gap in a line,
+        where the value is not known."""
+        records = self.evaluations if key == "held_out_loss" else self.steps
+        values = [math.nan if record.get(key) is None else record[key] for record in records]
+        return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
         evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
         return [record for record in evaluations if same_measure(record, evaluations[-1], HELD_OUT_PACKS)]
-
-    def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, held-out losses float64) of the evaluations."""
-        return _curve(self.evaluations, "held_out_loss")
 
     @property
     def when_evaluated(self) -> str:
@@ -158,11 +157,6 @@ class RunRecord:
     def is_unfinished(self) -> bool:
         """Whether steps are to come to the horizon of its last start."""
         return self.summary["steps"] < self.environment.get("horizon", 0)
-
-
-def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    values = [math.nan if record.get(key) is None else record[key] for record in records]
-    return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
