@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from foundation.command import run_command
+from foundation.files import write_json
 from pretrain.settings import config
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
@@ -231,7 +232,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
             resume.roll_back(run, decision.reason)
             return 0
         if is_confirming(run, state.step - 1) and run.accelerator.is_main_process:
-            run.folder.write_json(run.folder.audit, run.assembly.audit)  # once more: the step has confirmed it
+            write_json(run.folder.audit, run.assembly.audit)  # once more: the step has confirmed it
 
         # Between steps.
         if evaluates:

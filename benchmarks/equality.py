@@ -24,44 +24,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from benchmarks.kill_resume import LENGTH, MODELS, write_packs
-from benchmarks.machine import LAUNCH, ROOT, measured_on, write
-from foundation.files import hash_of
+from benchmarks.kill_resume import PACKS_PER_STEP, write_packs, write_recipe
+from benchmarks.machine import LAUNCH, ROOT, measured_on
+from foundation.files import hash_of, write_json
 from packing.batch import BatchStream, StepBatches
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "resume" / "equality_cpu.json"
-PACKS_PER_STEP = 16
 FIGURES = ("loss", "gradient_norm")
 BACKWARDS = "--launch-backwards"  # as the first argument: be the launcher that takes microbatches in backward order
 ORDER = "1, microbatches backwards"
+# Over kill_resume's recipe: eight microbatches a step, which one, two, four and eight processes share evenly.
+OVERRIDES = (
+    "optimizer.learning_rate=3e-4",
+    "schedule.kind=constant",
+    "schedule.warmup=10",
+    f"batch.microbatch={PACKS_PER_STEP // 8}",
+)
+OVERRIDES += ("evaluate.every=null", "checkpoint.every=null", "checkpoint.at_end=false", "parity=off")
 CASES = {
     "fp32": ("precision=fp32", "weights=fp32"),
     "bf16_exact": ("precision=bf16", "weights=bf16_exact"),
     # A BF16 weight that rounds otherwise changes all BF16 values after it by a unit: at this rate none does in 50 steps.
     "bf16_exact, rate 1e-6": ("precision=bf16", "weights=bf16_exact", "optimizer.learning_rate=1e-6"),
 }
-
-
-def write_recipe(folder: Path, packs: Path) -> Path:
-    """A Qwen3 with a tied head; eight microbatches a step, which one, two, four and eight processes share evenly. The number of
-    steps is each run's own setting."""
-    recipe = {
-        "name": "equality",
-        "model": {"config": MODELS["qwen3"]},
-        "data": {"packs": str(packs), "length": LENGTH},
-        "batch": {"tokens": PACKS_PER_STEP * LENGTH, "microbatch": PACKS_PER_STEP // 8},
-        "optimizer": {"learning_rate": 3.0e-4},
-        "schedule": {"kind": "constant", "warmup": 10},
-        "checkpoint": {"every": None, "at_end": False},
-        "parity": "off",
-    }
-    path = folder / "equality.yaml"
-    path.write_text(yaml.safe_dump(recipe))
-    return path
 
 
 def curves(
@@ -100,12 +87,12 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Return by case the curves by number of processes, and how far each is from that of one."""
     runs = {"1": (1, False), ORDER: (1, True)} | {str(number): (number, False) for number in arguments.processes}
     packs, results = folder / "packs", {}
-    recipe = write_recipe(folder, packs if packs.exists() else write_packs(packs))
+    recipe = write_recipe(folder, "qwen3", packs if packs.exists() else write_packs(packs))
     for case in arguments.cases:
         overrides = CASES[case]
         for fused in ("on", "off"):
             name, by_processes = f"{case}, fused {fused}", {}
-            wanted = [*overrides, f"model.fused={fused}", f"train.steps={arguments.steps}", *arguments.overrides]
+            wanted = [*OVERRIDES, *overrides, f"model.fused={fused}", f"train.steps={arguments.steps}", *arguments.overrides]
             for number, (processes, backward_order) in runs.items():
                 launch = {"topology": arguments.topology, "processes": processes, "gpu": arguments.gpu}
                 launch["backward_order"] = backward_order
@@ -152,7 +139,7 @@ def main() -> None:
         "steps": arguments.steps,
         "results": results,
     }
-    write(arguments.out, report)
+    write_json(arguments.out, report)
 
 
 if __name__ == "__main__":

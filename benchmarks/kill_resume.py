@@ -32,8 +32,8 @@ import numpy as np
 import psutil
 import yaml
 
-from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start, write
-from foundation.files import find_damage
+from benchmarks.machine import LAUNCH, ROOT, finish, measured_on, start
+from foundation.files import find_damage, write_json
 from packing.arrow import Pack, PackWriter
 from pretrain.checkpoint.format import read_manifest, step_folders
 from pretrain.metrics.run_folder import describe_environment
@@ -305,7 +305,7 @@ def main() -> int:
         "verdict": {name: "equal, bit for bit" if result["equal"] else "DIFFERENT" for name, result in results.items()},
         "results": results,
     }
-    write(arguments.out, report)
+    write_json(arguments.out, report)
     return 0 if all(result["equal"] for result in results.values()) else 1
 
 

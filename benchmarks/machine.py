@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import platform
@@ -17,6 +16,7 @@ from typing import Any
 
 import psutil
 
+from foundation.errors import InputError
 from pretrain.metrics.run_folder import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,12 +32,10 @@ def processor() -> str:
     return next(names, platform.processor() or platform.machine())
 
 
-def command(arguments: Sequence[str] | None = None) -> str:
-    """`python -m MODULE ...`, as this process was started, or with these `arguments` in place of its own; options of the
-    interpreter itself are left out."""
+def command() -> str:
+    """`python -m MODULE ...`, as this process was started; options of the interpreter itself are left out."""
     module = sys.modules["__main__"].__spec__  # None where a file is run
-    given = sys.argv[1:] if arguments is None else arguments
-    return shlex.join(["python", *(["-m", module.name] if module else sys.argv[:1]), *given])
+    return shlex.join(["python", *(["-m", module.name] if module else sys.argv[:1]), *sys.argv[1:]])
 
 
 def device_and_torch(environment: Mapping[str, Any]) -> str:
@@ -62,10 +60,12 @@ def environment_from_elsewhere() -> dict[str, Any]:
         return pool.submit(describe_environment, {}).result()
 
 
-def write(path: Path, report: Mapping[str, Any]) -> None:
-    """A result file, in a folder that is made where there is none: what was measured is not lost for it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=1) + "\n")
+def with_tables(page: Path, marker: str, *tables: str) -> str:
+    """The text of `page` with `tables` between <!-- marker --> and <!-- /marker -->; InputError where it has no such place."""
+    text, begin, end = page.read_text(), f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise InputError(f"{page}: has no place for the table; put {begin} and {end}, each on a line, where it shall stand")
+    return text.partition(begin)[0] + "\n\n".join([begin, *tables, end]) + text.partition(end)[2]
 
 
 def run_to_its_end(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int | str, str]:

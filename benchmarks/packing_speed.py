@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from benchmarks.machine import measured_on, write
+from benchmarks.machine import measured_on
+from foundation.files import write_json
 from packing.pack import Layout, best_fit, materialise, truncate
 from packing.prepare import prepare, usable_cores
 from packing.settings import DataSettings
@@ -129,7 +130,7 @@ def main() -> None:
     name = {"core": "packing_speed.json", "prepare": "prepare_speed.json"}[options.what]
     measure = {"core": measure_core, "prepare": measure_prepare}[options.what]
     report = {**measured_on(), "load": os.getloadavg()[0], **measure()}
-    write(options.out or RESULTS / name, report)
+    write_json(options.out or RESULTS / name, report)
     print(json.dumps(report, indent=1))
 
 

@@ -24,7 +24,8 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from benchmarks.machine import measured_on, write
+from benchmarks.machine import measured_on
+from foundation.files import write_json
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed
 
 SHAPE = (2048, 6144)
@@ -62,7 +63,7 @@ def main() -> None:
         "gb": bytes_needed(model, optimizer) / 1e9,
         **measured,
     }
-    write(arguments.out, report)
+    write_json(arguments.out, report)
     print(json.dumps({key: report[key] for key in ("gb", *measured)}, indent=1))
 
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import yaml
 
+from benchmarks.machine import with_tables
 from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG
 from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import markdown, or_dash
 
-BEGIN, END = "<!-- throughput -->", "<!-- /throughput -->"
 PAGE_WIDTH = 100
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}  # in the table, by verdict
@@ -26,13 +26,9 @@ Way = Mapping[str, Any]
 
 def write(files: Sequence[Path], page: Path) -> None:
     """Replace what stands between the markers of `page`. InputError for a file that cannot be used."""
-    text = page.read_text()
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise InputError(f"{page}: has no place for the table; put {BEGIN} and {END}, each on a line, where it shall stand")
     tables = [section(read(file), os.path.relpath(file, page.parent)) for file in files]
     made = wrapped(f"`{COMMAND} {' '.join(map(str, files))}` makes these tables.")
-    before, _, rest = text.partition(BEGIN)
-    replace_file(page, (before + "\n\n".join([BEGIN, *tables, made, END]) + rest.partition(END)[2]).encode())
+    replace_file(page, with_tables(page, "throughput", *tables, made).encode())
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -72,16 +68,17 @@ def section(result: Mapping[str, Any], link: str) -> str:
 
 
 def introduction(result: Mapping[str, Any], link: str) -> str:
-    recipe = load_settings(result)
+    recipe = yaml.safe_load(result["settings"]["recipe_text"])
+    tokens = recipe["batch"]["tokens"]
     packs, gpus = result["packs"], result["environment"]["gpus"]
     device = gpus[0] if gpus else result["environment"]["processor"]
-    floors = {name: recipe["tokens"] / seconds for name, seconds in result["limits"].get("floors", {}).items()}
+    floors = {name: tokens / seconds for name, seconds in result["limits"].get("floors", {}).items()}
     torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
     documents = f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by squared length (Σlen²/T)"
     documents = "each one document" if packs.get("whole_documents") else documents
     parts = [
-        f"**{recipe['name']}** on one {device}, torch {torch_version}: {recipe['tokens']:,} tokens a step,",
-        f"packs of {recipe['length']:,} tokens, {documents}; median of",
+        f"**{recipe['name']}** on one {device}, torch {torch_version}: {tokens:,} tokens a step,",
+        f"packs of {recipe['data']['length']:,} tokens, {documents}; median of",
         f"{settings['steps']} steps after {settings['warm_up']} ([`{Path(link).name}`]({link})).",
     ]
     if floors:
@@ -92,12 +89,6 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     if note := result.get("note"):  # by hand
         parts.append(note)
     return wrapped(" ".join(parts))
-
-
-def load_settings(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Name, tokens a step and pack length of the recipe that the result was measured with."""
-    recipe = yaml.safe_load(result["settings"]["recipe_text"])
-    return {"name": recipe["name"], "tokens": recipe["batch"]["tokens"], "length": recipe["data"]["length"]}
 
 
 def ordered(result: Mapping[str, Any]) -> list[Way]:

@@ -22,9 +22,9 @@ from benchmarks.machine import LAUNCH, device_and_torch, environment_from_elsewh
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import write_json
 from foundation.reading import load_with_bases
-from pretrain.metrics.run_record import is_step, read_metrics
+from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
 
@@ -144,7 +144,7 @@ class Bench:
         if status != 0 or not (run_dir / "summary.json").exists():
             return failure(status, output) | command
         summary, audit = (json.loads((run_dir / name).read_text()) for name in ("summary.json", "audit.json"))
-        steps = [record for record in read_metrics(run_dir) if is_step(record)]
+        steps = [record for record in read_metrics(run_dir) if kind(record) == "step"]
         figures = {"losses": "loss", "gradient_norms": "gradient_norm", "step_ms": "step_ms", "data_wait_ms": "data_wait_ms"}
         return {
             "status": "ok",
@@ -184,7 +184,7 @@ class Bench:
         self.result["ways"][entry.name] = described | measured
         finish(self.result, self.settings)
         self.out.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(self.out, json.dumps(self.result, indent=1).encode() + b"\n")
+        write_json(self.out, self.result)
         print(line(self.result["ways"][entry.name]), flush=True)
 
 

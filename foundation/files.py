@@ -70,6 +70,11 @@ def replace_file(path: Path, data: bytes) -> None:
         raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Do what `replace_file` does, with `content` as JSON that a person can read."""
+    replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
 WRITTEN_BY = "written by python -m pretrain"  # in each picture and page that a command writes where the user says
 
 

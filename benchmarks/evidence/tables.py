@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import with_tables
 from foundation.files import replace_file
 from foundation.units import UNKNOWN, markdown, or_dash
 from pretrain.compare.differences import (
@@ -39,7 +40,6 @@ from pretrain.compare.differences import (
 
 RESULTS = Path("benchmarks/results/loss")
 PAGE, ANSWER, PICTURE = Path("benchmarks/evidence/results.md"), Path("docs/evidence.md"), Path("docs/evidence.png")
-BEGIN, END = "<!-- evidence -->", "<!-- /evidence -->"
 SCALES = ("14m", "14m_lr2", "35m", "35m_once", "111m", "111m_five_times", "continued")
 BASELINE = "bf16"
 LAST_STEPS = 100  # whose mean is a run's training loss
@@ -82,11 +82,6 @@ def trained_loss(run: Run) -> float | None:
 def training_loss(run: Run) -> float:
     """Mean of the last LAST_STEPS steps, in the precision that trained."""
     return statistics.fmean(run["last_losses"])
-
-
-def divergence(run: Run) -> float | None:
-    """KL from the baseline of its seed to it, nats a token."""
-    return run["final"]["kl_to_baseline"]
 
 
 @dataclass(frozen=True)
@@ -207,7 +202,7 @@ def cells_table(scale: Scale, served: Endpoint, training: Endpoint) -> str:
     for cell in scale.cells:
         if cell == BASELINE:
             continue
-        distance = mean([divergence(run) for run in scale.of(cell)])
+        distance = mean([run["final"]["kl_to_baseline"] for run in scale.of(cell)])
         rows.append(
             [
                 cell,
@@ -240,15 +235,8 @@ def answer_table(scales: Mapping[str, Scale]) -> str:
         as_trained = share(scales[name].difference(cell, trained_loss))
         words = served.verdict(name, cell), training.verdict(name, cell)
         session = scales[name].sessions[1]
-        row = [
-            label,
-            SIZES[name],
-            f"{session['tokens'] / session['parameters']:.0f}",
-            str(len(ours.by_seed)),
-            share(ours),
-            words[0],
-        ]
-        rows.append([*row, as_trained, share(theirs), words[1]])
+        row = [label, SIZES[name], f"{session['tokens'] / session['parameters']:.0f}", str(len(ours.by_seed)), share(ours)]
+        rows.append([*row, words[0], as_trained, share(theirs), words[1]])
     return markdown(header, rows)
 
 
@@ -306,16 +294,10 @@ def page(scales: Mapping[str, Scale]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def with_table(text: str, table: str) -> str:
-    """`text` with what stands between the markers replaced."""
-    before, _, rest = text.partition(BEGIN)
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{rest.partition(END)[2]}"
-
-
 def main() -> None:
     scales = {name: Scale.read(name) for name in SCALES}
     replace_file(PAGE, page(scales).encode())
-    replace_file(ANSWER, with_table(ANSWER.read_text(), answer_table(scales)).encode())
+    replace_file(ANSWER, with_tables(ANSWER, "evidence", answer_table(scales)).encode())
     replace_file(PICTURE, draw(scales))
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from benchmarks.ways.task import Builder, Task, Way
 from packing.batch import StepBatches
-from pretrain.metrics.recorder import memory_gib
+from pretrain.metrics.recorder import memory_figures
 from pretrain.optimizer import schedule
 from pretrain.optimizer.adamw import set_learning_rate
 from pretrain.settings.config import load_recipe
@@ -68,7 +68,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     return {
         "status": "ok",
         **figures,
-        "memory_gib": memory_gib(task.device),
+        "memory_gib": memory_figures(task.device)["memory_gib"],
         "parameters": sum(p.numel() for p in parameters.values()),
         "updated_parameters": sum(p.numel() for key, p in updated.items() if key in parameters),
     }

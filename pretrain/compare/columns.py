@@ -13,7 +13,7 @@ from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import RunComparison, Standing, own_speed
 from pretrain.compare.differences import CONFIDENCE, Gap
 from pretrain.compare.fairness import keys_told_apart_by, option
-from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY
+from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
 
 
 @dataclass(frozen=True)
@@ -58,29 +58,15 @@ def as_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _key(title: str, meaning: str, key: str, form: Callable[[Any], str], **more: Any) -> Column:
-    return Column(title, meaning, lambda each: each.run.summary.get(key), form, **more)
-
-
-def _of_hardware(title: str, meaning: str, key: str, form: Callable[[Any], str]) -> Column:
-    """A figure of hardware that computes the precision itself, and that the run had for itself."""
-    return Column(title, meaning, lambda each: each.run.summary.get(key) if own_speed(each.run) else None, form)
+def _key(
+    title: str, meaning: str, key: str, form: Callable[[Any], str], counts: Callable[[RunRecord], Any] = bool, **more: Any
+) -> Column:
+    """A figure of summaries. `counts`: whether that of a run does; with `own_speed` it is one of hardware."""
+    return Column(title, meaning, lambda each: each.run.summary.get(key) if counts(each.run) else None, form, **more)
 
 
 def _ended(each: Standing) -> str:
     return ", halted" if "halted" in each.run.summary else ", not finished" if each.run.is_unfinished else ""
-
-
-def _evaluated(each: Standing) -> str:
-    return each.run.when_evaluated
-
-
-def _speed(each: Standing) -> float | None:
-    return None if each.run.side_by_side else each.run.summary.get("tokens_per_second")
-
-
-def _emulated(each: Standing) -> str:
-    return " (emulated)" if each.run.emulated else ""
 
 
 AT_END = f"the mean of the last fifth of the steps, or of the last {FEWEST_STEPS} where that is more"
@@ -93,6 +79,8 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         Column(key, "a setting in which runs differ", lambda each, key=key: option(each.run, key), as_text, words=True)
         for key in keys_told_apart_by(comparison.runs)
     ]
+    speed = "median of all steps but the first two, padding included"
+    evaluated, emulated = (lambda each: each.run.when_evaluated), (lambda each: " (emulated)" if each.run.emulated else "")
     columns = [
         RUN,
         Column("precision", "what products are computed in", lambda each: each.run.precision, words=True),
@@ -102,15 +90,15 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         _key("steps", "", "steps", "{:,}".format, mark=_ended),
         _key("tokens", "", "tokens", count),
         _key("loss at the end", f"training loss, nats a token, {AT_END}", LOSS_KEY, "{:.4f}".format),
-        _key("held-out", "loss of packs that are not trained on", "held_out_loss", "{:.4f}".format, mark=_evaluated),
+        _key("held-out", "loss of packs that are not trained on", "held_out_loss", "{:.4f}".format, mark=evaluated),
         Column("held-out − baseline", "where both were evaluated last in one step", lambda each: each.held_out_gap, signed),
-        Column("tok/s", "median of all steps but the first two, padding included", _speed, "{:,.0f}".format, mark=_emulated),
+        _key("tok/s", speed, "tokens_per_second", "{:,.0f}".format, lambda run: not run.side_by_side, mark=emulated),
         Column("× baseline", "on one kind of machine", lambda each: each.speedup, "{:.2f}".format),
-        _of_hardware("MFU", "the model's FLOPs over the device's BF16 peak", "mfu_bf16_peak", percent),
-        _of_hardware("MFU, nanoGPT's", "the same by nanoGPT's count of operations", "mfu_nanogpt", percent),
+        _key("MFU", "the model's FLOPs over the device's BF16 peak", "mfu_bf16_peak", percent, own_speed),
+        _key("MFU, nanoGPT's", "the same by nanoGPT's count of operations", "mfu_nanogpt", percent, own_speed),
         _key("memory", "the most that was allocated on a GPU; on a CPU what the process held", "memory_gib", memory),
         _key("frozen", "share of parameters whose update rounding has lost", "frozen_updates", percent),
-        _of_hardware("data wait", "share of the steps' time", "data_wait_share", percent),
+        _key("data wait", "share of the steps' time", "data_wait_share", percent, own_speed),
     ]
     return [column for column in columns if any(column.known(each) is not None for each in comparison.standings)]
 

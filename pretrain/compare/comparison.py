@@ -67,7 +67,7 @@ class Standing:
         """The held-out loss minus the baseline's, where both were evaluated last in the same step, on the same packs."""
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
-        (ours, our_losses), (theirs, their_losses) = (run.held_out_curve() for run in (self.run, self.base))
+        (ours, our_losses), (theirs, their_losses) = (run.curve("held_out_loss") for run in (self.run, self.base))
         at_one_step = len(ours) and len(theirs) and ours[-1] == theirs[-1]
         return float(our_losses[-1] - their_losses[-1]) if at_one_step else None
 

@@ -7,6 +7,7 @@ seed changes a run's initialization and the order of its text, and drops out of 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -19,7 +20,7 @@ FEWEST_SEEDS = 3  # for an interval: that of two is nearly four times as wide as
 MARGIN = 0.003  # of the baseline's loss, within which a difference counts as none
 EQUIVALENCE = 0.90  # the interval of two one-sided tests at 5 % each
 MIXED_OVER = 10.0  # variance of means, in squared spreads, over which a sequential test mixes: narrowest at five to eight seeds
-_HALVINGS = 64  # of an interval of quantiles: as far as a float goes
+_STEP = 2.0**-40  # of quantiles, which are found to it
 EQUIVALENT, WORSE, BETTER, CANNOT_TELL = "equivalent", "worse", "better", "cannot tell"
 
 
@@ -37,13 +38,7 @@ def within(t: float, freedom: int) -> float:
 
 def t_quantile(freedom: int, confidence: float) -> float:
     """What a variable with `freedom` degrees stays within with the probability `confidence`, below 1: 2.776 for 4 and 0.95."""
-    low, high = 0.0, 1.0
-    while within(high, freedom) < confidence:
-        low, high = high, 2 * high
-    for _ in range(_HALVINGS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if within(middle, freedom) < confidence else (low, middle)
-    return high
+    return _STEP * bisect_left(range(2**62), confidence, key=lambda steps: within(_STEP * steps, freedom))
 
 
 def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:

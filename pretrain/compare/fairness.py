@@ -15,7 +15,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.checkpoint.state import changed_keys
-from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, is_rollback, same_measure
+from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, kind, same_measure
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.config import SOURCE, flatten, identity_of
 from pretrain.settings.recipe import Recipe
@@ -137,7 +137,7 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
 
 def _passed_over(run: RunRecord, first_step: int) -> list[tuple[int, int]]:
     """How many steps' packs had been passed over in rollbacks by `first_step`, and at each later one."""
-    rollbacks = [(record["step"], record["left_out"]) for record in run.metrics if is_rollback(record)]
+    rollbacks = [(record["step"], record["left_out"]) for record in run.metrics if kind(record) == "rollback"]
     before = [run.past["left_out"], *(left_out for step, left_out in rollbacks if step <= first_step)]
     return [(first_step, before[-1]), *(each for each in rollbacks if each[0] > first_step)]
 

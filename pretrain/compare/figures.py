@@ -44,14 +44,12 @@ def range_after_the_fall(curves: Sequence[np.ndarray], others: Sequence[np.ndarr
 
 
 def picture_of_run(run: RunRecord) -> bytes:
-    """PNG of a run: its loss, held-out loss, gradient norm and learning rate by step."""
+    """PNG of a run: its loss and held-out loss by step."""
     from matplotlib.figure import Figure  # half a second, which only drawing should cost; and no pyplot: no display, no state
 
-    figure = Figure(figsize=(9, 6.5), dpi=150)
-    # Given, as to find them takes longer than to draw.
-    margins = {"left": 0.1, "right": 0.985, "bottom": 0.075, "top": 0.915, "hspace": 0.14}
-    losses, norms, rates = figure.subplots(3, 1, sharex=True, height_ratios=[4, 1.1, 0.8], gridspec_kw=margins)
-    (steps, values), (evaluated, held_out), window = run.curve("loss"), run.held_out_curve(), window_of(len(run.steps))
+    figure = Figure(figsize=(9, 5), dpi=150)
+    losses = figure.add_axes((0.08, 0.1, 0.905, 0.79))  # given, as to find its margins takes longer than to draw
+    (steps, values), (evaluated, held_out), window = run.curve("loss"), run.curve("held_out_loss"), window_of(len(run.steps))
     losses.plot(steps, values, color=COLOUR, alpha=0.22, linewidth=0.6)
     losses.plot(steps, moving_mean(values, window), color=COLOUR, label=f"training loss, mean of {window} steps")
     if len(held_out):
@@ -62,19 +60,8 @@ def picture_of_run(run: RunRecord) -> bytes:
     tokens = f"{count(run.summary['tokens'])} tokens, {count(run.tokens_per_step)} a step"
     about = f"{model_name(run)} · {precision} · {tokens}"
     losses.set_title(f"{run.name} {run.broke_off}".strip() + f"\n{about}", loc="left", parse_math=False)
-    norm_steps, gradient_norms = run.curve("gradient_norm")
-    if np.any(gradient_norms > 0):
-        norms.plot(norm_steps, moving_mean(gradient_norms, window), color=COLOUR)
-        norms.set_yscale("log", subs=[2, 5])
-        norms.yaxis.set_major_formatter("{x:g}")
-        norms.yaxis.set_minor_formatter("{x:g}")
-    rates.plot(*run.curve("learning_rate"), color=COLOUR)
-    for panel, name in ((losses, "loss, nats per token"), (norms, "gradient\nnorm"), (rates, "learning\nrate")):
-        panel.set_ylabel(name)
-        panel.yaxis.set_label_coords(-0.06, 0.5)
-        panel.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-    rates.ticklabel_format(axis="y", scilimits=(0, 0))
-    rates.set_xlabel("step")
+    losses.set(xlabel="step", ylabel="loss, nats per token")
+    losses.grid(axis="y", color="#DDDDDD", linewidth=0.6)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={"Software": WRITTEN_BY})
     return picture.getvalue()

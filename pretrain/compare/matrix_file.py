@@ -24,8 +24,8 @@ from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
-from pretrain.precision.settings import is_quantized, label
-from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, load_recipe, parse_overrides, resolved
+from pretrain.precision.settings import label
+from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, load_recipe, parse_overrides, settings_without
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
@@ -100,9 +100,7 @@ class Cell:
     @property
     def settings(self) -> Values:
         """The settings that decide which training this is, on which text, how it is measured and how fast it is."""
-        idle = (*_IDLE, "data.packs" if self.recipe.data.prepares else "data.tokenizer")
-        idle = idle if is_quantized(self.recipe.precision) else (*idle, "fp8_config.")
-        return {key: value for key, value in flatten(resolved(self.recipe)).items() if not key.startswith(idle)}
+        return settings_without(self.recipe, (*_IDLE, "data.packs" if self.recipe.data.prepares else "data.tokenizer"))
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
@@ -207,12 +205,13 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
             begin_of(recipe)
             check_launch(recipe, processes)
+            if other := next((each for each in cells if each.run_dir == Path(run_dir)), None):
+                raise InputError(f"would share a run folder with {other.name}; take one out, or give it another name")
         except InputError as error:
             raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in str(error).splitlines())) from None
         cells.append(Cell(name, values, arguments, recipe, Path(run_dir)))
     if not cells:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
-    _check_distinct(path, cells)
     baseline = _find_baseline(path, settings.baseline, cells)
     return Matrix(path, settings, tuple(cells), baseline, processes or 1, on_cpu=bool(file.get("use_cpu")))
 
@@ -231,15 +230,6 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 def _crossed(axes: Axes) -> list[Values]:
     """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
     return [flatten(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
-
-
-def _check_distinct(path: str, cells: Sequence[Cell]) -> None:
-    """InputError where two cells share a folder."""
-    first: dict[Path, Cell] = {}
-    for cell in cells:
-        if (other := first.setdefault(cell.run_dir, cell)) is not cell:
-            shared = "would share a run folder; take one out, or give it another name"
-            raise InputError(f"{path}: cells {other.name} and {cell.name} {shared}")
 
 
 def _find_baseline(path: str, wanted: Values | None, cells: Sequence[Cell]) -> Cell:

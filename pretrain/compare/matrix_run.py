@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import write_json
 from foundation.signals import StopRequest
 from foundation.units import duration
 from packing.prepare import check_sources
@@ -92,8 +92,9 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     outcomes = {cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started") for cell in cells}
     waiting, running = [cell for cell in cells if not outcomes[cell.name].is_finished], list[StartedCell]()
     at_once = min(matrix.at_once, len(waiting))
-    for cell in waiting:  # what lacks its data fails here, and not one after another
+    for cell in waiting:  # what lacks its data, or has another training in its folder, fails here, and not one after another
         check_sources(cell.recipe.data)
+        cell.check_folder()
     say(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     try:
         while running or (waiting and not stop.requested):
@@ -144,9 +145,8 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
 
 def start(matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool) -> StartedCell:
     """Mark the cell's folder and start its launcher, on the GPUs that fewest of the `running` ones use; InputError where the
-    folder holds another training or is somebody else's, in which nothing is written."""
+    folder is somebody else's, in which nothing is written."""
     check_ours(cell.run_dir)
-    cell.check_folder()
     slots = matrix.slots
     slot = None if slots is None else min(range(slots), key=[one.slot for one in running].count)
     environment = environment_on(matrix, slot)
@@ -180,7 +180,5 @@ def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     """Note in the run folder which cell of the `matrix` it is, under which settings it trains, and whether any part of it shared
     the machine with other runs: then its speed says nothing of its precision, and the report leaves it out."""
-    cell.mark.parent.mkdir(parents=True, exist_ok=True)
     shared = side_by_side or (cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"])
-    content = {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings}
-    replace_file(cell.mark, json.dumps(content, indent=2).encode() + b"\n")
+    write_json(cell.mark, {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings})

@@ -7,7 +7,7 @@ text, never markup, in the page by Jinja's escapes and in pictures by `escape`, 
 from __future__ import annotations
 
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
 from pathlib import Path
@@ -31,6 +31,10 @@ if TYPE_CHECKING:
 FOLDER = Path(__file__).with_name("page")
 MOST_POINTS = 2000  # of a curve, which a screen can show
 WORST_LAYERS = 3  # of the gap to BF16, drawn beside the whole gradient
+LAYER = "gap/cosine/"  # with which a step's key of a layer's cosine begins
+LOSS_GAP, COSINE = "low precision's loss minus BF16's", "the gradient's cosine with BF16's"
+POINTS = ("held-out loss", LOSS_GAP, COSINE)  # panels of curves that have no value at most steps
+PANELS = ("training loss", "held-out loss", "minus the baseline", "gradient norm", "learning rate", "frozen updates", *POINTS[1:])
 MEASURES = {"underflow": "underflow", "saturation": "saturation", "scale": "scale, as log2", "amax": "largest value, as log2"}
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")  # different in every run, and no part of what is compared
 
@@ -62,8 +66,6 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
         },
         audits={each.label: audit_of(each.run) for each in comparison.standings},
         differing=what_differs(comparison),
-        css=(FOLDER / "page.css").read_text(encoding="utf-8"),
-        script=(FOLDER / "page.js").read_text(encoding="utf-8"),
         library=get_plotlyjs(),
     )
     return html.encode()
@@ -72,20 +74,25 @@ def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str,
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
     """The page's figures by name; those that have nothing to show are left out."""
     statistics = {each.label: maps for each in comparison.standings if (maps := heat_maps(each.run.path / STATISTICS_FILE))}
-    measured = any("gap/loss" in step for run in comparison.runs for step in run.steps)
-    gap = {"gap": gap_figure(comparison)} if measured else {}
-    return {"curves": curves_figure(comparison)} | gap | ({"quantization": heat_figure(statistics)} if statistics else {})
+    return {"curves": curves_figure(comparison)} | ({"quantization": heat_figure(statistics)} if statistics else {})
 
 
-def curves_of(each: Standing) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """(steps, values) of a run's curves by their panels, all but the held-out loss and the learning rate smoothed."""
+def curves_of(each: Standing) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
+    """(steps, values) of a run's curves by their panels, and by layers where they are of one: of the gap to BF16 those where it
+    was widest at the last look. Smoothed are those that have a value at every step, but the learning rate."""
     keys = {"training loss": "loss", "gradient norm": "gradient_norm", "frozen updates": "frozen_updates"}
     raw = {title: each.run.curve(key) for title, key in keys.items()}
     if each.differences and not each.is_baseline:
         raw["minus the baseline"] = each.differences
-    curves = {title: (steps, moving_mean(values, window_of(len(values)))) for title, (steps, values) in raw.items()}
-    curves |= {"held-out loss": each.run.held_out_curve(), "learning rate": each.run.curve("learning_rate")}
-    return {title: (steps, values) for title, (steps, values) in curves.items() if np.isfinite(values).any()}
+    curves = {(title, ""): (steps, moving_mean(values, window_of(len(values)))) for title, (steps, values) in raw.items()}
+    curves |= {("held-out loss", ""): each.run.curve("held_out_loss"), ("learning rate", ""): each.run.curve("learning_rate")}
+    looked = [step for step in each.run.steps if "gap/loss" in step]
+    cosines = {key: value for key, value in looked[-1].items() if key.startswith(LAYER) and value is not None} if looked else {}
+    worst = sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]
+    for title, key in ((LOSS_GAP, "gap/loss"), (COSINE, "gap/cosine"), *((COSINE, key) for key in worst)):
+        steps, values = each.run.curve(key)
+        curves[title, key.removeprefix(LAYER) if key in worst else ""] = steps[known := np.isfinite(values)], values[known]
+    return {place: (steps, values) for place, (steps, values) in curves.items() if np.isfinite(values).any()}
 
 
 def curves_figure(comparison: RunComparison) -> Figure:
@@ -93,62 +100,33 @@ def curves_figure(comparison: RunComparison) -> Figure:
     where steps have not the same number."""
     from plotly.subplots import make_subplots
 
-    panels = ("training loss", "held-out loss", "minus the baseline", "gradient norm", "learning rate", "frozen updates")
     curves = [curves_of(each) for each in comparison.standings]
-    shown = [title for title in panels if any(title in each for each in curves)] or [panels[0]]
+    shown = [title for title in PANELS if any((title, "") in each for each in curves)] or [PANELS[0]]
     figure = make_subplots(rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=shown)
     in_tokens = len({run.tokens_per_step for run in comparison.runs}) > 1
     for row, title in enumerate(shown, start=1):
         for each, own in zip(comparison.standings, curves, strict=True):
-            steps, values = own.get(title, (np.array([]), np.array([])))
-            chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_POINTS)).astype(int))
-            figure.add_scatter(
-                x=steps[chosen] * (each.run.tokens_per_step if in_tokens else 1),
-                y=values[chosen],
-                name=escape(each.label),
-                legendgroup=each.label,
-                showlegend=row == 1 and len(comparison.standings) > 1,
-                mode="lines+markers" if title == "held-out loss" or len(steps) == 1 else "lines",
-                line={"color": each.colour, "dash": each.dash, "width": 1.5},
-                row=row,
-                col=1,
-            )
+            own = {part: curve for (panel, part), curve in own.items() if panel == title}
+            for part, (steps, values) in (own or {"": (np.array([]), np.array([]))}).items():
+                chosen = np.unique(np.linspace(0, len(steps) - 1, min(len(steps), MOST_POINTS)).astype(int))
+                figure.add_scatter(
+                    x=steps[chosen] * (each.run.tokens_per_step if in_tokens else 1),
+                    y=values[chosen],
+                    name=escape(f"{each.label}: {part}" if part else each.label),
+                    legendgroup=each.label,
+                    showlegend=bool(part) or (row == 1 and len(comparison.standings) > 1),
+                    mode="lines+markers" if title in POINTS or len(steps) == 1 else "lines",
+                    line={"color": each.colour, "dash": "dot" if part else each.dash, "width": 1.5},
+                    row=row,
+                    col=1,
+                )
         if title == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
         elif title in ("training loss", "minus the baseline"):
-            ended = [own[title][1] for own in curves if title in own]
+            ended = [own[title, ""][1] for own in curves if (title, "") in own]
             figure.update_yaxes(range=range_after_the_fall(ended) if ended else None, row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(shown), col=1)
     return figure.update_layout(height=80 + 270 * len(shown), hovermode="x unified")
-
-
-def gap_figure(comparison: RunComparison) -> Figure:
-    """What `log.gap` has measured along the runs: the gap of the loss, and the gradient's cosine with BF16's, dotted that of the
-    layers where it was lowest at the last look."""
-    from plotly.subplots import make_subplots
-
-    titles = ("low precision's loss minus BF16's", "the gradient's cosine with BF16's")
-    figure = make_subplots(rows=2, cols=1, shared_xaxes=True, vertical_spacing=0.08, subplot_titles=titles)
-    prefix = "gap/cosine/"
-    for each in comparison.standings:
-        looks = [step for step in each.run.steps if "gap/loss" in step]
-        if not looks:
-            continue
-        layers = {key: value for key, value in looks[-1].items() if key.startswith(prefix) and value is not None}
-        worst = sorted(layers, key=layers.__getitem__)[:WORST_LAYERS]
-        for key in ("gap/loss", "gap/cosine", *worst):
-            figure.add_scatter(
-                x=[step["step"] for step in looks],
-                y=[step.get(key) for step in looks],
-                name=escape(f"{each.label}: {key.removeprefix(prefix)}" if key in worst else each.label),
-                showlegend=key != "gap/loss",
-                mode="lines+markers",
-                line={"color": each.colour, "dash": "dot" if key in worst else each.dash, "width": 1.5},
-                row=1 if key == "gap/loss" else 2,
-                col=1,
-            )
-    figure.update_xaxes(title="step", row=2, col=1)
-    return figure.update_layout(height=620, hovermode="x unified")
 
 
 def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
@@ -157,15 +135,13 @@ def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
     records = [(line["step"], each) for line in lines for each in line["operands"]]
     layers, steps = list(dict.fromkeys(each["layer"] for _, each in records)), [line["step"] for line in lines]
-    maps: dict[tuple[str, str], dict[str, Any]] = {}
+    maps = defaultdict(lambda: {"layers": layers, "steps": steps, "values": np.full((len(layers), len(steps)), np.nan)})
     for step, each in records:
         for measure in MEASURES:
-            empty = {"layers": layers, "steps": steps, "values": np.full((len(layers), len(steps)), np.nan)}
-            values = maps.setdefault((measure, each["operand"]), empty)["values"]
-            value = np.nan if each[measure] is None else each[measure]
+            value = each[measure]
             if measure in ("scale", "amax"):
-                value = np.log2(value) if value else np.nan
-            values[layers.index(each["layer"]), steps.index(step)] = value
+                value = np.log2(value) if value else None
+            maps[measure, each["operand"]]["values"][layers.index(each["layer"]), steps.index(step)] = value
     return maps
 
 

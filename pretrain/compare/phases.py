@@ -182,8 +182,6 @@ def measure(search: Search, stop: StopRequest) -> int:
     page, phases = search.folder / "phases.md", search.settings.phases
     for place, phase in enumerate(phases, start=1):
         matrix = search.matrix(phase, search.values)
-        for cell in matrix.cells:
-            cell.check_folder()
         say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.cells), 'cell')}")
         outcomes = run_all(matrix, matrix.cells, stop)
         if stop.requested:

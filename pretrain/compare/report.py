@@ -22,7 +22,6 @@ from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
-from pretrain.metrics.run_folder import METRICS_FILE
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run
 
 
@@ -115,19 +114,13 @@ def _bullets(notes: Iterable[str]) -> str:
     return "\n".join(f"* {note}" for note in notes)
 
 
-def read_runs(paths: Sequence[Path]) -> list[RunRecord]:
-    """The runs of these folders, each once, in their order. Files among them, as `runs/*` has, are passed over."""
-    folders = [path for path in paths if not path.is_file()] or paths
-    return list({path.resolve(): read_run(path) for path in folders}.values())
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = _parse(arguments)
     if options.watch is not None:
         report = watch(options)
     else:
-        report = _report_on(options, read_runs(options.runs))
+        report = _report_on(options)
         if options.out:
             report.write(options.out)
         print("\n\n".join([*report.tables(), *([f"Written: {options.out}"] if options.out else [])]))
@@ -140,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failures else 0
 
 
-def _report_on(options: argparse.Namespace, runs: Sequence[RunRecord]) -> Report:
+def _report_on(options: argparse.Namespace) -> Report:
+    """On the runs of the folders named, each once, in their order. Files among them, as `runs/*` has, are passed over."""
+    folders = [path for path in options.runs if not path.is_file()] or options.runs
+    runs = list({path.resolve(): read_run(path) for path in folders}.values())
     tolerance = TOLERANCE if options.gate is None else options.gate
     return Report.over(runs, options.vary, tolerance=tolerance, margin=options.margin / 100)
 
@@ -153,10 +149,9 @@ def watch(options: argparse.Namespace) -> Report | None:
     with suppress(KeyboardInterrupt):
         while going:
             with suppress(NoStepYet):
-                runs = read_runs(options.runs) if all((path / METRICS_FILE).exists() for path in options.runs) else []
-                if runs:
-                    report, going = _report_on(options, runs), not all(_has_ended(run) for run in runs)
-                    report.write(options.out, every=options.watch)
+                report = _report_on(options)
+                going = not all(map(_has_ended, report.comparison.runs))
+                report.write(options.out, every=options.watch)
             if going:
                 time.sleep(options.watch)
     if report:

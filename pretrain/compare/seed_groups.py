@@ -15,8 +15,7 @@ from pretrain.compare.comparison import by_verdict, unique_names
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
 from pretrain.compare.fairness import changed_settings, recipe_of, same_held_out
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
-from pretrain.precision.settings import is_quantized
-from pretrain.settings.config import flatten, resolved
+from pretrain.settings.config import settings_without
 
 # What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
 # lie, whose fingerprint says what they hold.
@@ -46,11 +45,9 @@ def _without_seed(run: RunRecord) -> str:
 
 def _settings(run: RunRecord) -> dict[str, str]:
     """What runs of one group share, as text: settings, data, and what computed the products."""
-    recipe = recipe_of(run)
-    idle = _WITHIN if is_quantized(recipe.precision) else (*_WITHIN, "fp8_config.")
-    flat = {key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
-    flat |= {"precision": run.precision, "backend": run.backend, "data.fingerprint": run.data_fingerprint}
-    return {key: as_text(value) for key, value in (flat | run.source_config | changed_settings(run)).items()}
+    found = {"precision": run.precision, "backend": run.backend, "data.fingerprint": run.data_fingerprint}
+    flat = settings_without(recipe_of(run), _WITHIN) | found | run.source_config | changed_settings(run)
+    return {key: as_text(value) for key, value in flat.items()}
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ import psutil
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import replace_file, write_json
 from foundation.signals import StopRequest
 from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
@@ -279,14 +279,13 @@ class Question:
             rows.append([*row, each.word])
         return markdown(header, rows)
 
-    def write(self) -> str:
+    def write(self, verdicts: Sequence[Verdict]) -> str:
         """Write verdict.json and which.html; returns what to print."""
-        verdicts = self.verdicts()
         answer = self.answer(verdicts)
         content = {"answer": answer, "protocol": asdict(self.protocol), "candidates": {}}
         for each in verdicts:
             content["candidates"][each.name] = asdict(each) | {"gain_at_equal_loss": each.gain}
-        replace_file(self.folder / "verdict.json", json.dumps(content, indent=2).encode() + b"\n")
+        write_json(self.folder / "verdict.json", content)
         text = f"{self.table(verdicts)}\n\n{answer}\n\n{self.limits()}"
         title = "<!doctype html><meta charset=utf-8><title>Which precision</title><h1>Which precision</h1>"
         replace_file(self.folder / "which.html", f"{title}<pre>{escape(text)}</pre>{self.picture()}".encode())
@@ -356,12 +355,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if question.protocol is None:
             return stopped(stop)
         announce(question, options.hours)
-        while matrix := next_round(question, recipe.seed + len(question.rounds), ends - time.monotonic()):
+        verdicts = question.verdicts()
+        while matrix := next_round(question, verdicts, recipe.seed + len(question.rounds), ends - time.monotonic()):
             if not run_round(question, matrix, stop):
                 return stopped(stop)
-            say(f"\n{question.write()}")
+            verdicts = question.verdicts()
+            say(f"\n{question.write(verdicts)}")
     say(f"\nWritten: {question.folder / 'verdict.json'}, {question.folder / 'which.html'}")
-    return int(any(each.is_open for each in question.verdicts()))
+    return int(any(each.is_open for each in verdicts))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -486,7 +487,7 @@ def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequ
         str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, question.names, seconds,
         start, options.seeds, *steps,
     )  # fmt: skip
-    replace_file(question.folder / "which.json", json.dumps(asdict(protocol), indent=2).encode() + b"\n")
+    write_json(question.folder / "which.json", asdict(protocol))
     return protocol
 
 
@@ -543,10 +544,10 @@ def announce(question: Question, hours: float) -> None:
     )
 
 
-def next_round(question: Question, seed: int, seconds_left: float) -> Matrix | None:
+def next_round(question: Question, verdicts: Sequence[Verdict], seed: int, seconds_left: float) -> Matrix | None:
     """The next seed of the baseline and of all that are open. None where nothing is, or where it would not end in time: but the
     first one, and what is trained already, take as long as they take."""
-    still = [each.name for each in question.verdicts() if each.is_open]
+    still = [each.name for each in verdicts if each.is_open]
     if not still or len(question.rounds) >= MOST_SEEDS:
         return None
     matrix = question.round(seed, still)

@@ -166,11 +166,8 @@ def nanogpt(model: ModelFlops, length: int) -> float:
 
 def combined_formula(model: ModelFlops, length: int) -> float:
     """llm_TII's second version: attention as 2 S H^2 (2 + 2/G) + 4 S^2 H for S tokens, and the rotation of queries and keys."""
-    h = model.shape.hidden
-    rotation = 0 if model.position_parameters else 4 * h
-    group = model.shape.heads / model.shape.kv_heads
-    attention = 2 * h**2 * (2 + 2 / group) + 4 * length * h
-    return _components(model, attention + _feed_forward(model) + rotation)
+    rotation = 0 if model.position_parameters else 4 * model.shape.hidden
+    return _components(model, _attention(model, length) + _feed_forward(model) + rotation)
 
 
 def component_summation_v2025(model: ModelFlops, length: int) -> float:

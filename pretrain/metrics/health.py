@@ -151,21 +151,19 @@ class Health:
     def warnings_of(self, step: int, frozen: float, valid_tokens: int, starved: float = 0.0) -> Iterator[str]:
         """Yields, the first time in this process, that many updates are lost (a share of all), that no token of a step has a
         label, so that it has no loss, and that many of a mixture's experts starve (a share of all)."""
-        if frozen > FROZEN_SHARE and "frozen" not in self._warned:
-            self._warned.add("frozen")
-            yield (
-                f"step {step}: {percent(frozen)} of all updates were too small to change the stored weights; "
-                "`weights: bf16_exact` keeps every update"
-            )
-        if not valid_tokens and "unlabelled" not in self._warned:
-            self._warned.add("unlabelled")
-            yield f"step {step}: no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)"
-        if starved > STARVED_SHARE and "starved" not in self._warned:
-            self._warned.add("starved")
-            yield (
-                f"step {step}: {percent(starved)} of the experts get less than a tenth of what their layer's get on average; "
-                "`model.config.output_router_logits: true` trains their balance, a larger `router_aux_loss_coef` more of it"
-            )
+        found = {
+            "frozen": frozen > FROZEN_SHARE
+            and f"{percent(frozen)} of all updates were too small to change the stored weights; `weights: bf16_exact` keeps all",
+            "unlabelled": not valid_tokens
+            and "no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)",
+            "starved": starved > STARVED_SHARE
+            and f"{percent(starved)} of the experts get less than a tenth of what their layer's get on average; "
+            "`model.config.output_router_logits: true` trains their balance, a larger `router_aux_loss_coef` more of it",
+        }
+        for name, text in found.items():
+            if text and name not in self._warned:
+                self._warned.add(name)
+                yield f"step {step}: {text}"
 
     def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
         wanted, state, obstacle = getattr(self.settings, key), self.state, ""

@@ -36,32 +36,6 @@ LOSSES = {
 NEVER_SCALED = 1.0  # the delayed scale of an operand that no step has quantized yet: what it loses now, the next step will not
 
 
-class PrecisionHealth:
-    """The judgement of one run in a quantized precision; call `check` with each due step's records."""
-
-    def __init__(self, active: ActivePrecision) -> None:
-        self._keeps_history = active.precision.keeps_history
-        self._limits = {"underflow": active.precision.underflow_limit}
-        if self._keeps_history:
-            self._limits["saturation"] = LOST_TO_LATE_SCALES
-        self._warned: set[str] = set()  # of these shares
-
-    def check(self, step: int, records: Sequence[Record]) -> str | None:
-        """What is wrong at `step` and was not told before, for the user to read; None where nothing is."""
-        scaled = [record for record in records if not (self._keeps_history and record["scale"] == NEVER_SCALED)]
-        warnings = []
-        for share, limit in self._limits.items():
-            above = [record for record in scaled if record[share] > limit]
-            if above and share not in self._warned:
-                self._warned.add(share)
-                worst, (what, remedy) = max(above, key=lambda record: record[share]), LOSSES[share]
-                warnings.append(
-                    f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {what} ({len(above)} of {len(scaled)} "
-                    f"operands are above {percent(limit)}); {remedy} loses less"
-                )
-        return f"step {step}: {'; '.join(warnings)}" if warnings else None
-
-
 @dataclass
 class PrecisionWatch:
     """`fp8_statistics.jsonl` of a run, one line a step that is due, with an object for each operand of each product; the summary
@@ -75,12 +49,11 @@ class PrecisionWatch:
 
     def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
         """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
-        self._first, self._active = first_step, active
-        self._health = None if self.context.backend is None else PrecisionHealth(active)
+        self._first, self._active, self._told = first_step, active, set[str]()
 
     def due(self, step: int) -> bool:
         """The first step, which shows how the run begins, or goes on in another precision, and every n-th."""
-        return self._health is not None and (step == self._first or step % self.every == 0)
+        return self.context.backend is not None and (step == self._first or step % self.every == 0)
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -98,4 +71,20 @@ class PrecisionWatch:
             return {}, None
         records = self._statistics.records()
         self.file.log({"step": step, "operands": records})
-        return summary(records), self._health.check(step, records)
+        return summary(records), self.judge(step, records)
+
+    def judge(self, step: int, records: Sequence[Record]) -> str | None:
+        """What is wrong at `step` and was not told before, for the user to read; None where nothing is."""
+        precision, warnings = self._active.precision, []
+        late = precision.keeps_history
+        scaled = [record for record in records if not (late and record["scale"] == NEVER_SCALED)]
+        for share, limit in {"underflow": precision.underflow_limit, "saturation": LOST_TO_LATE_SCALES if late else 1.0}.items():
+            above = [record for record in scaled if record[share] > limit]
+            if above and share not in self._told:
+                self._told.add(share)
+                worst, (what, remedy) = max(above, key=lambda record: record[share]), LOSSES[share]
+                warnings.append(
+                    f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {what} ({len(above)} of {len(scaled)} "
+                    f"operands are above {percent(limit)}); {remedy} loses less"
+                )
+        return f"step {step}: {'; '.join(warnings)}" if warnings else None

@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
@@ -78,19 +77,13 @@ class Recorder:
 
 
 def memory_figures(device: torch.device) -> dict[str, float]:
-    """GiB of this process: `memory_gib`, and on a CUDA device what torch has allocated now and reserved from the driver."""
-    figures = {"memory_gib": memory_gib(device)}
-    if device.type == "cuda":
-        figures["memory_allocated_gib"] = torch.cuda.memory_allocated(device) / GIB
-        figures["memory_reserved_gib"] = torch.cuda.memory_reserved(device) / GIB
-    return figures
-
-
-def memory_gib(device: torch.device) -> float:
-    """Peak memory that torch allocated on a CUDA device; elsewhere the resident memory of this process now."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / GIB
-    return psutil.Process().memory_info().rss / GIB
+    """GiB of this process: `memory_gib`, on a CUDA device the most that torch has allocated, elsewhere what is resident now; and
+    on a CUDA device what torch has allocated now and reserved from the driver."""
+    if device.type != "cuda":
+        return {"memory_gib": psutil.Process().memory_info().rss / GIB}
+    cuda = torch.cuda
+    figures = {"": cuda.max_memory_allocated, "allocated_": cuda.memory_allocated, "reserved_": cuda.memory_reserved}
+    return {f"memory_{which}gib": measure(device) / GIB for which, measure in figures.items()}
 
 
 def compiled_graphs() -> int:
@@ -111,21 +104,15 @@ def gradient_statistics(model: nn.Module, layers: Collection[str], accelerator: 
     `layers`: the names of modules whose parameters count together; of any other parameter its own module is the layer. Values are
     added up in FP32, and the sums of parameters and shards in FP64. The deviation is that of all values, not of a sample.
     """
-    trained = {name: each for name, each in model.named_parameters() if gradient_of(each) is not None}
-    rows = []
-    for parameter in trained.values():
-        values = local_part(gradient_of(parameter))
-        total, norm = values.sum(dtype=torch.float32).double(), torch.linalg.vector_norm(values, dtype=torch.float32).double()
-        rows.append(torch.stack([total, norm.square(), torch.full_like(total, values.numel())]))
-    table = accelerator.reduce(torch.stack(rows), reduction="sum").tolist()
-    totals: dict[str, np.ndarray] = defaultdict(lambda: np.zeros(3))
-    for (name, parameter), row in zip(trained.items(), table, strict=True):
-        layer = layer_of(name, layers)
-        once = parameter.numel() / row[2]  # ranks that hold the same values have counted them several times
-        totals[layer] += np.array(row) * once
+    rows: dict[str, list[torch.Tensor]] = defaultdict(list)  # of each parameter its sum, that of its squares, and its size
+    for name, parameter in model.named_parameters():
+        if (gradient := gradient_of(parameter)) is not None:
+            values = local_part(gradient)
+            total, norm = values.sum(dtype=torch.float32).double(), torch.linalg.vector_norm(values, dtype=torch.float32).double()
+            rows[layer_of(name, layers)].append(torch.stack([total, norm.square(), torch.full_like(total, values.numel())]))
+    table = accelerator.reduce(torch.stack([torch.stack(each).sum(0) for each in rows.values()]), reduction="sum").tolist()
     figures = {}
-    for layer, sums in totals.items():
-        total, squares, number = sums.tolist()
+    for layer, (total, squares, number) in zip(rows, table, strict=True):  # which count alike what several ranks hold
         mean = total / number
         deviation = math.sqrt(max(squares / number - mean**2, 0.0))
         figures |= {f"grad_mean/{layer}": mean, f"grad_std/{layer}": deviation}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
@@ -14,10 +13,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from foundation.errors import InputError
-from foundation.files import PARTIAL, locked, replace_file
+from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
 
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
@@ -69,15 +66,6 @@ class RunFolder(ExitStack):
         """A start that was refused leaves no folder of a run that never was."""
         if os.listdir(self.path) == [".lock"]:
             shutil.rmtree(self.path, ignore_errors=True)
-
-    def write_json(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Replace the file at `path` by `content`, at no moment half; InputError where the disk refuses."""
-        replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
-
-    def write_yaml(self, path: Path, content: Mapping[str, Any]) -> None:
-        """Does what `write_json` does, in YAML with the keys in their order; `content` is plain JSON-like values."""
-        text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=120)
-        replace_file(path, text.encode())
 
 
 def check_free(path: Path) -> None:

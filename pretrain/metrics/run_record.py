@@ -33,18 +33,10 @@ MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluati
 Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation, a rollback or a halt
 
 
-def is_step(record: Record) -> bool:
-    return "event" not in record
-
-
-def is_evaluation(record: Record) -> bool:
-    return record.get("event") == "evaluation"
-
-
-def is_rollback(record: Record) -> bool:
-    """Whether a line tells of a rollback. What was given up, steps and events, stands inside of it under `abandoned`, so that
-    every step is one line of the file."""
-    return record.get("event") == "rollback"
+def kind(record: Record) -> str:
+    """What a line tells of: a "step", or an event: an "evaluation", "samples", a "rollback", or that the run was "halted". What
+    a rollback gave up, steps and events, stands inside of it under `abandoned`, so that every step is one line of the file."""
+    return record.get("event", "step")
 
 
 def at_the_end(steps: Sequence[Any]) -> Sequence[Any]:
@@ -62,7 +54,8 @@ def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -
 
 def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
     """Yields of a run's lines in order the evaluations of what it has trained: none from before its first step."""
-    return filter(is_evaluation, itertools.dropwhile(lambda record: not is_step(record), records))
+    own = itertools.dropwhile(lambda record: kind(record) != "step", records)
+    return (record for record in own if kind(record) == "evaluation")
 
 
 @dataclass(frozen=True)
@@ -84,21 +77,20 @@ class RunRecord:
     @property
     def steps(self) -> list[dict[str, Any]]:
         """The run's metrics without the events between steps."""
-        return [record for record in self.metrics if is_step(record)]
+        return [record for record in self.metrics if kind(record) == "step"]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of a key of the steps; NaN, a gap in a line, where the value is not known."""
-        return _curve(self.steps, key)
+        """(steps int64, values float64) of a key of the steps, or of the evaluations' "held_out_loss"; NaN, a gap in a line,
+        where the value is not known."""
+        records = self.evaluations if key == "held_out_loss" else self.steps
+        values = [math.nan if record.get(key) is None else record[key] for record in records]
+        return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
-        evaluations = [record for record in self.metrics if is_evaluation(record)]
+        evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
         return [record for record in evaluations if same_measure(record, evaluations[-1], HELD_OUT_PACKS)]
-
-    def held_out_curve(self) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, held-out losses float64) of the evaluations."""
-        return _curve(self.evaluations, "held_out_loss")
 
     @property
     def when_evaluated(self) -> str:
@@ -167,26 +159,21 @@ class RunRecord:
         return self.summary["steps"] < self.environment.get("horizon", 0)
 
 
-def _curve(records: Sequence[Record], key: str) -> tuple[np.ndarray, np.ndarray]:
-    values = [math.nan if record.get(key) is None else record[key] for record in records]
-    return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
-
-
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 class NoStepYet(InputError):
-    """A run has begun, and there is nothing to read of it so far."""
+    """There is nothing to read of a run so far, if it is one."""
 
 
 def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
     """Read a run folder as the run was after `last_step`; all figures come from its metrics. InputError where it is no run
     folder, or has no step yet."""
     if not run_dir.is_dir():
-        raise InputError(f"{run_dir}: there is no such run folder")
+        raise NoStepYet(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
-    if not any(map(is_step, metrics)):  # an evaluation may come before
+    if "step" not in map(kind, metrics):  # an evaluation may come before
         raise NoStepYet(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
     return RunRecord(
         path=run_dir,
@@ -214,7 +201,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     InputError where there is no such file, or a line of it is no JSON."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise InputError(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
+        raise NoStepYet(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
         try:
@@ -240,7 +227,7 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     was before the run. A key whose figure is not known (no evaluation, no known peak) is absent.
     """
     records = list(records)
-    steps = [record for record in records if is_step(record)]
+    steps = [record for record in records if kind(record) == "step"]
     evaluations = [*own_evaluations(records)]
     last, steady, end = steps[-1], steps[WARM_UP_STEPS:] or steps, at_the_end(steps)
     milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")
@@ -258,8 +245,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
-        "rollbacks": max((record["rollbacks"] for record in records if is_rollback(record)), default=None),
-        "halted": next((record["reason"] for record in records if record.get("event") == "halted"), last.get("halted")),
+        "rollbacks": max((record["rollbacks"] for record in records if kind(record) == "rollback"), default=None),
+        "halted": next((record["reason"] for record in records if kind(record) == "halted"), last.get("halted")),
     }
     return {key: value for key, value in figures.items() if value is not None}
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from foundation.units import TERA, count, markdown, operations, percent
+from foundation.units import TERA, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
 from pretrain.model import huggingface as model
+from pretrain.plan.rendering import shape_lines
 from pretrain.plan.targets import Target
 from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
@@ -25,14 +26,9 @@ def main(options: argparse.Namespace) -> int:
         recipe = load_recipe(Path(options.model))
         settings, lengths = with_tokens(recipe.model, recipe.data, None), [recipe.data.length]
     flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
-    shape, lengths = flops.shape, options.length or lengths
-    without = flops.parameters - flops.embedding_parameters
-    print(
-        f"{count(flops.parameters)} parameters, {count(without)} without embeddings; {shape.layers} layers, hidden "
-        f"{shape.hidden:,}, {shape.heads} heads of {shape.head_dim} ({shape.kv_heads} for keys and values), MLP "
-        f"{shape.feed_forward:,}{' gated' if flops.gated else ''}, vocabulary {shape.vocabulary:,}\n"
-    )
-    rows = []
+    lengths, rows = options.length or lengths, []
+    mlp = f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}"
+    print("\n".join([*shape_lines(flops), mlp]), end="\n\n")
     for name, per_token in FORMULAS.items():
         counts = {length: per_token(flops, length) for length in lengths}
         cells = [f"{operations(value)} ({percent(value / ours(flops, length))})" for length, value in counts.items()]

@@ -33,6 +33,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -48,6 +49,9 @@ from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision, precision_called
 from pretrain.settings.recipe import Recipe
+
+if TYPE_CHECKING:
+    from pretrain.plan.plan import Plan
 
 BYTES = {"fp32": 4, "bf16": 2}
 # Settings of which each takes less memory, most effective first where none is set yet.
@@ -93,28 +97,19 @@ class LayerMemory:
     rotated: int = 0  # a token: queries, keys and values, where they may be kept beside what backward can make them from
 
 
-def memory_of(
-    recipe: Recipe,
-    flops: ModelFlops,
-    precision: str,
-    devices: Devices,
-    layers: Sequence[LayerMemory] | None,
-    microbatch: int,
-    *,
-    keeps_rotated: bool = False,
-) -> dict[str, int]:
-    """Returns estimated bytes on each of `devices` by part, at the peak of a step of `recipe` in `precision` while a `microbatch`
-    of so many packs is in flight; empty parts left out. The CUDA context and the allocator's fragments (about 1 GiB) come on top.
+def memory_of(plan: Plan, precision: str, layers: Sequence[LayerMemory] | None, microbatch: int) -> dict[str, int]:
+    """Returns estimated bytes on each device of `plan` by part, at the peak of a step in `precision` while a `microbatch` of so
+    many packs is in flight; empty parts left out. The CUDA context and the allocator's fragments (about 1 GiB) come on top.
 
-    `layers`: of the model that `flops` counts, in order; None: all are compiled, none is fused. `keeps_rotated`: what they can
-    keep besides, they do.
+    `layers`: of the plan's model, in order; None: all are compiled, none is fused.
     """
-    shape, products, loss, tokens = flops.shape, precision_called(precision), recipe.loss, recipe.data.length * microbatch
+    recipe, flops, devices, loss = plan.recipe, plan.flops, plan.devices, plan.loss
+    shape, products, tokens = flops.shape, precision_called(precision), recipe.data.length * microbatch
     number, layouts = products.number_bytes, products.layouts_on(devices.capability)
     head, values = shape.vocabulary * shape.hidden, math.ceil(flops.parameters / devices.shards)
     low_head = products.quantized and recipe.fp8_config.scope != "linear"
     layers = layers or [compiled_layer(flops, products, layouts)] * shape.layers
-    if keeps_rotated:
+    if plan.keeps_rotated:
         layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
     again = [recipe.model.recomputes(index) for index in range(len(layers))]
     kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]

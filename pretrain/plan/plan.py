@@ -21,7 +21,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 from foundation import units
 from foundation.units import GIB
@@ -33,12 +32,6 @@ from pretrain.plan.checks import steps_of
 from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
 from pretrain.precision.settings import ActivePrecision, label, last_steps
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
-
-
-def actives_of(recipe: Recipe, phases: Sequence[tuple[Any, ...]], unquantized: ActivePrecision | None) -> list[ActivePrecision]:
-    """Every precision of `phases`, which end with it, once; and what `log.gap` measures against."""
-    actives = [phase[-1] for phase in phases] + ([unquantized] if unquantized and recipe.log.gap else [])
-    return list({active.precision.name: active for active in actives}.values())
 
 
 @dataclass(frozen=True)
@@ -67,11 +60,6 @@ class Plan:
         """The recipe's, with the chunk that was chosen."""
         settings = self.recipe.loss
         return settings.model_copy(update={"chunk": self.chunk}) if settings.chunk == "auto" and self.chunk else settings
-
-    def with_settings(self, section: str, **values: Any) -> Plan:
-        """The plan with other values of a section of its recipe."""
-        changed = getattr(self.recipe, section).model_copy(update=values)
-        return replace(self, recipe=self.recipe.model_copy(update={section: changed}))
 
     # ── Steps, and what they compute in ──
 
@@ -107,8 +95,9 @@ class Plan:
 
     @property
     def actives(self) -> list[ActivePrecision]:
-        """Every precision that the run is put together for, once."""
-        return actives_of(self.recipe, self.spans, self.unquantized)
+        """Every precision that the run is put together for, once: of its steps, and what `log.gap` measures against."""
+        against = [self.unquantized] if self.unquantized and self.recipe.log.gap else []
+        return list({each.precision.name: each for each in [*(active for *_, active in self.spans), *against]}.values())
 
     @property
     def emulated(self) -> bool:
@@ -212,11 +201,8 @@ class Plan:
 
     def memory(self, microbatch: int) -> dict[str, int]:
         """Returns bytes by part on a device, with a microbatch of so many packs, in the phase that takes most."""
-        recipe, layers = self.recipe.model_copy(update={"loss": self.loss}), self.layers or {self.active.precision.name: None}
-        phases = [
-            memory_of(recipe, self.flops, name, self.devices, kept, microbatch, keeps_rotated=self.keeps_rotated)
-            for name, kept in layers.items()
-        ]
+        layers = self.layers or {self.active.precision.name: None}
+        phases = [memory_of(self, name, kept, microbatch) for name, kept in layers.items()]
         return max(phases, key=lambda parts: sum(parts.values()))
 
     def takes(self, microbatch: int) -> int:
@@ -273,9 +259,11 @@ def fits_gathered(plan: Plan) -> bool:
     return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
 
 
-def spend_spare_memory(plan: Plan) -> Plan:
-    """`plan` with what its devices' memory allows; plans for devices of unknown memory, and for CPUs, stay as they are."""
-    plan = replace(plan, chunk=None, keeps_rotated=False)
+def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
+    """`plan` with what its devices' memory allows; for devices of unknown memory, and for CPUs, nothing is kept. `gathered`: as
+    the topology says, whether shards are gathered once a step; None: where memory allows it."""
+    devices = replace(plan.devices, gathered=fits_gathered(plan) if gathered is None else gathered)
+    plan = replace(plan, devices=devices, chunk=None, keeps_rotated=False)
     if plan.devices.memory is None or plan.devices.name == "CPU":  # nothing is kept on a CPU
         return plan
     enough = max(1, FULL_SPEED // plan.recipe.data.length)

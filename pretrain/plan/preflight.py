@@ -27,12 +27,12 @@ from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_gap, check_pack_counts, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, actives_of, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import PLAIN_FORWARD, UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, last_steps, phases_of
+from pretrain.precision.settings import PLAIN_FORWARD, UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -81,7 +81,8 @@ class Job:
 
     def with_settings(self, section: str, **values: Any) -> Job:
         """The job when what `auto` stands for in a section of its recipe has been found."""
-        return replace(self, plan=self.plan.with_settings(section, **values))
+        changed = getattr(self.recipe, section).model_copy(update=values)
+        return self.with_plan(recipe=self.recipe.model_copy(update={section: changed}))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
@@ -136,7 +137,6 @@ def prepare_job(
     check_gap(recipe, replicas=replicas_of(accelerator))
     if any(active.precision.quantized for _, active in phases):
         unquantized = select_precision(UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing_here)
-    actives = actives_of(recipe, phases, unquantized)
 
     if recipe.model.source:  # first: without a network the hub answers each question after half a minute
         model.load_config(recipe.model)
@@ -156,7 +156,7 @@ def prepare_job(
     shapes = model.build_on_meta(model_config)
     model.check_architecture(shapes, recipe.data.length, recipe.loss)
     flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
-    for active in actives:
+    for _, active in phases:
         check_fit(active, recipe, flops.shape.layers)
         if active.precision.quantized:
             check_scope(shapes, decoder, active)
@@ -180,7 +180,7 @@ def prepare_job(
 
     # In figures.
     count, (device, memory) = accelerator.num_processes, device_of(accelerator)
-    on_hardware = any(active.backend == "transformer_engine" for active in actives)
+    on_hardware = any(active.backend == "transformer_engine" for _, active in phases)
     capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
     plan = Plan(
         recipe,
@@ -188,19 +188,15 @@ def prepare_job(
         Devices(count, accelerator.is_fsdp2, device, memory, replicas=replicas_of(accelerator), capability=capability),
         flops,
         data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
-        layers={
-            each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in actives
-        },
         phases=phases,
         unquantized=unquantized,
         packs=len(data.train) if data and not data.stream else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
     )
-    # Whether shards are gathered once a step: as the topology says, or where memory allows it.
-    stated = gathers_once_a_step(accelerator)
-    gathered = fits_gathered(plan) if stated is None else stated
-    plan = spend_spare_memory(replace(plan, devices=replace(plan.devices, gathered=gathered)))
     if recipe.train.epochs is not None:  # steps and tokens were held against the schedule with the settings
         schedule.check(recipe.schedule, plan.steps)
-        last_steps([until for until, _ in phases], plan.steps)
+    layers = {
+        each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in plan.actives
+    }
+    plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
     return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, model.source_config(recipe.model))

@@ -6,6 +6,7 @@ import textwrap
 
 from foundation import units
 from foundation.units import GIB, plural
+from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer import schedule
 from pretrain.plan.plan import Plan
 
@@ -39,16 +40,22 @@ def in_subjects(subjects: dict[str, list[str]]) -> str:
     return "\n".join(textwrap.fill(text, WIDTH, initial_indent=f"{name:<9}", subsequent_indent=" " * 9) for name, text in lines)
 
 
-def model_lines(plan: Plan) -> list[str]:
-    flops, shape = plan.flops, plan.flops.shape
-    head = "head tied to the embedding" if flops.tied else "head of its own"
+def shape_lines(flops: ModelFlops) -> list[str]:
+    shape, head = flops.shape, "head tied to the embedding" if flops.tied else "head of its own"
     without = units.count(flops.parameters - flops.embedding_parameters)
     active = f", {units.count(flops.parameters - flops.idle_weights)} of them for a token" if flops.idle_weights else ""
     heads = f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
-    kept = {each.precision.name: each.kept_layers(shape.layers) for each in plan.actives if each.precision.quantized}
     return [
         f"{units.count(flops.parameters)} parameters{active}, {without} without embeddings, {head}",
         f"{shape.layers} layers, hidden {shape.hidden:,}, {heads}, vocabulary {shape.vocabulary:,}",
+    ]
+
+
+def model_lines(plan: Plan) -> list[str]:
+    layers = plan.flops.shape.layers
+    kept = {each.precision.name: each.kept_layers(layers) for each in plan.actives if each.precision.quantized}
+    return [
+        *shape_lines(plan.flops),
         *(
             f"{name} leaves {' and '.join(ends)} in bf16 (fp8_config.keep_bf16_layers)"
             for name, (first, last) in kept.items()

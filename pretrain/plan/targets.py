@@ -10,7 +10,7 @@ from foundation.units import GIB, plural
 from pretrain.metrics.peaks import entry_of, peak
 from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
-from pretrain.plan.plan import KEPT_FREE, Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision, precision_called
 
@@ -55,19 +55,16 @@ class Target:
         fitted = spend_spare_memory(whole)
         if self.count == 1 or usable is None or fitted.takes(1) <= usable:
             return fitted
-        shards = replace(whole, devices=replace(devices, sharded=True))
-        gathered = fits_gathered(shards)
-        return spend_spare_memory(replace(shards, devices=replace(shards.devices, gathered=gathered)))
+        return spend_spare_memory(replace(whole, devices=replace(devices, sharded=True)))
 
     def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
         """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and
         FlashAttention-4; elsewhere as this machine's libraries have it."""
         recipe, settings, flops = job.recipe, job.recipe.model, job.plan.flops
-        if self.capability is None or active.precision.compute_dtype != "bfloat16":
-            return layers_of(job.shapes, flops, recipe, active, "cuda", "packed_varlen")
-        if settings.fused == "auto":
+        known = self.capability is not None and active.precision.compute_dtype == "bfloat16"
+        if known and settings.fused == "auto":
             recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
-        in_one = settings.attention in ("auto", "flash_attn") and flops.shape.head_dim in FA4_HEAD_DIMS
+        in_one = known and settings.attention in ("auto", "flash_attn") and flops.shape.head_dim in FA4_HEAD_DIMS
         attention = "packed_fa4" if in_one else "packed_varlen"
         return layers_of(job.shapes, flops, recipe, active, "cuda", attention, self.capability)
 

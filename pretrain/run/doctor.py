@@ -24,7 +24,7 @@ from foundation.errors import InputError
 from foundation.units import UNKNOWN, markdown, three_digits
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_folder import version_of
-from pretrain.metrics.run_record import is_step, read_metrics
+from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 
@@ -108,5 +108,5 @@ def try_training(recipe: Mapping[str, Any], folder: Path) -> tuple[float, float]
     except subprocess.CalledProcessError as ended:
         lines = ended.stderr.strip().splitlines() or [f"status {ended.returncode}"]
         raise InputError(next((line for line in lines if line.startswith(("error: ", "halted: "))), lines[-1])) from None
-    steps = [each for each in read_metrics(Path(recipe["run_dir"])) if is_step(each)][-TIMED:]
+    steps = [each for each in read_metrics(Path(recipe["run_dir"])) if kind(each) == "step"][-TIMED:]
     return tuple(statistics.median(step[key] for step in steps) for key in ("step_ms", "tokens_per_second"))

@@ -17,7 +17,7 @@ from packing.arrow import Packs
 from packing.batch import Batching, Microbatch
 from packing.order import MixedPacks
 from pretrain.checkpoint.format import step_folder
-from pretrain.metrics.run_record import Record, is_evaluation, own_evaluations, read_metrics, same_measure
+from pretrain.metrics.run_record import Record, kind, own_evaluations, read_metrics, same_measure
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.data import packs_evaluated
@@ -46,7 +46,7 @@ def evaluate_once(run: Run) -> None:
     """Evaluates, unless the same evaluation of the present step is in metrics.jsonl already."""
     done = False
     if run.accelerator.is_main_process:
-        lines = [line for line in read_metrics(run.folder.path) if is_evaluation(line) and line["step"] == run.state.step]
+        lines = [line for line in read_metrics(run.folder.path) if kind(line) == "evaluation" and line["step"] == run.state.step]
         done = any(same_measure(line, measure_of(run)) for line in lines)
     if not largest_over_ranks(run.accelerator, int(done)):
         evaluate(run)

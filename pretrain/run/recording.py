@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import yaml
 from accelerate import Accelerator
 
-from foundation.files import replace_file
+from foundation.files import replace_file, write_json
 from foundation.reading import load_object
 from packing.batch import StepBatches
 from pretrain.compare.figures import picture_of_run
@@ -68,7 +69,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     settings = config.resolved(run.job.recipe)
     if run.accelerator.is_main_process:
         folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
-        folder.write_yaml(folder.config, settings)
+        replace_file(folder.config, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120).encode())
         known = {
             "horizon": plan.steps,
             "data_fingerprint": data.train.fingerprint,
@@ -77,8 +78,8 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
             "tokenizer_fingerprint": fingerprint_in_use(run.job.recipe.data, run.job.recipe.model, data),
         }
         environment = describe_environment(describe_topology(run.accelerator))
-        folder.write_json(folder.environment, known | environment | {"past": run.constants["past"]})
-        folder.write_json(folder.audit, assembly.audit)
+        write_json(folder.environment, known | environment | {"past": run.constants["past"]})
+        write_json(folder.audit, assembly.audit)
     run.trackers.start(settings)
 
 
@@ -170,7 +171,7 @@ def sum_up(run: Run) -> RunRecord | None:
 def conclude(run: Run, finished: RunRecord | None) -> None:
     """Write the summary, the last thing that a run does: who finds it of the last step finds all else. And say where all is."""
     if finished is not None:
-        run.folder.write_json(run.folder.summary, finished.summary)
+        write_json(run.folder.summary, finished.summary)
         run.console.panel(*last_screen(finished, run.folder))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from foundation.errors import InputError
+from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
@@ -20,7 +21,7 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import STATE, newest_in, read_manifest, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
-from pretrain.metrics.run_folder import METRICS_FILE, SUMMARY_FILE
+from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
@@ -169,8 +170,6 @@ def _require_own_records(job: Job) -> None:
     model of a finished run, or the steps of another training."""
     if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
         raise InputError(f"{job.run_dir}: is of a finished run that has no checkpoint to go on from; set another `run_dir`")
-    if not (job.run_dir / METRICS_FILE).exists():
-        return
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
         trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
@@ -295,7 +294,7 @@ def roll_back(run: Run, reason: str) -> None:
     if run.precision_watch:
         run.precision_watch.file.go_back(step)
     if run.accelerator.is_main_process:
-        run.folder.write_json(run.folder.audit, run.assembly.audit)
+        write_json(run.folder.audit, run.assembly.audit)
         event = {
             "step": step + 1,
             "event": "rollback",

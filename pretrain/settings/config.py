@@ -135,10 +135,13 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
     Two runs of one identity see the same tokens in the same order under the same rule of learning. A checkpoint of another
     identity is not resumed unless the user insists.
     """
-    flat = flatten(resolved(recipe))
-    idle = _NOT_IDENTITY if is_quantized(recipe.precision) else (*_NOT_IDENTITY, "fp8_config.")
-    kept = {key: value for key, value in flat.items() if not key.startswith(idle)}
-    return kept | {"data.fingerprint": data_fingerprint}
+    return settings_without(recipe, _NOT_IDENTITY) | {"data.fingerprint": data_fingerprint}
+
+
+def settings_without(recipe: Recipe, idle: tuple[str, ...]) -> dict[str, Any]:
+    """Flat settings, but those whose keys begin with one of `idle`, and options of a low precision that is not used."""
+    idle = idle if is_quantized(recipe.precision) else (*idle, "fp8_config.")
+    return {key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -19,8 +19,8 @@ from benchmarks.evidence.tables import (
     page,
     served_loss,
     share,
-    with_table,
 )
+from benchmarks.machine import with_tables
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -51,7 +51,7 @@ def test_the_tables_of_the_evidence_are_those_of_its_files(monkeypatch: pytest.M
     remedy = "python -m benchmarks.evidence.tables"
     assert PAGE.read_text(encoding="utf-8") == page(scales), remedy
     text = ANSWER.read_text(encoding="utf-8")
-    assert text == with_table(text, answer_table(scales)), remedy
+    assert text == with_tables(ANSWER, "evidence", answer_table(scales)), remedy
 
 
 def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatch):

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.precision_health import PrecisionHealth
+from pretrain.metrics.precision_health import PrecisionWatch
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 
 QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 
 
-def watched(recipe: str) -> PrecisionHealth:
+def watched(recipe: str) -> PrecisionWatch:
     resolved = LowPrecisionSettings().resolved(recipe)
-    return PrecisionHealth(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", resolved))
+    watch = PrecisionWatch(context=None, every=1, file=None, confirming=nullcontext)
+    watch.go_over_to(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", resolved), 1)
+    return watch
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:
@@ -27,21 +31,21 @@ def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **
     ],
 )
 def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_remedy(recipe, record, remedy):
-    message = watched(recipe).check(400, [operand(), operand("weight"), operand("grad_output"), record])
+    message = watched(recipe).judge(400, [operand(), operand("weight"), operand("grad_output"), record])
     assert message.startswith("step 400: ") and f"model.layers.3.mlp.down_proj's {record['operand']}" in message
     assert f"{100 * max(record['underflow'], record['saturation']):.1f} %" in message and remedy in message
 
 
 def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
     first = [operand("grad_output", scale=1.0, underflow=1.0), operand(scale=1.0, saturation=0.5)]
-    assert watched("delayed").check(1, first) is None
-    assert watched("current").check(1, first) is not None
+    assert watched("delayed").judge(1, first) is None
+    assert watched("current").judge(1, first) is not None
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12))
 def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_limit(recipe, shares):
     limit, health = PRECISIONS[recipe].underflow_limit, watched(recipe)
-    told = [health.check(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)]
+    told = [health.judge(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)]
     above = [share > limit for share in shares]
     assert told == [is_above and not any(above[:step]) for step, is_above in enumerate(above)]

@@ -13,7 +13,7 @@ def test_a_folder_that_a_refused_start_made_is_gone_and_one_that_was_there_stays
         pass
     (tmp_path / "made by hand").mkdir()
     with RunFolder(tmp_path / "made by hand"), RunFolder(tmp_path / "begun") as begun:
-        begun.write_json(begun.summary, {})
+        begun.summary.write_text("{}")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "made by hand"]
 
 

@@ -20,7 +20,7 @@ def step(number: int, **changes: Any) -> dict[str, Any]:
 
 def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
     with RunFolder(folder) as run_folder:
-        run_folder.write_yaml(run_folder.config, {"seed": 1})
+        run_folder.config.write_text("seed: 1")
         run_folder.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
         return last_screen(read_run(folder), run_folder)
 

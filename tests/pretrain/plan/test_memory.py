@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import yaml
 from transformers import PreTrainedModel
 
 from foundation.units import GIB
-from pretrain.plan.memory import Devices, LayerMemory, layers_of, memory_of
+from pretrain.plan.memory import Devices, LayerMemory, layers_of
+from pretrain.plan.plan import Plan
 from pretrain.precision.settings import PRECISIONS, ActivePrecision
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
@@ -26,23 +28,29 @@ def qwen3() -> PreTrainedModel:
     return on_meta(QWEN3)
 
 
-def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> list[LayerMemory]:
-    """Of layers that are fused, as on a GPU with Transformer Engine."""
+def plan(of: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> Plan:
+    """Of compiled layers, on a GPU with Transformer Engine."""
     asked, chosen = recipe(**changes), PRECISIONS[precision]
     active = ActivePrecision(
         precision, chosen, "transformer_engine" if chosen.quantized else "torch", asked.fp8_config.resolved(precision)
     )
-    return layers_of(model, flops_of(model), asked, active, "cuda", "packed_fa4", devices.capability)
+    return Plan(asked, active, devices, flops_of(of), mean_squared=745.0)
+
+
+def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> list[LayerMemory]:
+    """Of layers that are fused."""
+    asked = plan(model, precision, devices, **changes)
+    return layers_of(model, asked.flops, asked.recipe, asked.active, "cuda", "packed_fa4", devices.capability)
 
 
 def fused(of: PreTrainedModel, packs: int, precision: str, devices: Devices, **changes: Any) -> dict[str, int]:
     kept = layers(of, precision, devices, **changes)
     assert all(layer.fused for layer in kept)
-    return memory_of(recipe(**changes), flops_of(of), precision, devices, kept, packs)
+    return replace(plan(of, precision, devices, **changes), layers={precision: kept}).memory(packs)
 
 
 def compiled(of: PreTrainedModel, packs: int, precision: str = "bf16", devices: Devices | None = None, **changes: Any) -> dict:
-    return memory_of(recipe(**changes), flops_of(of), precision, devices or Devices(), None, packs)
+    return plan(of, precision, devices or Devices(), **changes).memory(packs)
 
 
 def gib_of(parts: dict[str, int]) -> float:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, layers_of
-from pretrain.plan.plan import Plan, fits_gathered, spend_spare_memory
+from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
@@ -135,7 +135,7 @@ def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_fi
         shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).takes(packs) for way in (True, False)]
         assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
-            assert fits_gathered(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))) is fits
+            assert spend_spare_memory(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))).devices.gathered is fits
 
 
 # ── What memory that is left over is spent on ──
@@ -168,7 +168,8 @@ def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(in_fp8
 @given(words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]), packs=st.sampled_from([1, 2, 8]))
 def test_with_few_words_a_chunk_has_more_tokens(in_fp8: Plan, words: int, packs: int) -> None:
     shape = replace(in_fp8.flops.shape, vocabulary=words)
-    small = replace(in_fp8, flops=replace(in_fp8.flops, shape=shape)).with_settings("batch", microbatch=packs)
+    few = in_fp8.recipe.model_copy(update={"batch": in_fp8.recipe.batch.model_copy(update={"microbatch": packs})})
+    small = replace(in_fp8, recipe=few, flops=replace(in_fp8.flops, shape=shape))
     chunk, tokens = on(small).loss.tokens_at_once, packs * small.recipe.data.length
     assert 4096 <= chunk <= max(tokens, 4096)
     assert chunk == 4096 or chunk * words <= 2**29
