@@ -5,14 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.metrics.precision_health import PrecisionHealth
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
+from pretrain.precision.settings import PRECISIONS
+from tests.pretrain.conftest import QUANTIZED, active_in
 
 
 def watched(recipe: str) -> PrecisionHealth:
-    resolved = LowPrecisionSettings().resolved(recipe)
-    return PrecisionHealth(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", resolved))
+    return PrecisionHealth(active_in(recipe))
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, LayerMemory, layers_of, memory_of
-from pretrain.precision.settings import PRECISIONS, ActivePrecision
+from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
 ROOT = Path(__file__).parents[3]
@@ -28,11 +28,8 @@ def qwen3() -> PreTrainedModel:
 
 def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> list[LayerMemory]:
     """Of layers that are fused, as on a GPU with Transformer Engine."""
-    asked, chosen = recipe(**changes), PRECISIONS[precision]
-    active = ActivePrecision(
-        precision, chosen, "transformer_engine" if chosen.quantized else "torch", asked.fp8_config.resolved(precision)
-    )
-    return layers_of(model, flops_of(model), asked, active, "cuda", "packed_fa4", devices.capability)
+    active = active_in(precision, "transformer_engine" if precision in QUANTIZED else "torch", **changes.get("fp8_config", {}))
+    return layers_of(model, flops_of(model), recipe(**changes), active, "cuda", "packed_fa4", devices.capability)
 
 
 def fused(of: PreTrainedModel, packs: int, precision: str, devices: Devices, **changes: Any) -> dict[str, int]:
