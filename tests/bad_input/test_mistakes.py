@@ -46,6 +46,7 @@ SETTINGS = {
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",
     "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": "`fp8_config.keep_bf16_layers`",
     "precision=delayed fp8_config.backend=emulation fp8_config.fp8_format=E5M2": "fp8_format",
     "parity=maybe": "`parity`",
     "batch.tokens=250": "`batch.tokens: 250`",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,11 @@ from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
+from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
+QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 VOCABULARY = 61
 _SHAPES = {
     "qwen3": {
@@ -35,22 +39,23 @@ _SHAPES = {
 }
 
 
+def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> ActivePrecision:
+    """As selection gives it to a run."""
+    return ActivePrecision(
+        precision, precision_called(precision), backend, LowPrecisionSettings(**fp8_config).resolved(precision)
+    )
+
+
+def emulation_of(precision: str, **fp8_config: Any) -> EmulationBackend:
+    return EmulationBackend(active_in(precision, **fp8_config), torch.device("cpu"))
+
+
 @pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
     """accelerate keeps its state in the process: begun anew here, and not left behind for a test that wants the GPU."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator(cpu=True, mixed_precision="no")
     AcceleratorState._reset_state(reset_partial_state=True)
-
-
-@pytest.fixture
-def cpp_compiler() -> Iterator[None]:
-    """torch.compile for a CPU takes the vector instructions that the processor states, without compiling a program with each to
-    try it, and starts no processes to compile in: both take longer than what a test compiles."""
-    from torch._inductor import config
-
-    with config.patch({"compile_threads": 1, "cpp.vec_isa_ok": True}):
-        yield
 
 
 @pytest.fixture

@@ -104,12 +104,6 @@ def test_finished_cells_are_best_first_by_held_out_loss_below_the_baseline(matri
     assert "2 of 6 cells are not finished" in write_report(found)
 
 
-def test_figures_of_another_training_in_a_cells_folder_are_not_shown_as_the_cells(matrix):
-    for cell in matrix(axes={"seed": [1, 2]}).cells:
-        leave_behind(cell, held_out=2.0)
-    assert "nothing to report" in write_report(matrix("optimizer.weight_decay=0.5", axes={"seed": [1, 2]}))
-
-
 def test_the_baselines_other_seeds_stand_for_one_that_is_not_finished(matrix):
     found = matrix(axes={"seed": [1, 2, 3, 4], "weights": ["fp32", "bf16"]}, baseline={"weights": "fp32"})
     for cell in found.cells[1:]:

@@ -104,9 +104,6 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
 def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: dict[str, Any], message: str):
     with pytest.raises(InputError, match=message):
         matrix(**keys)
-
-
-def test_an_override_of_what_tells_cells_apart_is_refused(matrix):
     with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
         matrix("weights=bf16")
 

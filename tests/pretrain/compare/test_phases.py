@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import yaml
 
-from foundation.errors import InputError
 from pretrain.__main__ import main
 from pretrain.compare.phases import Measured, load_phases
 from tests.conftest import ROOT
@@ -102,19 +101,6 @@ def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_f
     assert main(["phases", str(path)]) == 0
     found = lines_of(capsys.readouterr().out)
     assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
-
-
-@pytest.mark.parametrize(
-    ("phases", "keys", "says"),
-    [
-        ([BATCH, {"name": "empty"}], {}, "phase empty: describes no cell"),
-        ([BATCH, {"name": "odd", "axes": {"batch.microbtach": [1]}}], {}, "phase odd, cell microbtach=1: "),
-    ],
-)
-def test_a_mistake_in_any_phase_is_found_before_the_first_begins(phases, keys, says, phases_file, tmp_path):
-    with pytest.raises(InputError) as error:
-        load_phases(phases_file(*phases, **keys), []).check()
-    assert says in str(error.value) and not (tmp_path / "tune").exists()
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/phases/*.yaml")), ids=lambda path: path.stem)

@@ -7,15 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.metrics.precision_health import PrecisionWatch
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
+from pretrain.precision.settings import PRECISIONS
+from tests.pretrain.conftest import QUANTIZED, active_in
 
 
 def watched(recipe: str) -> PrecisionWatch:
-    resolved = LowPrecisionSettings().resolved(recipe)
     watch = PrecisionWatch(context=None, every=1, file=None, confirming=nullcontext)
-    watch.go_over_to(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", resolved), 1)
+    watch.go_over_to(active_in(recipe), 1)
     return watch
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from pretrain.metrics.flops import FORMULAS, ModelFlops
 from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_record import summary
+from tests.pretrain.plan.plan_recipe import flops_of, on_meta
 
 CPU = torch.device("cpu")
 BATCH = {"step_tokens": 4096, "sum_squared_lengths": 1_000_000}
@@ -31,11 +31,8 @@ class Clock:
 
 @pytest.fixture(scope="module")
 def flops() -> ModelFlops:
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512
-    )
-    with torch.device("meta"):
-        return ModelFlops.of(LlamaForCausalLM(config))
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
+    return flops_of(on_meta({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2} | sizes))
 
 
 def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
@@ -72,30 +69,12 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
     assert keys(flops=flops, peak_tflops=989.0) == [*always, *with_peak, *end]
 
 
-def records(count: int) -> list[dict]:
-    def one(step):
-        slow = 50 if step <= 2 else 1
-        ms = (100.0 + step % 7) * slow
-        rates = {
-            "tokens_per_second": 4096 / ms * 1e3,
-            "tflops": 1 / ms,
-            "memory_gib": 1.0 + step % 3,
-            "recompiles": int(step == 9),
-        }
-        return {
-            "step": step,
-            "tokens": 4096 * step,
-            "epoch": step / 10,
-            "loss": 5 - step / 100,
-            "step_ms": ms,
-            "data_wait_ms": 0.5,
-        } | rates
-
-    return [one(step) for step in range(1, count + 1)]
-
-
 def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals():
-    steps = records(100)
+    steps = []
+    for step in range(1, 101):
+        ms = (100.0 + step % 7) * (50 if step <= 2 else 1)
+        changes = {"step_ms": ms, "data_wait_ms": 0.5, "tokens_per_second": 4.096e6 / ms, "memory_gib": 1.0 + step % 3}
+        steps.append(figures(step, epoch=step / 10, loss=5 - step / 100, recompiles=int(step == 9), **changes))
     evaluations = [
         {"step": s, "event": "evaluation", "held_out_loss": 4.0 - s / 100, "held_out_perplexity": 9.0} for s in (50, 100)
     ]

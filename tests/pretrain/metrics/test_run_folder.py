@@ -5,16 +5,7 @@ from __future__ import annotations
 import json
 import socket
 
-from pretrain.metrics.run_folder import RunFolder, describe_environment
-
-
-def test_a_folder_that_a_refused_start_made_is_gone_and_one_that_was_there_stays(tmp_path):
-    with RunFolder(tmp_path / "refused"):
-        pass
-    (tmp_path / "made by hand").mkdir()
-    with RunFolder(tmp_path / "made by hand"), RunFolder(tmp_path / "begun") as begun:
-        begun.summary.write_text("{}")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["begun", "made by hand"]
+from pretrain.metrics.run_folder import describe_environment
 
 
 def test_the_environment_names_versions_and_settings_but_not_the_host():

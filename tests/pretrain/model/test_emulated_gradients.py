@@ -11,12 +11,12 @@ from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.wrapping import casting_parameters
-from pretrain.precision.emulation import BothWays, EmulatedProduct, EmulationBackend, Operand
+from pretrain.precision.emulation import BothWays, EmulatedProduct, Operand
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS
+from tests.pretrain.conftest import QUANTIZED, emulation_of
 
 TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
-QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 DETERMINISTIC = {"disable_stochastic_rounding": True}
 
 
@@ -39,8 +39,7 @@ def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 def emulated(precision: str) -> PrecisionContext:
     options = {key: value for key, value in DETERMINISTIC.items() if key in PRECISIONS[precision].options}
-    active = ActivePrecision(precision, PRECISIONS[precision], "emulation", LowPrecisionSettings(**options).resolved(precision))
-    return PrecisionContext(EmulationBackend(active, torch.device("cpu")), torch.bfloat16)
+    return PrecisionContext(emulation_of(precision, **options), torch.bfloat16)
 
 
 def train(forward: Callable[[Tensor], Tensor], context: PrecisionContext) -> None:

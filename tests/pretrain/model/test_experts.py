@@ -15,15 +15,14 @@ from foundation.errors import InputError
 from pretrain.model.experts import Dispatched, GroupedExperts, group_experts
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
 from pretrain.model.wrapping import convert
-from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
+from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.settings.recipe import LossSettings
+from tests.pretrain.conftest import QUANTIZED, emulation_of
 
 EXPERTS, CHOICES, HIDDEN = 4, 2, 32
-CPU = torch.device("cpu")
 SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOICES, "num_hidden_layers": 1, "num_attention_heads": 2}
 SIZES |= {"num_key_value_heads": 2, "vocab_size": 32, "initializer_range": 0.2, "experts_implementation": "eager"}
 KINDS = {
@@ -47,11 +46,9 @@ def in_precision(kind: str, name: str, **fp8_config: object) -> tuple[PreTrained
     """A model of its own with the same weights, whose experts and linears are converted."""
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
-    options = LowPrecisionSettings(backend="emulation", **fp8_config).resolved(name)
-    active = ActivePrecision(name, PRECISIONS[name], "emulation" if PRECISIONS[name].quantized else "torch", options)
-    backend = EmulationBackend(active, CPU) if active.precision.quantized else None
+    backend = emulation_of(name, **fp8_config) if name in QUANTIZED else None
     context = PrecisionContext(backend, torch.float32)
-    decisions = decide(hf, [*decoder_layers(hf).values()], active) if backend else {}
+    decisions = decide(hf, [*decoder_layers(hf).values()], backend.active) if backend else {}
     convert(hf, decisions, context)
     return hf, context
 
@@ -157,8 +154,7 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(chosen: lis
 @given(counts=st.lists(st.integers(0, 3), min_size=EXPERTS, max_size=EXPERTS).filter(any))
 def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int]) -> None:
     """In a format whose scales are of blocks alone: blocks of tokens are an expert's own."""
-    options = LowPrecisionSettings(backend="emulation").resolved("mxfp8")
-    backend = EmulationBackend(ActivePrecision("mxfp8", PRECISIONS["mxfp8"], "emulation", options), CPU)
+    backend = emulation_of("mxfp8")
     together, alone = (backend.product("experts", 64, 32, bias=False, grouped=grouped) for grouped in (True, False))
     torch.manual_seed(0)
     ends = 32 * torch.tensor(counts).cumsum(0)
@@ -179,13 +175,6 @@ def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int
             assert not ours[2].any()
         else:
             assert all(map(torch.equal, ours, three(alone, x[begin:end], dy[begin:end], stack[expert])))
-
-
-def test_patterns_of_fp8_config_and_layers_left_out_say_what_experts_compute_in() -> None:
-    hf, context = in_precision("qwen3_moe", "delayed", keep_bf16=("experts.down_proj",))
-    stacks = experts_of(hf).stacks
-    assert (stacks["gate_up_proj"].is_low, stacks["down_proj"].is_low) == (True, False)
-    assert any("experts.gate_up_proj" in name for name in context.state())
 
 
 def test_what_transformers_stacks_in_another_way_is_left_to_it() -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.utils.checkpoint import checkpoint
 
-from packing.batch import StepBatches, build_microbatch
+from packing.batch import StepBatches
 from pretrain.model import gradients
 from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.huggingface import round_weights
@@ -23,6 +23,7 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.settings.recipe import OptimizerSettings
+from tests.pretrain.verify.small_runs import step_of
 from tests.ranks import in_ranks
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -197,13 +198,6 @@ def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: to
 # ── Trajectories ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def step_of(random_packs: Callable, microbatches: int, seed: int) -> StepBatches:
-    packs = random_packs([[5, 11], [16]] * microbatches, LENGTH, seed)
-    built = [build_microbatch(packs[2 * i : 2 * i + 2], mask_boundaries=True) for i in range(microbatches)]
-    valid = sum(each.valid_tokens for each in built)
-    return StepBatches(built, LENGTH * len(packs), valid, 0, 1.0)
-
-
 def master_of(adamw: ExactAdamW, parameter: Tensor) -> Tensor:
     return convert_weight(parameter.detach(), adamw.state[parameter].get("remainder"), "fp32")[0]
 
@@ -246,7 +240,7 @@ def test_exact_bf16_weights_walk_the_trajectory_of_fp32_weights_bit_for_bit(
     fp32, exact = build_model(kind, cast_to=BF16, **changes), build_model(kind, **changes)
     for model in (fp32, exact):
         model.hf.get_output_embeddings().chunk = 16
-    steps = [step_of(random_packs, microbatches, seed) for seed in range(4)]
+    steps = [step_of(random_packs([[5, 11], [16]] * microbatches, LENGTH, seed), 2) for seed in range(4)]
     walked = trajectory(fp32.train(), steps, accelerator, False), trajectory(exact.train(), steps, accelerator, True)
     assert {parameter.dtype for parameter in exact.parameters()} == {BF16}
     for ours, theirs in zip(*walked, strict=True):

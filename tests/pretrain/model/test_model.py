@@ -112,20 +112,18 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
 # ── Folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("origin", ["scratch", "folder"])
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
 def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_memory(
-    origin: str, kind: str, kept: torch.dtype, tmp_path: Path
+    kind: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
     changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[kind]
     chosen = ModelSettings(config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes)
-    if origin == "folder":
-        torch.manual_seed(3)
-        drawn = AutoModelForCausalLM.from_config(model.load_config(chosen))
-        drawn.generation_config.temperature, drawn.generation_config.do_sample = 0.5, True
-        drawn.save_pretrained(tmp_path / "model", max_shard_size="10KB")
-        chosen = ModelSettings(source=str(tmp_path / "model"))
+    torch.manual_seed(3)
+    drawn = AutoModelForCausalLM.from_config(model.load_config(chosen))
+    drawn.generation_config.temperature, drawn.generation_config.do_sample = 0.5, True
+    drawn.save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    chosen = ModelSettings(source=str(tmp_path / "model"))
     options = {"seed": 7, "backend": "packed_sdpa"}
     whole = model.build(chosen, model.load_config(chosen), weights=kept, device=CPU, **options)
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import Plan
-from pretrain.precision.settings import PRECISIONS, ActivePrecision
+from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
 ROOT = Path(__file__).parents[3]
@@ -30,11 +30,8 @@ def qwen3() -> PreTrainedModel:
 
 def plan(of: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> Plan:
     """Of compiled layers, on a GPU with Transformer Engine."""
-    asked, chosen = recipe(**changes), PRECISIONS[precision]
-    active = ActivePrecision(
-        precision, chosen, "transformer_engine" if chosen.quantized else "torch", asked.fp8_config.resolved(precision)
-    )
-    return Plan(asked, active, devices, flops_of(of), mean_squared=745.0)
+    active = active_in(precision, "transformer_engine" if precision in QUANTIZED else "torch", **changes.get("fp8_config", {}))
+    return Plan(recipe(**changes), active, devices, flops_of(of), mean_squared=745.0)
 
 
 def layers(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> list[LayerMemory]:

@@ -15,8 +15,9 @@ from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.rendering import render
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
+from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
+from tests.pretrain.conftest import active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
 
@@ -48,8 +49,7 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_i
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
     model, experts, made = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes), 28 * 2 * 3 * 2048 * 768, {}
     for fp8_format in ("HYBRID", "E4M3"):
-        settings = LowPrecisionSettings(fp8_format=fp8_format).resolved("delayed")
-        active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+        active = active_in("delayed", "transformer_engine", fp8_format=fp8_format)
         layers = {"delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")}
         made[fp8_format] = replace(plan(model, devices=Devices(name="NVIDIA H100 80GB HBM3")), active=active, layers=layers)
     hybrid, e4m3 = made.values()
@@ -63,8 +63,7 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_i
 
 
 def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTrainedModel) -> None:
-    settings = LowPrecisionSettings().resolved("delayed")
-    active = ActivePrecision("delayed_bf16_forward", precision_called("delayed_bf16_forward"), "transformer_engine", settings)
+    active = active_in("delayed_bf16_forward", "transformer_engine")
     made = replace(plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3")), active=active)
     assert made.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
 
@@ -147,8 +146,7 @@ H200 = int(139.8 * GIB)
 def in_fp8(qwen3: PreTrainedModel) -> Plan:
     """Of Qwen3-1.7B in FP8, head and all, on an H200: 8 packs of 4,096 at once."""
     wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
-    settings = wanted.fp8_config.resolved("delayed")
-    active = ActivePrecision("delayed", PRECISIONS["delayed"], "transformer_engine", settings)
+    active = active_in("delayed", "transformer_engine", scope="linear+head")
     layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
     return Plan(wanted, active, devices, flops_of(qwen3), 745.0, {"delayed": layers})

@@ -1,4 +1,4 @@
-"""Delayed scaling's histories and scales against a plain loop of Transformer Engine's rule, over steps and ranks."""
+"""Delayed scaling's histories and scales against a plain loop of Transformer Engine's rule, over steps."""
 
 from __future__ import annotations
 
@@ -13,16 +13,10 @@ from torch import Tensor
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.product import PrecisionContext, Product
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from tests.ranks import in_ranks
+from tests.pretrain.conftest import emulation_of
+from tests.pretrain.precision.quantizers.test_tensor import one_column
 
 TOKENS, SIZE = 32, 16
-FP32_MAX = torch.finfo(torch.float32).max
-
-
-def backend(**options: Any) -> EmulationBackend:
-    settings = LowPrecisionSettings(**options).resolved("delayed")
-    return EmulationBackend(ActivePrecision("delayed", PRECISIONS["delayed"], "emulation", settings), torch.device("cpu"))
 
 
 def in_microbatch(first: bool) -> PrecisionContext:
@@ -32,20 +26,14 @@ def in_microbatch(first: bool) -> PrecisionContext:
 class PlainHistory:
     """One tensor's amaxes, newest noted in `[0]`, and its scale: the rule of delayed_scaling.cu, one number at a time."""
 
-    def __init__(self, length: int, maximum: float, margin: int, algorithm: str) -> None:
-        self.amaxes, self.scale = [0.0] * length, 1.0
-        self.maximum, self.margin, self.algorithm = maximum, margin, algorithm
+    def __init__(self, length: int, *rule: Any) -> None:
+        self.amaxes, self.scale, self.rule = [0.0] * length, 1.0, rule
 
     def note(self, values: Tensor) -> None:
         self.amaxes[0] = max(self.amaxes[0], values.abs().max().item())
 
     def update(self) -> None:
-        if self.amaxes[0] == 0:  # not quantized since the last update
-            return
-        amax = max(self.amaxes) if self.algorithm == "max" else self.amaxes[0]
-        if math.isfinite(amax):
-            self.scale = torch.tensor(self.maximum / 2**self.margin).div(amax).clamp(max=FP32_MAX).item()
-        self.amaxes = [0.0, *self.amaxes[2:], self.amaxes[0]] if len(self.amaxes) > 1 else [0.0]
+        self.amaxes, self.scale = one_column(self.amaxes, self.scale, *self.rule)
 
 
 def amax_histories(emulation: EmulationBackend, name: str) -> list[tuple[list[float], float]]:
@@ -58,7 +46,9 @@ def amax_histories(emulation: EmulationBackend, name: str) -> list[tuple[list[fl
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
 @pytest.mark.parametrize(("length", "margin", "algorithm"), [(4, 0, "max"), (4, 2, "most_recent"), (1, 1, "max"), (2, 0, "max")])
 def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length: int, margin: int, algorithm: str) -> None:
-    emulation = backend(fp8_format=fp8_format, margin=margin, amax_history_len=length, amax_compute_algo=algorithm)
+    emulation = emulation_of(
+        "delayed", fp8_format=fp8_format, margin=margin, amax_history_len=length, amax_compute_algo=algorithm
+    )
     product = emulation.product("layer", SIZE, SIZE, bias=False)
     emulation.product("idle", SIZE, SIZE, bias=False)
     gradient_grid = E5M2 if fp8_format == "HYBRID" else E4M3
@@ -97,7 +87,7 @@ def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length:
 
 def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() -> None:
     """As the LM head is called: a chunk of tokens at a time, each chunk's backward run inside of the forward."""
-    emulation = backend(amax_history_len=3)
+    emulation = emulation_of("delayed", amax_history_len=3)
     head, layer = (emulation.product(name, SIZE, SIZE, bias=False) for name in ("head", "layer"))
     weight = torch.eye(SIZE).bfloat16()
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
@@ -117,7 +107,7 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
 
 
 def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None:
-    emulation = backend()
+    emulation = emulation_of("delayed")
     product = emulation.product("layer", SIZE, SIZE, bias=False)
     seen = []
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
@@ -149,7 +139,7 @@ def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_br
 
     runs = []
     for passes in (2, 0):
-        context = PrecisionContext(backend(amax_history_len=8), torch.bfloat16)
+        context = PrecisionContext(emulation_of("delayed", amax_history_len=8), torch.bfloat16)
         product = context.backend.product("layer", SIZE, SIZE, bias=False)
         step(context, product)
         for _ in range(passes):
@@ -157,24 +147,3 @@ def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_br
                 step(context, product, factor, fails=fails)
         runs.append([step(context, product), step(context, product), *context.state().values()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
-
-
-def state_of_a_rank(rank: int) -> dict[str, list[Any]]:
-    """After two steps."""
-    emulation = backend(amax_history_len=3)
-    product = emulation.product("layer", SIZE, SIZE, bias=False)
-    for step in range(2):
-        x = torch.full((TOKENS, SIZE), (2.0, 3.0)[(rank + step) % 2]).bfloat16().requires_grad_()
-        with emulation.forward():
-            y = product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(step == 0))
-        y.backward(torch.full_like(y, (0.5, 4.0)[rank]))
-    return {name: values.tolist() for name, values in emulation.state().items()}
-
-
-@pytest.mark.multi
-def test_ranks_agree_on_the_largest_amax() -> None:
-    state, other = in_ranks(state_of_a_rank)
-    assert state == other
-    assert [row[0] for row in state["fp8/layer/forward/amax_history"]] == [0.0, 3.0, 3.0]
-    assert [row[0] for row in state["fp8/layer/backward/amax_history"]] == [0.0, 4.0, 4.0]
-    assert state["fp8/layer/backward/scale"][0] == 57344 / 4

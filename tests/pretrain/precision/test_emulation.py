@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.precision.emulation import EmulatedProduct, EmulationBackend
+from foundation.attributes import holding
+from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS
+from tests.pretrain.conftest import QUANTIZED, emulation_of
+from tests.pretrain.precision.test_statistics import Watched
 
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 TOKENS, IN, OUT = 256, 128, 384
-
-
-def backend(recipe: str, **options: Any) -> EmulationBackend:
-    settings = LowPrecisionSettings(**options).resolved(recipe)
-    return EmulationBackend(ActivePrecision(recipe, PRECISIONS[recipe], "emulation", settings), torch.device("cpu"))
 
 
 def operands(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT) -> tuple[Tensor, ...]:
@@ -97,7 +92,7 @@ def close(ours: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_output_and_gradients_are_products_of_the_dequantized_operands(case: str, with_bias: bool) -> None:
     options, (x_out, w_out, g_in, w_in, g_w, x_w) = CASES[case]
-    emulation = backend(case.split()[0], **options)
+    emulation = emulation_of(case.split()[0], **options)
     product = emulation.product("layer", IN, OUT, bias=with_bias)
     x, weight, bias, grad = operands()
     bias = bias if with_bias else None
@@ -112,7 +107,7 @@ def test_output_and_gradients_are_products_of_the_dequantized_operands(case: str
 
 
 def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> None:
-    emulation = backend("nvfp4")
+    emulation = emulation_of("nvfp4")
     product = emulation.product("layer", IN, OUT, bias=False)
     x, weight, _, grad = operands()
     runs = []
@@ -132,7 +127,7 @@ def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> No
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_weight_is_quantized_in_the_first_microbatch_and_kept(recipe: str) -> None:
-    emulation = backend(recipe)
+    emulation = emulation_of(recipe)
     product = emulation.product("layer", IN, OUT, bias=False)
     x, weight, _, grad = operands()
     results = []
@@ -147,64 +142,33 @@ def test_a_weight_is_quantized_in_the_first_microbatch_and_kept(recipe: str) -> 
     assert not torch.equal(y, y_new) and not torch.equal(grad_x, grad_x_new)
 
 
-class TwoLayers(nn.Module):
-    """Two emulated linears with a non-linearity between them, as a layer that can be recomputed."""
-
-    def __init__(self, emulation: EmulationBackend) -> None:
-        super().__init__()
-        self.emulation = emulation
-        torch.manual_seed(3)
-        self.up, self.down = (nn.Parameter(torch.randn(shape).bfloat16() / 8) for shape in ((OUT, IN), (IN, OUT)))
-        self.products = [emulation.product("up", IN, OUT, bias=False), emulation.product("down", OUT, IN, bias=False)]
-        self.context = PrecisionContext(None, torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        up, down = self.products
-        hidden = F.silu(up(x, self.up, None, self.context))
-        return x + down(hidden, self.down, None, self.context)
-
-
 @pytest.mark.parametrize("recipe", QUANTIZED)
 def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(recipe: str) -> None:
-    entered = []
-
-    @contextmanager
-    def again() -> Any:
-        entered.append(True)
-        yield
-
     results = []
     for recompute in (False, True):
-        emulation = backend(recipe)
-        layer = TwoLayers(emulation)
-        x = operands()[0].requires_grad_()
-        figures = []
+        run, figures = Watched(recipe), []
+        x, layer = run.x.requires_grad_(), run.layers
+        again = run.context.checkpoint if recompute else nn.Module.__call__
         for microbatch in range(5):  # two steps of two, and one more
-            layer.context.first_microbatch = microbatch % 2 == 0
+            run.context.first_microbatch = microbatch % 2 == 0
             torch.manual_seed(microbatch)
             scaled = x * 2.0**microbatch  # so that scales change from one to the next
-            with emulation.forward():
-                if recompute:
-                    y = emulation.checkpoint(layer, emulation.checkpoint(layer, scaled, again=again), again=again)
-                else:
-                    y = layer(layer(scaled))
+            with run.context.forward(training=True):
+                y = again(layer, again(layer, scaled))
             y.float().square().mean().backward()
-            figures += [y.detach(), x.grad.clone(), layer.up.grad.clone(), layer.down.grad.clone()]
-            figures += [tensor.clone() for tensor in emulation.state().values()]
+            figures += [y.detach(), x.grad.clone(), *(weight.grad.clone() for weight in layer.parameters())]
+            figures += [tensor.clone() for tensor in run.backend.state().values()]
         results.append(figures)
-    assert len(entered) == 5 * 2  # the caller's own context, in backward
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -> None:
-    emulation, seen = backend("current"), Counter()
-    layer = TwoLayers(emulation)
-    layer.context = PrecisionContext(emulation, torch.bfloat16, observers=[lambda name, role, x: seen.update([role])])
-    with layer.context.forward(training=True):
-        y = layer.context.checkpoint(layer, operands()[0].requires_grad_())
-    y.float().sum().backward()
+    run, seen = Watched("current"), Counter()
+    with holding(run.context, observers=[lambda name, role, x: seen.update([role])]):
+        run.x.requires_grad_()
+        run.step(recompute=True)
     assert seen == {"input": 2 * 2, "weight": 2, "grad_output": 2}
-    assert layer.context.first_microbatch
+    assert run.context.first_microbatch
 
 
 ROLES_AND_AXES = [("input", "features"), ("input", "rows"), ("weight", "rows"), ("grad_output", "rows")]
@@ -214,7 +178,7 @@ ROLES_AND_AXES = [("input", "features"), ("input", "rows"), ("weight", "rows"), 
 def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_one(recipe: str) -> None:
     torch._dynamo.reset()
     to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in PRECISIONS[recipe].options else {}
-    active, x = backend(recipe, **to_nearest).active, operands(256, 384)[0]
+    active, x = emulation_of(recipe, **to_nearest).active, operands(256, 384)[0]
     scale = torch.tensor(3.0) if active.precision.keeps_history else None
     for role, along in ROLES_AND_AXES:
         quantize = active.precision.quantizer(active.settings, role, along)

@@ -11,16 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from foundation.settings import parse
-from pretrain.plan.checks import check_fit
 from pretrain.precision import formats
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.selection import Missing, missing_on, select_precision
 from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings, discovered
-from pretrain.settings.recipe import Recipe
+from tests.pretrain.conftest import QUANTIZED
 
 ROOT = Path(__file__).parents[3]
-QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 
 # ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -109,13 +106,6 @@ def test_resolved_settings_state_every_option_that_the_precision_takes_and_no_ot
     assert LowPrecisionSettings.model_validate(resolved.model_dump(mode="json")) == resolved
 
 
-def test_an_option_that_a_precision_does_not_take_is_a_contradiction() -> None:
-    settings = LowPrecisionSettings(margin=1, fp8_format="HYBRID", scope="linear+head")
-    assert settings.contradictions(PRECISIONS["delayed"]) == []
-    assert settings.contradictions(PRECISIONS["block"]) == ["fp8_format: HYBRID", "margin: 1"]
-    assert settings.without_options() == LowPrecisionSettings(scope="linear+head")
-
-
 # ── What a run gets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -170,27 +160,3 @@ def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf
     assert (active.requested, active.precision.name, active.backend) == (name, effective, backend)
     assert (active.reason is None) == (name == effective)
     assert active.settings == LowPrecisionSettings(on_unsupported="fallback", scope="linear+head").resolved(effective)
-
-
-# ── What a precision cannot take ────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def check(precision: str, *, length: int = 128, layers: int = 4, **fp8_config: Any) -> None:
-    values = {"name": "small", "model": {"source": "somewhere"}, "train": {"steps": 10}, "precision": precision}
-    values |= {"data": {"packs": "packs", "length": length}}
-    recipe = parse(Recipe, values | {"fp8_config": fp8_config | {"backend": "emulation"}}, "recipe.yaml")
-    check_fit(select_precision(recipe.precision, recipe.fp8_config, CPU), recipe, layers)
-
-
-@pytest.mark.parametrize("name", QUANTIZED)
-def test_packs_are_a_multiple_of_what_the_precision_takes_tokens_in(name: str) -> None:
-    multiple = PRECISIONS[name].multiple_of
-    check(name, length=7 * multiple)
-    with pytest.raises(InputError, match=rf"`data.length: {multiple + 1}` is not a multiple of {multiple}"):
-        check(name, length=multiple + 1)
-
-
-def test_a_layer_must_be_left_to_the_precision() -> None:
-    check("delayed", layers=4, keep_bf16_layers={"first": 1, "last": 2})
-    with pytest.raises(InputError, match=r"`fp8_config.keep_bf16_layers`: .* of 4 layers are all of them"):
-        check("delayed", layers=4, keep_bf16_layers={"first": 2, "last": 2})

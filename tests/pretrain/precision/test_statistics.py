@@ -11,34 +11,28 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from foundation.attributes import holding
-from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.observed import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
 
-CPU = torch.device("cpu")
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 ROLES = ("input", "weight", "grad_output")
-
-
-def active(recipe: str, **options) -> ActivePrecision:
-    return ActivePrecision(recipe, PRECISIONS[recipe], "emulation", LowPrecisionSettings(**options).resolved(recipe))
 
 
 class Watched:
     """Two linears, 256 -> 128 -> 256, in low precision for real."""
 
-    def __init__(self, recipe: str) -> None:
+    def __init__(self, recipe: str, **options) -> None:
         torch.manual_seed(0)
-        self.backend = EmulationBackend(active(recipe), CPU)
+        self.backend = emulation_of(recipe, **options)
         self.context = PrecisionContext(self.backend, torch.bfloat16)
         self.layers = nn.Sequential(self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256))
-        self.active = active(recipe)
         self.x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1, dtype=torch.bfloat16).exp()
 
     def linear(self, name: str, inputs: int, outputs: int) -> LowPrecisionLinear:
         product = self.backend.product(name, inputs, outputs, bias=False)
-        return LowPrecisionLinear(nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16), name, product, self.context)
+        linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
+        linear.weight.data *= torch.randn_like(linear.weight).exp()
+        return LowPrecisionLinear(linear, name, product, self.context)
 
     def step(self, *, recompute: bool = False) -> list[Tensor]:
         """Forward and backward; the output and the gradients of the two weights."""
@@ -49,7 +43,7 @@ class Watched:
         return [y.detach(), *(weight.grad.clone() for weight in self.layers.parameters())]
 
     def watched_step(self, **how) -> tuple[list[Tensor], OperandStatistics]:
-        statistics = OperandStatistics(self.active, self.context.state())
+        statistics = OperandStatistics(self.backend.active, self.context.state())
         with holding(self.context, observers=[statistics]):
             return self.step(**how), statistics
 
@@ -60,7 +54,7 @@ class Watched:
 def record_of(recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options) -> dict:
     """The record of x, shown to the statistics in so many parts."""
     scales = {"fp8/l/forward/scale": torch.full((3,), scale), "fp8/l/backward/scale": torch.full((2,), scale)}
-    statistics = OperandStatistics(active(recipe, **options), scales)
+    statistics = OperandStatistics(active_in(recipe, **options), scales)
     for part in x.chunk(parts):
         statistics("l", role, part)
     (record,) = statistics.records()

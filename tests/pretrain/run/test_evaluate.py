@@ -14,12 +14,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
 from packing.arrow import Packs
-from packing.batch import Batching
 from packing.order import MixedPacks
 from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model.loss.head import LossHead
-from pretrain.run.evaluate import figures_of, held_out_figures, held_out_sums
+from pretrain.run.evaluate import held_out_figures
 from pretrain.run.running import best_evaluation
 from pretrain.run.sampling import sample
 from pretrain.settings.recipe import LossSettings
@@ -36,19 +35,13 @@ def tokenizer(words: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(words)
 
 
-def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int) -> SimpleNamespace:
-    batches = Batching(microbatch=microbatch, mask_boundaries=True, rank=0, world_size=1).evaluation(packs)
-    figures = figures_of(held_out_sums(packed, batches, accelerator))
-    return SimpleNamespace(**{key.removeprefix("held_out_"): value for key, value in figures.items()})
-
-
-def job_of(packs: Packs) -> SimpleNamespace:
-    """What an evaluation asks of a job, in microbatches of 3."""
-    return SimpleNamespace(
+def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int = 3) -> dict[str, float]:
+    job = SimpleNamespace(
         data=SimpleNamespace(held_out=packs),
         recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=None)),
-        batching=lambda accelerator: {"microbatch": 3, "rank": 0, "world_size": 1, "mask_boundaries": True},
+        batching=lambda accelerator: {"microbatch": microbatch, "rank": 0, "world_size": 1, "mask_boundaries": True},
     )
+    return held_out_figures(job, packed, accelerator)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
@@ -67,9 +60,9 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     packs = [held_out[index] for index in range(len(held_out))]
     with torch.no_grad():
         expected = plain_loss(plain_copy(packed), packs)
-    assert result.loss == pytest.approx(expected.item(), rel=1e-6)
-    assert result.tokens == sum(len(pack.input_ids) - len(pack.lengths) for pack in packs)
-    assert result.perplexity == pytest.approx(expected.exp().item(), rel=1e-5)
+    assert result["held_out_loss"] == pytest.approx(expected.item(), rel=1e-6)
+    assert result["held_out_tokens"] == sum(len(pack.input_ids) - len(pack.lengths) for pack in packs)
+    assert result["held_out_perplexity"] == pytest.approx(expected.exp().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("penalty", [None, "non_max_sum"])
@@ -80,11 +73,8 @@ def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
     packed = build_model()
     loss = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
     packed.hf.set_output_embeddings(LossHead.replacing(packed.hf.get_output_embeddings(), loss))
-
-    def figures(packs: Packs) -> dict[str, float]:
-        return held_out_figures(job_of(packs), packed, accelerator)
-
-    mixed, each = figures(MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0))), {n: figures(p) for n, p in parts.items()}
+    mixed = evaluate(packed, MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0)), accelerator)
+    each = {name: evaluate(packed, packs, accelerator) for name, packs in parts.items()}
     tokens = sum(found["held_out_tokens"] for found in each.values())
     assert mixed["held_out_tokens"] == tokens > each["b"]["held_out_tokens"] > each["a"]["held_out_tokens"]
     assert [mixed[f"held_out_loss/{name}"] for name in parts] == [found["held_out_loss"] for found in each.values()]

@@ -41,8 +41,8 @@ def run_out_of_memory(*_: object) -> None:
 
 
 @pytest.fixture
-def make_batch(random_packs: Callable) -> Callable[[int], Microbatch]:
-    return lambda packs: build_microbatch(random_packs([[5, 3]] * packs, LENGTH), mask_boundaries=True)
+def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
+    return lambda packs, lengths=(5, 3): build_microbatch(random_packs([lengths] * packs, sum(lengths)), mask_boundaries=True)
 
 
 def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int | None:
@@ -89,15 +89,11 @@ def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
 
 
 def test_growth_begins_with_as_many_tokens_as_the_precision_takes(
-    accelerator: Accelerator, build_model: Callable, random_packs: Callable
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
     """On a device whose memory holds a model's tokens and nothing else: of half a pack, 48 tokens are no multiple of 32."""
     packed, tokens, length = build_model(max_position_embeddings=96), [], 96
     packed.register_forward_pre_hook(lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True)
-
-    def make_batch(packs: int) -> Microbatch:
-        return build_microbatch(random_packs([[length]] * packs, length), mask_boundaries=True)
-
     options = {"multiple_of": 32, "usable": 5 * length, "most_reserved": lambda: tokens[-1]}
-    assert largest_that_fits(packed, accelerator, [6, 4, 2, 1], make_batch, **options) == 4
+    assert largest_that_fits(packed, accelerator, [6, 4, 2, 1], lambda packs: make_batch(packs, (length,)), **options) == 4
     assert tokens[::2] == [64, length, 4 * length]

@@ -25,7 +25,6 @@ from pretrain.settings.launch import Launch, take_requested_precision, with_prec
 from pretrain.settings.recipe import Recipe
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
-CPU = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "use_cpu": True, "num_machines": 1, "num_processes": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -38,17 +37,9 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Any:
-    """The variables that `accelerate launch` gives a process, by its own code: for an `fp8_config`, or another precision."""
-
-    def variables(mixed_precision: str = "fp8", arguments: tuple[str, ...] = (), **fp8_config: Any) -> dict[str, str]:
-        path = tmp_path / "accelerate.yaml"
-        fp8 = {"fp8_config": fp8_config} if fp8_config else {}
-        path.write_text(yaml.safe_dump(CPU | {"mixed_precision": mixed_precision} | fp8))
-        command = launch_command_parser().parse_args(["--config_file", str(path), *arguments, "script.py"])
-        _, environment = accelerate_launch.prepare_simple_launcher_cmd_env(_validate_launch_command(command)[0])
-        return {key: value for key, value in environment.items() if key.startswith("ACCELERATE_")}
-
-    return variables
+    """The variables that `accelerate launch` gives a process on a CPU for an `fp8_config`."""
+    asked = {"distributed_type": "NO", "use_cpu": True, "mixed_precision": "fp8"}
+    return lambda **fp8_config: written(tmp_path, 1, **asked, fp8_config=fp8_config)
 
 
 def recipe_with(**values: Any) -> Recipe:

@@ -205,4 +205,4 @@ def step_of(packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
     squares = sum(sum_of_squares(each.lengths) for each in packs)
     valid_tokens = sum(each.valid_tokens for each in microbatches)
-    return StepBatches(microbatches[rank::ranks], LENGTH * len(packs), valid_tokens, squares, 1.0)
+    return StepBatches(microbatches[rank::ranks], sum(len(pack.input_ids) for pack in packs), valid_tokens, squares, 1.0)

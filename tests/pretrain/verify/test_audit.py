@@ -26,20 +26,20 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.precision import emulation
-from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.grouped import PlainGroupedProduct
 from pretrain.precision.observed import ProductObserver, watched
 from pretrain.precision.plain_forward import PlainForwardProduct
 from pretrain.precision.product import PlainProduct, PrecisionContext
 from pretrain.precision.scope import check_scope
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
 from pretrain.verify import audit
+from tests.pretrain.conftest import QUANTIZED, active_in
+from tests.pretrain.precision.test_statistics import Watched
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
 
-FP32, BF16 = (ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings()) for name in ("fp32", "bf16"))
+FP32, BF16 = (active_in(name, "torch") for name in ("fp32", "bf16"))
 LINEARS = {"qwen3": 2 * 7 + 1, "gpt2": 2 * 4 + 1}  # q, k, v, o, gate, up, down; c_attn, c_proj, c_fc, c_proj; and the head
-QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
 
 
 def refusal(observe: Callable[..., object], *arguments: object) -> str:
@@ -234,9 +234,8 @@ def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, ref
     odd = {"hidden_size": 128, "intermediate_size": 100, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 36}
     settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd})
     shapes = model.build_on_meta(model.load_config(settings))
-    active = ActivePrecision("block", PRECISIONS["block"], "emulation", LowPrecisionSettings(scope=scope).resolved("block"))
     with pytest.raises(InputError, match="is left no linear of Qwen3ForCausalLM") if refused else nullcontext():
-        check_scope(shapes, list(model.decoder_layers(shapes).values()), active)
+        check_scope(shapes, list(model.decoder_layers(shapes).values()), active_in("block", scope=scope))
 
 
 # ── A forward in BF16 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -282,54 +281,26 @@ CASES = {name: (name, {}) for name in QUANTIZED} | {
 }
 
 
-def emulated(case: str) -> ActivePrecision:
-    name, options = CASES[case]
-    return ActivePrecision(name, PRECISIONS[name], "emulation", LowPrecisionSettings(**options).resolved(name))
-
-
-class Layer(nn.Module):
-    """One emulated linear that computes as `real` says."""
-
-    SIZES = 256, 128, 384  # tokens, in, out
-
-    def __init__(self, real: ActivePrecision) -> None:
-        super().__init__()
-        _, into, out = self.SIZES
-        self.real, self.backend = real, EmulationBackend(real, torch.device("cpu"))
-        self.context = PrecisionContext(self.backend, torch.bfloat16)
-        self.product = self.backend.product("layer", into, out, bias=False)
-        generator = torch.Generator().manual_seed(0)
-        spread = torch.exp(torch.randn(out, into, generator=generator))
-        self.weight = nn.Parameter((spread * torch.randn(out, into, generator=generator)).bfloat16())
-        self._generator = generator
-
-    def microbatch(self) -> None:
-        tokens, into, out = self.SIZES
-        x, gradient = (torch.randn(tokens, size, generator=self._generator) for size in (into, out))
-        x *= torch.exp(torch.randn(tokens, into, generator=self._generator))
-        with self.context.forward(training=True):
-            y = self.product(x.bfloat16().requires_grad_(), self.weight, None, self.context)
-        y.backward((1e-3 * gradient).bfloat16())
-
-    def faults(self, claimed: ActivePrecision) -> list[str]:
-        """After a microbatch that teaches delayed scaling its scales."""
-        self.microbatch()
-        observer = ProductObserver(claimed)
-        with observer.looking_on():
-            self.microbatch()
-        assert [product.gemm for product in observer.products["layer"]] == ["forward", "dgrad", "wgrad"]
-        return observer.faults().get("layer", [])
+def faults_of(real: str, claimed: str, weight: float | None = None) -> dict[str, list[str]]:
+    """By linear, of two that compute as `real` says, after a step that teaches delayed scaling its scales; in a part of the
+    first one's weights, `weight`."""
+    (name, options), (called, its) = CASES[real], CASES[claimed]
+    run, observer = Watched(name, **options), ProductObserver(active_in(called, **its))
+    if weight is not None:
+        run.layers[0].weight.data[:100] = weight
+    run.step()
+    run.x = 0.7 * run.x  # or a delayed scale would be that of the tensor itself
+    with observer.looking_on():
+        run.step()
+    assert all({product.gemm for product in made} == {"forward", "dgrad", "wgrad"} for made in observer.products.values())
+    return observer.faults()
 
 
 @pytest.mark.parametrize("values", [None, 0.0, float("nan"), float("inf"), 1e-38])
 @pytest.mark.parametrize("case", CASES)
 def test_what_every_precision_makes_passes_and_what_is_no_number_is_left_to_others(case: str, values: float | None) -> None:
     """Empty and tiny values too; the health check finds what is no number."""
-    layer = Layer(emulated(case))
-    if values is not None:
-        with torch.no_grad():
-            layer.weight[:200] = values
-    assert layer.faults(emulated(case)) == []
+    assert faults_of(case, case, values) == {}
 
 
 @pytest.mark.parametrize("claimed", CASES)
@@ -339,7 +310,8 @@ def test_operands_of_every_other_format_are_found(claimed: str) -> None:
     if claimed == "delayed":
         formats -= {"current"}  # its operands are delayed scaling's, by a scale that the history does not make
     for real in sorted(formats):
-        faults = Layer(emulated(real)).faults(emulated(claimed))
-        # A delayed scale can be the one that the tensor itself would have: that of a weight that did not change.
-        wrong = {fault.split(":")[0] for fault in faults}
-        assert wrong if real == "delayed" else len(wrong) == 6, f"{real} passes as {claimed}: {faults}"
+        faults = faults_of(real, claimed)
+        for linear in ("up", "down"):
+            # A delayed scale can be the one that the tensor itself would have: that of a weight that did not change.
+            wrong = {fault.split(":")[0] for fault in faults.get(linear, [])}
+            assert wrong if real == "delayed" else len(wrong) == 6, f"{real} passes as {claimed}: {faults}"

@@ -165,17 +165,12 @@ def test_the_loss_that_balances_experts_is_compared(
     assert (run.parity().failures == []) is is_right
 
 
-def test_experts_that_drop_a_choice_are_found(mixture: Callable) -> None:
+@pytest.mark.parametrize(("factors", "shift"), [((1.0, 0.0), 0), ((1.0, 1.0), 1)], ids=["dropped", "another"])
+def test_choices_that_experts_drop_or_that_no_rounding_makes_are_found(factors: tuple, shift: int, mixture: Callable) -> None:
     run = mixture("qwen3_moe")
-    for layer in run.layers:
-        layer.mlp.experts.register_forward_pre_hook(lambda module, args: (*args[:2], args[2] * torch.tensor([1.0, 0.0])))
-    assert run.parity().failures
-
-
-def test_choices_that_no_rounding_makes_are_found(mixture: Callable) -> None:
-    run = mixture("qwen3_moe")
-    experts = run.layers[1].mlp.experts
-    experts.register_forward_pre_hook(lambda module, args: (args[0], (args[1] + 1) % 8, args[2]))
+    run.layers[1].mlp.experts.register_forward_pre_hook(
+        lambda module, args: (args[0], (args[1] + shift) % 8, args[2] * torch.tensor(factors))
+    )
     assert run.parity().failures
 
 

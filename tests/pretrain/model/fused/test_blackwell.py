@@ -26,9 +26,10 @@ from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backends
-from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision, LowPrecisionSettings, precision_called
+from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision, precision_called
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.audit import _is_expected
+from tests.pretrain.conftest import active_in
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients, that_count
 from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
@@ -45,11 +46,9 @@ def b200(references: Path) -> Iterator[None]:
         yield
 
 
-def active_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
-    of = precision_called(precision)
-    options = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in of.options else {}
-    settings = LowPrecisionSettings(scope="linear+head", keep_bf16_layers={"last": 0}, keep_bf16=keep, **options)
-    return ActivePrecision(precision, of, backend, settings.resolved(precision))
+def computing_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
+    options = dict.fromkeys(precision_called(precision).options.keys() & {"disable_stochastic_rounding"}, True)
+    return active_in(precision, backend, scope="linear+head", keep_bf16_layers={"last": 0}, keep_bf16=keep, **options)
 
 
 def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
@@ -81,12 +80,14 @@ def train(packed: PackedLanguageModel) -> Trained:
 
 @cache
 def in_bf16(kind: str = "qwen3") -> Trained:
-    return train(assembled(active_in("bf16", "torch"), fused=False, kind=kind))
+    return train(assembled(computing_in("bf16", "torch"), fused=False, kind=kind))
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
 def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> None:
-    by_library, emulated = (train(assembled(active_in(precision, by), fused=False)) for by in ("transformer_engine", "emulation"))
+    by_library, emulated = (
+        train(assembled(computing_in(precision, by), fused=False)) for by in ("transformer_engine", "emulation")
+    )
     assert by_library[0] == emulated[0]
     for name, gradient in emulated[1].items():
         assert torch.equal(by_library[1][name], gradient), name
@@ -105,12 +106,12 @@ def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> 
 )
 def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(precision: str, kind: str, keep: tuple[str, ...]) -> None:
     """They round less often between products, so some values take the next code: the two differ by less than either errs."""
-    active, exact = active_in(precision, "transformer_engine", keep), in_bf16(kind)
+    active, exact = computing_in(precision, "transformer_engine", keep), in_bf16(kind)
     packed = assembled(active, fused=True, kind=kind)
     observer = ProductObserver(active)
     with observer.looking_on():
         fused = train(packed)
-    unfused = train(assembled(active_in(precision, "emulation", keep), fused=False, kind=kind))
+    unfused = train(assembled(computing_in(precision, "emulation", keep), fused=False, kind=kind))
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
     for name in that_count(exact[1]):
         errors, apart = [(each[1][name] - exact[1][name]).norm() for each in (fused, unfused)], fused[1][name] - unfused[1][name]
@@ -130,7 +131,7 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(precision
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
 @pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head")])
 def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(precision: str, keep: tuple[str, ...]) -> None:
-    actives = [active_in(each, "transformer_engine", keep) for each in (precision, f"{precision}{PLAIN_FORWARD}")]
+    actives = [computing_in(each, "transformer_engine", keep) for each in (precision, f"{precision}{PLAIN_FORWARD}")]
     packed = assembled(*actives, fused=True)
     quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
     low = train(packed)

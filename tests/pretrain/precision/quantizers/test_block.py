@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized, blocks
+from tests.pretrain.precision.quantizers.test_rounding import NUMPY
 
-NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
 by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows", "squares"])
 
 

@@ -14,10 +14,10 @@ from hypothesis.extra import numpy as npst
 from torch import Tensor
 
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks
+from tests.pretrain.precision.quantizers.test_rounding import NUMPY
 
 SameBits = Callable[[Tensor, Tensor], None]
 Check = Callable[[Tensor, Grid], None]
-NUMPY_DTYPES = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
 
 
 def in_numpy(blocks: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
@@ -30,7 +30,7 @@ def in_numpy(blocks: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
     exponent[np.isinf(amax)] = 127
     exponent = exponent.clip(-127, 127)
     scaled = np.ldexp(blocks, -exponent).clip(-grid.maximum, grid.maximum)
-    return scaled.astype(NUMPY_DTYPES[grid.name]).astype(np.float32), (exponent + 127).astype(np.uint8)
+    return scaled.astype(NUMPY[grid.name]).astype(np.float32), (exponent + 127).astype(np.uint8)
 
 
 def e8m0(block_scale: Tensor) -> Tensor:

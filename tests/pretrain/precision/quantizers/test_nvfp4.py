@@ -1,4 +1,4 @@
-"""NVFP4 against Transformer Engine's reference and against NumPy with ml_dtypes, bit for bit."""
+"""NVFP4 and its Hadamard transform against Transformer Engine's reference and against NumPy with ml_dtypes, bit for bit."""
 
 from __future__ import annotations
 
@@ -58,6 +58,17 @@ def check(assert_same_bits: SameBits) -> Check:
         assert_same_bits(quantized.block_scale, torch.from_numpy(scales).repeat_interleave(blocks.NVFP4_BLOCK, dim=-1))
 
     return check
+
+
+def test_the_hadamard_transform_of_two_million_values_is_transformer_engines(
+    te_reference: Callable[[str], ModuleType], finite_bf16: Tensor
+) -> None:
+    module = te_reference("reference_nvfp4")
+    reference = module.NVFP4QuantizerRef(dtype=None, with_rht=True)
+    x = finite_bf16[: finite_bf16.shape[0] // 16 * 16]
+    assert torch.equal(blocks.hadamard(x).view(torch.int16), reference._apply_rht(x).view(torch.int16))
+    transposed = reference._apply_rht(x.t().contiguous())
+    assert torch.equal(blocks.hadamard(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16))
 
 
 @pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=["rows", "squares"])
