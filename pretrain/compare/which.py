@@ -335,7 +335,7 @@ def values_of(name: str) -> Values:
 
 
 def above(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: Callable[[RunRecord], float]) -> SeedDifference:
-    base, run = ({place: loss(each) for place, each in enumerate(runs)} for runs in zip(*pairs, strict=True))
+    base, run = ({each.config["seed"]: loss(each) for each in runs} for runs in zip(*pairs, strict=True))
     return SeedDifference.of(run, base)
 
 

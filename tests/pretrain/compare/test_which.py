@@ -89,9 +89,9 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)  # nothing is fixed yet
     command += ["--steps", "80"]
     assert which.main([*command, "--hours", "0.00001"]) == 1
-    verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
-    (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
-    assert seed != 0 and verdict["candidates"]["current"]["speedup"] is verdict["candidates"]["current"]["memory_gib"] is None
+    verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())["candidates"]["current"]
+    ((seed, cost),) = verdict["served"]["by_seed"].items()
+    assert seed == "42" and cost != 0 and verdict["speedup"] is verdict["memory_gib"] is None
     assert "current: cannot tell" in (said := capsys.readouterr().out) and "once more" in said
     assert which.main([*command, "--hours", "0.00001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
 
