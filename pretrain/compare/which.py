@@ -114,7 +114,7 @@ class Verdict:
     name: str
     served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
     trained: SeedDifference | None = None  # loss of the last steps, in the candidate's own precision
-    tokens_per_second: float | None = None  # None where it is emulated, as is `speedup`
+    tokens_per_second: float | None = None  # None where it is emulated, as are the next two
     speedup: float | None = None
     memory_gib: float | None = None
     tokens: float | None = None  # how many times the tokens make up for its loss, by the baseline's own slope
@@ -226,7 +226,7 @@ class Question:
             verdict.speedup = statistics.median(map(truediv, theirs, ours))
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slope = SeedDifference({place: loss_slope(run) for place, (run, _) in enumerate(pairs)}, 0.0)
-        if slope.mean + (slope.half_width() or 0.0) < 0:
+        if (half := slope.half_width()) is not None and slope.mean + half < 0:
             fold = math.exp(min(max(0.0, verdict.served.mean) / -slope.mean, MOST_FOLD))
             before = protocol.trunk if protocol.begin_with else 0  # these tokens are trained, and only others can be more
             verdict.tokens = (fold * protocol.steps - before) / (protocol.steps - before)
