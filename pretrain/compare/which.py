@@ -544,8 +544,10 @@ def step_of_checkpoint(path: str | None) -> int | None:
 
 
 def seconds_of(cell: Cell) -> float:
-    """How long its training took: from its mark, when it was last started, to its summary, the last that it writes."""
-    return (cell.run_dir / SUMMARY_FILE).stat().st_mtime - cell.mark.stat().st_mtime
+    """How long its training took: from its mark, when it was last started, to its summary, the last that it writes; or, where it
+    was started before that, at least its steps."""
+    last_start = (cell.run_dir / SUMMARY_FILE).stat().st_mtime - cell.mark.stat().st_mtime
+    return max(last_start, 3600 * cell.record().summary["hours"])
 
 
 def announce(question: Question, hours: float) -> None:

@@ -140,6 +140,7 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
     assert verdict["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2)) and "pays only over 1.28 times" in said
     assert verdict["delayed"]["gain_at_equal_loss"] == pytest.approx(1.3 / np.exp(0.0005 / 0.2))
     assert max(map(abs, verdict["delayed"]["trained"]["by_seed"].values())) < 1e-9, "their last losses are of the same steps"
+    assert verdict["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed is 400 steps and 320, though none was started long ago"
     assert f"train_accelerate.py {file} precision=delayed" in said
     assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
     question.protocol = replace(protocol, begin_with="step-00000080")
