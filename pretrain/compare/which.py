@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import shlex
@@ -40,6 +39,7 @@ import psutil
 from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file, write_json
+from foundation.reading import load_object
 from foundation.signals import StopRequest
 from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
@@ -48,7 +48,7 @@ from pretrain.compare.figures import moving_mean, window_of
 from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
 from pretrain.compare.matrix_run import DEVICES, Outcome, run_all, say, stopped
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, at_the_end
 from pretrain.precision.settings import PRECISIONS, is_quantized
 from pretrain.settings.config import load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
@@ -113,7 +113,7 @@ class Verdict:
     name: str
     served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
     trained: SeedDifference | None = None  # loss of the last steps, in the candidate's own precision
-    tokens_per_second: float | None = None  # None where it is emulated, as is `speedup`
+    tokens_per_second: float | None = None  # None where it is emulated, as are the next two
     speedup: float | None = None
     memory_gib: float | None = None
     tokens: float | None = None  # how many times the tokens make up for its loss, by the baseline's own slope
@@ -199,11 +199,13 @@ class Question:
                 about = "about" if each.served and len(each.served.by_seed) >= FEWEST_SEEDS else "at least"
                 hours = each.more_seconds and f"{about} {duration(each.more_seconds)} more of --hours should tell"
                 each.advice = hours or f"nor would {MOST_SEEDS} seeds, if they spread alike"
-            elif each.speedup is None and each.served:
-                each.advice = "its speed is not known, as it is emulated"
+            elif each.served and each.gain is None:
+                flat = f"its gain is not known, as {self.protocol.candidates[0]}'s loss does not clearly fall"
+                each.advice = flat if each.speedup else "its speed is not known, as it is emulated"
+            elif each in paying:
+                each.advice = USE if each is best else f"pays less than {best.name}"
             else:
-                pays = f"pays less than {best.name}" if each in paying else "not worth it"
-                each.advice = USE if each is best else pays
+                each.advice = f"pays only over {each.tokens:.2f} times the tokens" if (each.gain or 0) > 1 else "not worth it"
         return verdicts
 
     def verdict(self, name: str) -> Verdict:
@@ -215,20 +217,26 @@ class Question:
         if broken := [run for _, run in pairs if run.broke_off]:
             verdict.word = f"broke off: {broken[0].broke_off}"
             return verdict
-        verdict.served = above(pairs, lambda run: run.summary["held_out_loss"])
-        verdict.trained = above(pairs, lambda run: run.summary[LOSS_KEY])
+        verdict.served = above(pairs, held_out_loss)
+        verdict.trained = above(pairs, self.loss_at_end)
         ours, theirs = ([own_speed(run) for run in runs] for runs in zip(*pairs, strict=True))
         if all(ours) and all(theirs):
             verdict.tokens_per_second = statistics.median(theirs)
             verdict.speedup = statistics.median(map(truediv, theirs, ours))
-        verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        slope = statistics.fmean(loss_slope(ours) for ours, _ in pairs)
-        if slope < 0:
-            verdict.tokens = math.exp(min(max(0.0, verdict.served.mean) / -slope, MOST_FOLD))
+            verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
+        slope = SeedDifference({place: loss_slope(run) for place, (run, _) in enumerate(pairs)}, 0.0)
+        if (half := slope.half_width()) is not None and slope.mean + half < 0:
+            fold = math.exp(min(max(0.0, verdict.served.mean) / -slope.mean, MOST_FOLD))
+            before = protocol.trunk if protocol.begin_with else 0  # these tokens are trained, and only others can be more
+            verdict.tokens = (fold * protocol.steps - before) / (protocol.steps - before)
         verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
             verdict.more_seconds = self.seconds_to_tell(verdict)
         return verdict
+
+    def loss_at_end(self, run: RunRecord) -> float:
+        """Mean of the last training losses, of steps that all have: a summary's are of more where the trunk is its own."""
+        return float(np.nanmean(at_the_end(run.curve("loss")[1][self.protocol.trunk - self.protocol.steps :])))
 
     def seconds_to_tell(self, verdict: Verdict) -> float | None:
         """For the seeds that are missing to a verdict, if mean and spread stay; None where MOST_SEEDS would not tell."""
@@ -249,10 +257,11 @@ class Question:
         base, lines = self.protocol.candidates[0], [f"{each.name}: {each.word}, {each.advice}." for each in verdicts]
         if best := next((each for each in verdicts if each.advice == USE), None):
             lines.append(f"Train in {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
-            values = [*self.overrides, *(f"{key}={value}" for key, value in values_of(best.name).items())]
-            launch = ["accelerate", "launch", "--config_file", self.accelerate, "train_accelerate.py", self.recipe_file, *values]
+            values = values_of(best.name) | ({"train.begin_with": begin} if (begin := self.protocol.begin_with) else {})
+            launch = ["accelerate", "launch", "--config_file", self.accelerate, "train_accelerate.py", self.recipe_file]
+            launch += [*self.overrides, *(f"{key}={value}" for key, value in values.items())]
             lines.append(f"  {shlex.join(map(str, launch))}")
-        elif any(each.speedup for each in verdicts) and not any(each.is_open for each in verdicts):
+        elif all(not each.is_open and (each.gain <= 1 if each.gain else not each.served) for each in verdicts):
             lines.append(f"Stay with {base}.")
         return "\n".join(lines)
 
@@ -269,7 +278,7 @@ class Question:
             half, share = difference.anytime_half_width(self.protocol.error), 100 / difference.baseline
             return f"{share * difference.mean:+.3f}{'' if half is None else f' ± {share * half:.3f}'} %"
 
-        losses = (statistics.fmean(run.summary[key] for run in runs) for key in ("held_out_loss", LOSS_KEY))
+        losses = (statistics.fmean(map(loss, runs)) for loss in (held_out_loss, self.loss_at_end))
         speed, peak = or_dash(own_speed(runs[0]), "{:,.0f}".format), or_dash(runs[0].summary.get("memory_gib"), memory)
         rows = [[base, str(len(runs)), *map("{:.4f}".format, losses), speed, "1", "1", "1", peak, "baseline"]]
         for each in verdicts:
@@ -324,8 +333,12 @@ def values_of(name: str) -> Values:
 
 
 def above(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: Callable[[RunRecord], float]) -> SeedDifference:
-    base, run = ({place: loss(each) for place, each in enumerate(runs)} for runs in zip(*pairs, strict=True))
+    base, run = ({each.config["seed"]: loss(each) for each in runs} for runs in zip(*pairs, strict=True))
     return SeedDifference.of(run, base)
+
+
+def held_out_loss(run: RunRecord) -> float:
+    return run.summary["held_out_loss"]
 
 
 def loss_slope(run: RunRecord) -> float:
@@ -421,7 +434,9 @@ def check(question: Question, options: argparse.Namespace) -> None:
 
 
 def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
-    """Train what is not finished."""
+    """Train what is not finished. InputError where the recipe has changed since some of it was trained."""
+    for cell in matrix.cells:
+        cell.check_folder()
     if not all(cell.is_finished() for cell in matrix.cells):
         check_speeds(matrix)
     return run_all(matrix, matrix.cells, stop)
@@ -450,12 +465,13 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     file = question.folder / "which.json"
     if not file.exists():
         return None
-    protocol = Protocol(**json.loads(file.read_text()))
+    protocol = Protocol(**load_object(file, "ask anew in another --run_dir"))
     asked = {
         "recipe": str(question.recipe_file),
         "overrides": list(question.overrides),
         "begin_with": options.begin_with,
         "margin": options.margin / 100,
+        "seeds": options.seeds,
         "precisions": options.precisions or protocol.precisions,
         "steps": options.steps or protocol.steps,
     }
@@ -468,6 +484,9 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
 def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequest, ends: float) -> Protocol | None:
     """Try every candidate, and fix how long trainings are; None where it was stopped. InputError where the baseline fails."""
     matrix, recipe = question.trial(), question.recipe
+    for cell in matrix.cells:
+        if cell.differences:  # as the recipe was mended, nothing is fixed yet
+            shutil.rmtree(cell.run_dir)
     say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(c.values['cell'] for c in matrix.cells)}")
     outcomes = {each.cell.values["cell"]: each for each in train(matrix, stop)}
     if stop.requested:
@@ -521,14 +540,14 @@ def least_steps(done: int | None) -> int:
 
 def step_of_checkpoint(path: str | None) -> int | None:
     """After which step the checkpoint was saved that all begin with; None where they begin with none."""
-    if path and not (Path(path) / "state.json").is_file():
-        raise InputError(f"--from {path}: no checkpoint; name a step-* folder")
-    return int(Path(path).resolve().name.removeprefix("step-")) if path else None
+    return load_object(Path(path, "state.json"), "--from takes a step-* folder")["progress"]["step"] if path else None
 
 
 def seconds_of(cell: Cell) -> float:
-    """How long its training took: from its mark, when it was last started, to its summary, the last that it writes."""
-    return (cell.run_dir / SUMMARY_FILE).stat().st_mtime - cell.mark.stat().st_mtime
+    """How long its training took: from its mark, when it was last started, to its summary, the last that it writes; or, where it
+    was started before that, at least its steps."""
+    last_start = (cell.run_dir / SUMMARY_FILE).stat().st_mtime - cell.mark.stat().st_mtime
+    return max(last_start, 3600 * cell.record().summary["hours"])
 
 
 def announce(question: Question, hours: float) -> None:

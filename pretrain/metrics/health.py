@@ -49,6 +49,11 @@ def some_of(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
+def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
+    """How far a gradient has moved away from the one in BF16, which lies at (1, 0); 0 where it has come nearer."""
+    return 0.0 if math.dist(place, (1, 0)) <= math.dist(usual, (1, 0)) else math.dist(place, usual)
+
+
 @dataclass(frozen=True)
 class StepDecision:
     """What to do with a step whose gradient is ready, and why, for the user; with `update` the reason is a warning, if any."""
@@ -115,7 +120,7 @@ class Health:
         decision, and for the metrics how far the matrix has moved that is furthest from its usual place, and its name. A switch
         takes effect after this step."""
         usual = self.state.usual_gap.setdefault(precision, {})
-        moved = {name: math.dist(place, usual[name]) for name, place in places.items() if name in usual}
+        moved = {name: further_off(place, usual[name]) for name, place in places.items() if name in usual}
         worst = max(moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default="")
         figures = {"gap/moved": moved[worst], "gap/worst": worst} if moved else {}
         limit, wanted = self.settings.gap_threshold, self.settings.on_gap

@@ -200,7 +200,7 @@ class HealthSettings(Settings):
     on_spike: Literal["ignore", "warn", "stop", "skip", "rollback"] = "warn"
     # Where a look of `log.gap` finds that low precision does more to a gradient than it did; switch: go on in BF16.
     on_gap: Literal["warn", "stop", "switch"] = "warn"
-    # How far a matrix's gradient may move from its usual place beside the one in BF16, as a share of that one's norm.
+    # How far a matrix's gradient may move from its usual place, away from the one in BF16, as a share of that one's norm.
     gap_threshold: float = Field(0.25, gt=0)
 
 

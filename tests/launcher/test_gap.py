@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_up
 
 def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
     health, usual, broken = Health(HealthSettings()), {"a": (1.0, 0.1), "b": (0.9, 0.3)}, {"a": (1.0, 0.1), "b": (0.5, 0.3)}
+    better, lost = {"b": (1.0, 0.01)}, {"b": (math.nan, math.nan)}
     assert health.judge_gap(1, "current", usual) == (StepDecision(), {})
     for step in (2, 3):
         decision, figures = health.judge_gap(step, "current", broken)
@@ -110,6 +112,8 @@ def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
         assert figures == {"gap/moved": pytest.approx(0.4), "gap/worst": "b"}
     assert health.judge_gap(4, "nvfp4", broken) == (StepDecision(), {}), "another precision has places of its own"
     assert health.judge_gap(5, "current", usual)[0] == StepDecision()
+    assert health.judge_gap(6, "current", better) == (StepDecision(), {"gap/moved": 0.0, "gap/worst": "b"}), "nearer to BF16"
+    assert health.judge_gap(7, "current", lost)[0].reason
 
 
 def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(started: Callable, tmp_path: Path) -> None:

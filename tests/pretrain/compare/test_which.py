@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,8 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}, "batch": {"tokens": 128}}
     recipe["model"]["config"] |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
-    file = write_recipe(recipe | {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}, tmp_path)
+    recipe |= {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}
+    file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
     popen, dies = subprocess.Popen, ["rounds/current"]
@@ -72,11 +73,15 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
         return popen(["false"] if dies and dies[0] in command[-1] and dies.pop() else command, **options)
 
     monkeypatch.setattr(subprocess, "Popen", dying_once)
-    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current", "--steps", "80"]
+    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current"]
+    with pytest.raises(InputError, match="80 are the least"):
+        which.main([*command, "--hours", "0.00001"])
+    write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)  # nothing is fixed yet
+    command += ["--steps", "80"]
     assert which.main([*command, "--hours", "0.00001"]) == 1
-    verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())
-    (seed,) = verdict["candidates"]["current"]["served"]["by_seed"].values()
-    assert seed != 0 and verdict["candidates"]["current"]["speedup"] is None
+    verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())["candidates"]["current"]
+    ((seed, cost),) = verdict["served"]["by_seed"].items()
+    assert seed == "42" and cost != 0 and verdict["speedup"] is verdict["memory_gib"] is None
     assert "current: cannot tell" in (said := capsys.readouterr().out) and "once more" in said
     assert which.main([*command, "--hours", "0.00001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
 
@@ -92,41 +97,68 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
         "mxfp8": (1.2, [0.0, 0.004, 0.008, 0.004, 0.004]),
     }
     file, folder, names = write_recipe(small_recipe, tmp_path), tmp_path / "which", ["bf16", *above]
-    protocol = Protocol(str(file), [], None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 3, 100, 20)
+    protocol = Protocol(str(file), [], None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(protocol)))
-    question = Question(file, (), which.ON_CPU, folder, names, protocol)
-    for seed in range(5):
-        for cell in question.round(42 + seed, list(above)).cells:
-            speed, costs = above.get(cell.values["cell"], (1.0, [0.0] * 5))
-            leave_behind(cell, 100, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed)
-            lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
-            lines = [line | ({"loss": 3 - 0.2 * np.log(line["step"])} if "loss" in line else {}) for line in lines]
-            (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert which.main([str(file), "--run_dir", str(folder), "--hours", "0.000001"]) == 1, "mxfp8 is open, and the hours are over"
+    question, noise = Question(file, (), which.ON_CPU, folder, names, protocol), np.random.default_rng(0)
+
+    def train(slope: float, spread: float = 0.0) -> None:
+        question.rounds.clear()
+        for seed in range(5):
+            cells = {cell.values["cell"]: cell for cell in question.round(42 + seed, list(above)).cells}
+            for name, cell in cells.items():
+                speed, costs = above.get(name, (1.0, [0.0] * 5))
+                leave_behind(cell, 400, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed)
+                lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
+                lines = [line for line in lines if line["step"] > 80 or name == "bf16"]  # a branch has its own steps alone
+                for line in lines[:-1]:
+                    line["loss"] = 3 + slope * np.log(line["step"]) + spread * noise.normal()
+                (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            question.rounds.append({name: cell.record() for name, cell in cells.items()})
+
+    train(slope=-0.2)
+    command = [str(file), "--run_dir", str(folder), "--hours", "0.000001"]
+    assert which.main(command) == 1, "mxfp8 is open, and the hours are over"
     said, verdict = capsys.readouterr().out, json.loads((folder / "verdict.json").read_text())["candidates"]
     advice = {name: (each["word"], each["advice"].split()[0]) for name, each in verdict.items()}
     assert advice == {
         "delayed": ("equivalent", "use"),
         "current": ("equivalent", "not"),
-        "nvfp4": ("worse", "not"),
+        "nvfp4": ("worse", "pays"),
         "mxfp8": ("cannot tell", "about"),
     }
-    assert verdict["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2))
+    assert verdict["nvfp4"]["tokens"] == pytest.approx(np.exp(0.05 / 0.2)) and "pays only over 1.28 times" in said
     assert verdict["delayed"]["gain_at_equal_loss"] == pytest.approx(1.3 / np.exp(0.0005 / 0.2))
+    assert max(map(abs, verdict["delayed"]["trained"]["by_seed"].values())) < 1e-9, "their last losses are of the same steps"
+    assert verdict["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed is 400 steps and 320, though none was started long ago"
     assert f"train_accelerate.py {file} precision=delayed" in said
     assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
-    with pytest.raises(InputError, match="margin"):
-        which.main([str(file), "--run_dir", str(folder), "--margin", "1"])
+    question.protocol = replace(protocol, begin_with="step-00000080")
+    assert question.verdict("nvfp4").tokens == pytest.approx((400 * np.exp(0.05 / 0.2) - 80) / 320), "of those after the first 80"
+    assert "train.begin_with=step-00000080" in question.answer(question.verdicts())
+    question.protocol = protocol
+    train(slope=0.0, spread=0.1)
+    delayed, *_ = verdicts = question.verdicts()
+    answer = question.answer(verdicts)
+    assert delayed.word == EQUIVALENT and delayed.tokens is None and "not known" in delayed.advice and "Stay" not in answer
+    for changed in (["--margin", "1"], ["--seeds", "4"]):
+        with pytest.raises(InputError, match=changed[0].strip("-")):
+            which.main([*command, *changed])
+    write_recipe(small_recipe | {"optimizer": {"learning_rate": 0.5}}, tmp_path)
+    with pytest.raises(InputError, match="learning_rate"):
+        which.main(command)
+    (folder / "which.json").write_text("{")
+    with pytest.raises(InputError, match=r"which\.json"):
+        which.main(command)
 
 
 def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = load_recipe(write_recipe(small_recipe | {"train": {"steps": 5000}}, tmp_path))
     figures = {"step": 12, "epoch": 0.005, "epoch/code": 0.012, "epoch/prose": 0.004}
     record, seconds = RunRecord(tmp_path, {}, {}, [figures], {"steps": 12}), {"bf16": 1.0, "delayed": 0.5}
-    checkpoint = tmp_path / "step-00000300"
+    checkpoint = tmp_path / "mine"
     checkpoint.mkdir()
-    (checkpoint / "state.json").write_text("{}")
+    (checkpoint / "state.json").write_text('{"progress": {"step": 300}}')
 
     def fit(hours: float, steps: int | None = None, begin_with: Path | None = None) -> tuple[int, int]:
         options = argparse.Namespace(hours=hours, seeds=4, steps=steps, begin_with=begin_with and str(begin_with))
