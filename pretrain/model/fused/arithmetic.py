@@ -28,7 +28,7 @@ from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
 from pretrain.precision.plain_forward import TwoForms
-from pretrain.precision.product import Backend, Gemm, Multiplication, Operand, PlainProduct, PrecisionContext, Product
+from pretrain.precision.product import Backend, Gemm, Multiplication, Operand, PlainProduct, PrecisionContext, Product, TakesTurns
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
@@ -41,7 +41,7 @@ class By(IntEnum):
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
-class StackedProduct(Multiplication):
+class StackedProduct(TakesTurns, Multiplication):
     """y = x w^T + b for the weights [sum of out, in] and biases of some linears, stacked, by the `Product` of what computes now:
     forward and backward, each a call of its own, on operands that a norm or an activation may have written. Parameters are looked
     up at each use, as FSDP2 exchanges them."""
@@ -54,8 +54,8 @@ class StackedProduct(Multiplication):
         self.members, self.linears, self._arithmetic = tuple(linears), tuple(linears.values()), arithmetic
         self._copy: Tensor | None = None  # of the matrix in the compute dtype, where the parameters have another
         sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
-        self.low = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
-        for product in self.low.values():
+        self.products = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
+        for product in self.products.values():
             product.members = self.members
         self._plain = PlainProduct(name)
         super().__init__(self._plain, arithmetic.context)
@@ -117,10 +117,9 @@ class StackedProduct(Multiplication):
 
     def begin(self, x: Tensor) -> None:
         """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
-        context = self.context
-        self.product = self.low.get(context.backend, self._plain) if context.low_precision else self._plain
-        self.seen_by = context if self.low_precision else _NOBODY
-        self.refresh, self.differentiable = context.first_microbatch, self._arithmetic.differentiable
+        self.product = self.low or self._plain
+        self.seen_by = self.context if self.low_precision else _NOBODY
+        self.refresh, self.differentiable = self.context.first_microbatch, self._arithmetic.differentiable
         self.product.begin(x)
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:

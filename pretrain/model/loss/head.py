@@ -90,9 +90,7 @@ class LossHead(TakesTurns, nn.Linear):
         Where the weight has a `main_grad` (FP32 or BF16, of its shape), backward adds the gradient to that and returns none."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        # Evaluation, outside of a low-precision forward, multiplies as every other head does.
-        low = self.product if self.is_low and self.context.low_precision else None
-        hidden, labels, operands = hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
+        low, hidden, labels, operands = self.low, hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
         if self.settings.kind == "cce":
             return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, *operands)):
