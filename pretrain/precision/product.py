@@ -128,12 +128,14 @@ class PlainProduct(Product):
         return matrix()
 
     def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
-        if gemm == "forward":
-            return searched.linear(left, right, *added)
-        return (searched.input_gradient(left, right) if gemm == "dgrad" else left.t() @ right).to(dtype)
+        with watched(self.members, gemm):
+            if gemm == "forward":
+                return searched.linear(left, right, *added)
+            return (searched.input_gradient(left, right) if gemm == "dgrad" else left.t() @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-        searched.add_product_(total, left.t(), right, overwrite=overwrite)
+        with watched(self.members, "wgrad"):
+            searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
 class Multiplication:

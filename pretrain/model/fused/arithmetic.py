@@ -26,9 +26,8 @@ from torch.autograd.function import FunctionCtx
 
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observed import watched
 from pretrain.precision.plain_forward import TwoForms
-from pretrain.precision.product import Backend, Gemm, Multiplication, Operand, PlainProduct, PrecisionContext, Product, TakesTurns
+from pretrain.precision.product import Backend, Multiplication, Operand, PlainProduct, PrecisionContext, Product, TakesTurns
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
@@ -55,9 +54,9 @@ class StackedProduct(TakesTurns, Multiplication):
         self._copy: Tensor | None = None  # of the matrix in the compute dtype, where the parameters have another
         sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
         self.products = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
-        for product in self.products.values():
-            product.members = self.members
         self._plain = PlainProduct(name)
+        for product in (self._plain, *self.products.values()):
+            product.members = self.members
         super().__init__(self._plain, arithmetic.context)
 
     # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -133,15 +132,10 @@ class StackedProduct(TakesTurns, Multiplication):
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """Returns one for each weight; None where it has been added to the main gradient."""
-        with watched(self.members, "wgrad"):
-            gradient = self.weight_gradient(dy, x, self.main_gradient)
+        gradient = self.weight_gradient(dy, x, self.main_gradient)
         if gradient is None:
             return [None] * len(self.linears)
         return list(gradient.split([len(weight) for weight in self.weights]))
-
-    def multiply(self, gemm: Gemm, *operands: Any, **options: Any) -> Tensor:
-        with watched(self.members, gemm):
-            return super().multiply(gemm, *operands, **options)
 
     def quantizer(self, role: Role) -> Any | None:
         """What a kernel that writes this operand quantizes with; None where `operand` makes it."""
