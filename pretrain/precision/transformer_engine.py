@@ -199,9 +199,6 @@ class ScaledGroupedProduct(Grouped, TransformerEngineProduct):
 
     supports_fused_loss = False
 
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
-        return super().operand(role, x.flatten(0, -2), both=both)
-
     def multiply(self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype | None = None, bias: None = None) -> Tensor:
         experts, by_rows = len(self.ends), gemm == "wgrad"
         if gemm == "dgrad":
