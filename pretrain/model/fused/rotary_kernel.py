@@ -222,13 +222,12 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms
     both = heads.query | heads.kv
     block = min(both & -both, MOST_HEADS, rows)  # heads: a power of two that divides queries and keys
     query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
-    with torch.cuda.device_of(qkv):
-        _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
-            *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
-            *(heads.query, heads.kv, heads.dim, block, rows),
-            num_warps=_FORWARD_WARPS,
-            enable_fp_fusion=True,
-        )
+    _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
+        *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
+        *(heads.query, heads.kv, heads.dim, block, rows),
+        num_warps=_FORWARD_WARPS,
+        enable_fp_fusion=True,
+    )
     return q, k, v
 
 
@@ -245,15 +244,14 @@ def rotate_backward(
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = torch.empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32, device=dq.device)
-    with torch.cuda.device_of(dq):
-        _rotate_backward[(heads.count * programs,)](
-            *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
-            *(query_norm, key_norm, dqkv, sums, tokens, eps),
-            *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES),
-            num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
-            maxnreg=_REGISTERS,
-            enable_fp_fusion=False,
-        )
+    _rotate_backward[(heads.count * programs,)](
+        *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
+        *(query_norm, key_norm, dqkv, sums, tokens, eps),
+        *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES),
+        num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
+        maxnreg=_REGISTERS,
+        enable_fp_fusion=False,
+    )
     if sums is None:
         return dqkv, None, None
     # In an order that shapes alone decide.
