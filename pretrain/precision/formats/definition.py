@@ -1,6 +1,6 @@
 """What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
 
-Each precision is one file beside this one, which ends with its object; `settings` finds the files. Nothing here imports torch
+Each precision is one file beside this one, which ends with its object; `settings` lists them. Nothing here imports torch
 before a quantizer is needed. docs/precision.md ("How a linear computes") says which operand is quantized along which axis.
 """
 
@@ -82,7 +82,6 @@ class Precision:
     quantized: ClassVar[bool] = False
 
     name: str
-    order: int  # where it stands among the others, in tables and messages
     description: str
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and, where nothing is quantized, of products
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products

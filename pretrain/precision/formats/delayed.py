@@ -5,7 +5,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="delayed",
-    order=20,
     description="FP8 products; a scale a tensor, from the largest values of past microbatches",
     peak="fp8",
     accelerate_name="fp8",
