@@ -31,17 +31,11 @@ Weights = Literal["fp32", "bf16", "bf16_exact"]  # `weights:` of a recipe
 # The torch dtype that parameters are kept in.
 WEIGHT_DTYPES: dict[Weights, str] = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
 
-
 _LOW = (each.PRECISION for each in (delayed, current, block, mxfp8, nvfp4, mxfp4))  # in the order of tables and messages
 PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (FP32, BF16, *_LOW)}
 # What computes a linear that low precision leaves out, by the dtype of its activations.
-UNQUANTIZED = {precision.compute_dtype: precision for precision in PRECISIONS.values() if not precision.quantized}
-
-
-def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
-    """The precision that a value of accelerate's `mixed_precision` means by itself."""
-    return next((precision for precision in PRECISIONS.values() if precision.accelerate_name == mixed_precision), None)
-
+UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
+BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}  # by its `mixed_precision`
 
 PrecisionName = Literal[tuple(PRECISIONS)]
 PLAIN_FORWARD = "_bf16_forward"  # what it adds to a precision's name

@@ -85,8 +85,6 @@ class Precision:
     description: str
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and, where nothing is quantized, of products
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
-    accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
-    fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
     multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
     plain_forward: bool = False  # forward products take operands as they are: in a phase with `forward: bf16`
     options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults
