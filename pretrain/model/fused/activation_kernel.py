@@ -29,6 +29,8 @@ from pretrain.model.fused.fp8_tile import (
     store_tensor_scaled,
     tensor_scale,
 )
+from pretrain.precision.observed import fp8_format
+from pretrain.precision.transformer_engine import library
 
 
 class Tile(NamedTuple):
@@ -194,10 +196,8 @@ def _along_rows(hidden: Tensor) -> Tile:
 def takes(hidden: Tensor, quantizer: Any) -> bool:
     """Whether the kernels write what Transformer Engine's `quantizer` would, of `hidden` [T, 2 F] BF16, contiguous: FP8 with one
     scale a tensor, in whole tiles."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-
-    whole = hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
-    return whole and isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer)
+    te, whole = library(), hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
+    return whole and isinstance(quantizer, te.Float8CurrentScalingQuantizer | te.Float8Quantizer)
 
 
 def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:
@@ -226,23 +226,19 @@ def _allocate(
 ) -> tuple[Any, TensorScaled]:
     """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
     and no amax is recorded."""
-    from transformer_engine.pytorch.constants import TE_DType_To_Torch
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
-    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
-
-    if is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
+    te = library()
+    if te.utils.is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
         rows, columns = True, False
     by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
     by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
     scale_inv, amax, used = torch.empty(1, device=device), None, None
-    if scale is None and isinstance(quantizer, Float8Quantizer):  # delayed scaling
+    if scale is None and isinstance(quantizer, te.Float8Quantizer):  # delayed scaling
         scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
     elif scale is None:
         amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
-    written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, scale_inv, scale, amax, used)
+    written = TensorScaled(fp8_format(te, quantizer.dtype)[0], by_rows, by_columns, scale_inv, scale, amax, used)
     options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": torch.bfloat16, "quantizer": quantizer}
-    return Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
+    return te.Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
 
 
 def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
