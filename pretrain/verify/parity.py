@@ -131,7 +131,7 @@ def check_parity(
     finally:
         clear_gradients(optimizer, model)
         for product in model.fused.products if model.fused else ():
-            product.forget_copy()  # of the unquantized path, which training may never take
+            product.plain.weight = None  # of the unquantized path, which training may never take
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is training's
