@@ -131,7 +131,9 @@ class PlainProduct(Product):
         with watched(self.members, gemm):
             if gemm == "forward":
                 return searched.linear(left, right, *added)
-            return (searched.input_gradient(left, right) if gemm == "dgrad" else left.t() @ right).to(dtype)
+            if gemm == "dgrad" and (dx := searched.multiply(right, left, layout="NN")) is not None:
+                return dx.to(dtype)
+            return ((left if gemm == "dgrad" else left.t()) @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
         with watched(self.members, "wgrad"):
