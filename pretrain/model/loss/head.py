@@ -86,10 +86,11 @@ class LossHead(TakesTurns, nn.Linear):
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, *operands)):
             trained, parts = ChunkedLoss.apply(hidden, *operands, labels, self, low)
         else:
-            of_chunk = ChunkLoss(self, low, hidden.dtype)
+            operands = in_dtype(self.context.compute_dtype if low else hidden.dtype, *operands)
 
             def losses(rows: slice) -> Tensor:
-                return of_chunk.losses(hidden[rows], labels[rows])
+                logits = low(hidden[rows], *operands, self.context) if low else F.linear(hidden[rows], *operands)
+                return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
 
             trained, parts = self.add_up(losses, labels, low)
         if self.penalty is None:
@@ -157,47 +158,32 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _differentiating(head: LossHead, low: Product | None, dtype: torch.dtype) -> AbstractContextManager[Callable[..., Tensor]]:
-    """What computes the chunks of one training forward, called as `ChunkLoss`."""
+    """What computes the chunks of one training forward: a function that returns the losses of a chunk of tokens, with its part of
+    the gradients written. The `first` chunk overwrites the weight's sum, which holds nothing yet. `dtype`: of hidden states."""
     if low and low.supports_fused_loss and not head.penalty:
         from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
 
         return fused_head(low, head.weight, head.context)
-    return nullcontext(ChunkLoss(head, low, dtype))
+    weight, bias = in_dtype(head.context.compute_dtype if low else dtype, head.weight, head.bias)
 
-
-class ChunkLoss:
-    """The losses of a chunk of tokens, and its part of the gradients."""
-
-    def __init__(self, head: LossHead, low: Product | None, dtype: torch.dtype) -> None:
-        """`dtype`: of the hidden states."""
-        self.low, self.context, self.penalty = low, head.context, head.penalty
-        self.weight, self.bias = in_dtype(self.context.compute_dtype if low else dtype, head.weight, head.bias)
-
-    def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """For evaluation."""
-        operands = hidden, self.weight, self.bias
-        logits = self.low(*operands, self.context) if self.low else F.linear(*operands)
-        return token_losses(logits, labels, self.penalty, with_gradient=False)
-
-    def __call__(self, hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
-        """The losses, with the gradients written: the `first` chunk of a forward overwrites the weight's sum, which holds nothing
-        yet."""
+    def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         d_hidden, d_weight, d_bias = gradients
-        if self.low:
-            refresh = self.context.first_microbatch and first
-            call = LinearCall(self.low, self.context, refresh=refresh, differentiable=True)
-            logits, saved = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias)
+        if low:
+            call = LinearCall(low, head.context, refresh=head.context.first_microbatch and first, differentiable=True)
+            logits, saved = call.forward(hidden.to(weight.dtype), weight, bias)
         else:
-            logits = linear(hidden, self.weight, self.bias)
-        losses = token_losses(logits, labels, self.penalty, with_gradient=True)
-        if self.low:
+            logits = linear(hidden, weight, bias)
+        losses = token_losses(logits, labels, head.penalty, with_gradient=True)
+        if low:
             d_hidden.copy_(call.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
-            torch.mm(logits, self.weight, out=d_hidden)
+            torch.mm(logits, weight, out=d_hidden)
             add_product_(d_weight, logits.t(), hidden, overwrite=first)
         if d_bias is not None:
             d_bias += logits.sum(dim=0, dtype=torch.float32)
         return losses
+
+    return nullcontext(chunk_loss)
 
 
 def token_losses(logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool) -> Tensor:
