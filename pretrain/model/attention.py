@@ -329,11 +329,8 @@ def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., An
         ctx.save_for_backward(q, k, v, *output, cu_seqlens)
         ctx.set_materialize_grads(False)  # nothing flows into the statistics
 
-    def differentiate(ctx: Any, d_output: Tensor | None, *others: None) -> tuple[Tensor | None, ...]:
-        nothing = (None,) * (1 + len(ctx.numbers))
-        if d_output is None:
-            return (None, None, None, *nothing)
-        return *attend_backward(d_output, *ctx.saved_tensors, *ctx.numbers), *nothing
+    def differentiate(ctx: Any, d_output: Tensor, *others: None) -> tuple[Tensor | None, ...]:
+        return *attend_backward(d_output, *ctx.saved_tensors, *ctx.numbers), *[None] * (1 + len(ctx.numbers))
 
     attend.register_autograd(differentiate, setup_context=save)
     return attend

@@ -49,7 +49,7 @@ class GroupedLinear(TakesTurns):
     @property
     def now(self) -> Product:
         """What multiplies in the forward under way."""
-        return self.product if self.context.low_precision and self.is_low else self._plain
+        return self.low or self._plain
 
     def __call__(self, rows: Tensor, stack: Tensor, groups: Groups) -> Tensor:
         """rows [rows, in] by expert, stack [experts, out, in] -> [rows, out]."""

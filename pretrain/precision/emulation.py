@@ -170,9 +170,6 @@ class EmulatedGroupedProduct(Grouped, EmulatedProduct):
         super().__init__(backend, name)
         self.aligned = max(self.aligned, backend.active.precision.multiple_of)
 
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
-        return super().operand(role, x.flatten(0, -2), both=both)
-
     def multiply(self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype | None, bias: None = None) -> Tensor:
         a, b = factors = self.factors(gemm, left, right)
         if gemm == "wgrad":

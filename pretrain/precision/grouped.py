@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from foundation.attributes import holding
 from foundation.errors import InputError
+from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
 from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, Saved
 
@@ -112,6 +113,10 @@ class Grouped:
     ends: Tensor | None = None
     members: Sequence[str]
     aligned: int = ALIGNED  # rows that each expert's are a multiple of
+
+    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
+        """As one matrix: a stack is [experts x out, in]."""
+        return super().operand(role, x.flatten(0, -2), both=both)
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
         """Adds a weight's gradient to the sum in `total`'s dtype. A GPU's kernels give it rounded to BF16, once a microbatch."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.grouped import PlainGroupedProduct
-from pretrain.precision.observed import watched
 from pretrain.precision.product import Backend, Gemm, Operand, PlainProduct, Product, Saved
 
 
@@ -63,8 +62,7 @@ class PlainForwardProduct:
         if gemm != "forward":
             return self.low.multiply(gemm, left, right.low if gemm == "dgrad" else right, dtype)
         matrix, right.plain = right.plain(), None
-        with watched(self.members, gemm):
-            return self._plain.multiply(gemm, left.plain, matrix, dtype, *added)
+        return self._plain.multiply(gemm, left.plain, matrix, dtype, *added)
 
     def codes(self, operand: Operand) -> Tensor:
         """Those of a gradient's product: the forward has no copy that could be old."""

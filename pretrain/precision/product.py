@@ -128,12 +128,16 @@ class PlainProduct(Product):
         return matrix()
 
     def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
-        if gemm == "forward":
-            return searched.linear(left, right, *added)
-        return (searched.input_gradient(left, right) if gemm == "dgrad" else left.t() @ right).to(dtype)
+        with watched(self.members, gemm):
+            if gemm == "forward":
+                return searched.linear(left, right, *added)
+            if gemm == "dgrad" and (dx := searched.multiply(right, left, layout="NN")) is not None:
+                return dx.to(dtype)
+            return ((left if gemm == "dgrad" else left.t()) @ right).to(dtype)
 
     def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-        searched.add_product_(total, left.t(), right, overwrite=overwrite)
+        with watched(self.members, "wgrad"):
+            searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
 class Multiplication:
@@ -364,13 +368,9 @@ class TakesTurns:
     products: dict[Backend | None, Product]
 
     @property
-    def is_low(self) -> bool:
-        """Whether the backend whose turn it is has a product here."""
-        return self.context.backend in self.products
-
-    @property
-    def product(self) -> Product:
-        return self.products[self.context.backend]
+    def low(self) -> Product | None:
+        """What multiplies in the low-precision forward under way; None outside of one, and where it is not in low precision."""
+        return self.products.get(self.context.backend) if self.context.low_precision else None
 
 
 class LowPrecisionLinear(TakesTurns, nn.Module):
@@ -390,8 +390,8 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
         """[..., in] -> [..., out]."""
         weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
         rows = x.reshape(-1, x.shape[-1])
-        if self.context.low_precision and self.is_low:
-            return self.product(rows, weight, self.bias, self.context).view(*x.shape[:-1], -1)
+        if low := self.low:
+            return low(rows, weight, self.bias, self.context).view(*x.shape[:-1], -1)
         weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
         if self.context.quantizing:
             with watched((self.name,), "forward"):

@@ -110,12 +110,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tens
     return y if residual is None else y.add_(residual)
 
 
-def input_gradient(dy: Tensor, weight: Tensor) -> Tensor:
-    """dy [n, m] weight [m, k]."""
-    dx = multiply(weight, dy, layout="NN")
-    return dy @ weight if dx is None else dx
-
-
 def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
     """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
     held, even NaN. `left` is the transpose of what lies in memory, in a gradient of weights."""

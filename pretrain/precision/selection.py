@@ -12,11 +12,14 @@ import torch
 from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.formats import delayed, unquantized
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.plain_forward import PlainForwardBackend
 from pretrain.precision.product import Backend
 from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
 
+# `on_unsupported: fallback` takes the first that the device has.
+STAND_INS = (delayed.PRECISION, unquantized.BF16)
 # Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
 Missing = Callable[[QuantizedPrecision], str | None]
 
@@ -52,7 +55,7 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
     if settings.on_unsupported == "emulate":
         return wanted_on("emulation", settings, reason)
     available = [each for each in PRECISIONS.values() if not each.quantized or missing(each) is None]
-    nearest = min((each for each in available if each.fallback_rank is not None), key=lambda each: each.fallback_rank)
+    nearest = next(each for each in STAND_INS if each in available)
     if settings.on_unsupported == "fallback":
         backend = "transformer_engine" if nearest.quantized else "torch"
         if nearest.quantized and wanted.plain_forward:

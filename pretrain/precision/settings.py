@@ -11,9 +11,7 @@ from the settings and the horizon alone, so a checkpoint holds nothing of it.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -23,8 +21,9 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
-from pretrain.precision import formats
+from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
 from pretrain.precision.formats.definition import Precision
+from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -32,23 +31,11 @@ Weights = Literal["fp32", "bf16", "bf16_exact"]  # `weights:` of a recipe
 # The torch dtype that parameters are kept in.
 WEIGHT_DTYPES: dict[Weights, str] = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
 
-
-def discovered() -> dict[str, Precision]:
-    """Every precision by name, in order: the objects of class Precision in the files of `formats/`."""
-    modules = [importlib.import_module(f"{formats.__name__}.{each.name}") for each in pkgutil.iter_modules(formats.__path__)]
-    precisions = [value for module in modules for value in vars(module).values() if isinstance(value, Precision)]
-    return {precision.name: precision for precision in sorted(precisions, key=lambda precision: precision.order)}
-
-
-PRECISIONS = discovered()
+_LOW = (each.PRECISION for each in (delayed, current, block, mxfp8, nvfp4, mxfp4))  # in the order of tables and messages
+PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (FP32, BF16, *_LOW)}
 # What computes a linear that low precision leaves out, by the dtype of its activations.
-UNQUANTIZED = {precision.compute_dtype: precision for precision in PRECISIONS.values() if not precision.quantized}
-
-
-def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
-    """The precision that a value of accelerate's `mixed_precision` means by itself."""
-    return next((precision for precision in PRECISIONS.values() if precision.accelerate_name == mixed_precision), None)
-
+UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
+BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}  # by its `mixed_precision`
 
 PrecisionName = Literal[tuple(PRECISIONS)]
 PLAIN_FORWARD = "_bf16_forward"  # what it adds to a precision's name

@@ -197,11 +197,6 @@ class ScaledGroupedProduct(Grouped, TransformerEngineProduct):
     """Quantizes the operands of all experts by one call of Transformer Engine's kernel, and multiplies them by torch's grouped
     product: the library's own is a launch an expert. That takes a scale for each row, which is the tensor's one each time."""
 
-    supports_fused_loss = False
-
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
-        return super().operand(role, x.flatten(0, -2), both=both)
-
     def multiply(self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype | None = None, bias: None = None) -> Tensor:
         experts, by_rows = len(self.ends), gemm == "wgrad"
         if gemm == "dgrad":

@@ -141,7 +141,7 @@ class Assembly:
     def confirming_audit(self, step: int) -> Iterator[None]:
         """Watches `step`, the first of this process, after a rollback, or of a phase; raises InputError where its low-precision
         products are not the audit's."""
-        with audit.confirming(self.model, self.active, self.now.audit["products"], step):
+        with audit.confirming(self.active, self.now.audit["products"], step):
             yield
         self.now.audit["confirmed_in_step"] = step
 

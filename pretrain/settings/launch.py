@@ -20,14 +20,7 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.settings import (
-    PLAIN_FORWARD,
-    PRECISIONS,
-    LowPrecisionSettings,
-    PrecisionName,
-    find_by_accelerate_name,
-    phases_of,
-)
+from pretrain.precision.settings import BY_ACCELERATE, PLAIN_FORWARD, PRECISIONS, LowPrecisionSettings, PrecisionName, phases_of
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
@@ -46,7 +39,7 @@ _OTHER_NAMES = {"amax_history_length": "amax_history_len", "amax_compute_algorit
 
 
 class _Fp8Config(LowPrecisionSettings):
-    recipe: PrecisionName = find_by_accelerate_name(_FP8).name
+    recipe: PrecisionName = BY_ACCELERATE[_FP8].name
 
 
 class _File(Settings):
@@ -116,7 +109,7 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precisi
     variables = {key.removeprefix(_PREFIX): environ.pop(key) for key in list(environ) if key.startswith(_PREFIX)}
     if mixed_precision == _FP8:
         return _read_fp8_config(_in_our_names(variables))
-    if (precision := find_by_accelerate_name(mixed_precision)) is None:
+    if (precision := BY_ACCELERATE.get(mixed_precision)) is None:
         raise InputError(
             f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
             "as FP16 and without its loss scaling, 'no' for FP32, or 'fp8' with `recipe` in an `fp8_config`"

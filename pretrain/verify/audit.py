@@ -89,9 +89,7 @@ def observe(
 
 
 @contextmanager
-def confirming(
-    packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int | None = None
-) -> Iterator[None]:
+def confirming(active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int | None = None) -> Iterator[None]:
     """Watches training, compiled and recomputed as it is; raises InputError unless the low-precision products multiply there what
     they did under `observe`, which returned `products`. `step` draws the blocks of operands that are looked at, and
     which linears' they are, where those of `most` linears are enough."""
@@ -109,7 +107,7 @@ def confirming_first_microbatch(
 ) -> Iterator[None]:
     """The same around one microbatch, by which the histories of delayed scaling must move on. Inside of `confirming` products are
     left to that."""
-    looked_at = nullcontext() if ProductObserver.current else confirming(packed, active, products, step, most=most)
+    looked_at = nullcontext() if ProductObserver.current else confirming(active, products, step, most=most)
     with watching_histories(packed.context, active) as wrong, looked_at:
         yield
     if wrong:
@@ -131,7 +129,7 @@ def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedMod
         "computes": active.precision.description,
         "compute_dtype": active.precision.compute_dtype,
         "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
-        "loss": {"kind": head.settings.kind, "chunk": head.chunk},
+        "loss": {"chunk": head.chunk},
         "products": products,
     }
 

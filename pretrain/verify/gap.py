@@ -67,7 +67,7 @@ class GapMeter:
         self._in_bf16 = [None if each is None else each.clone() if is_sum else each for each, is_sum in self._gradients()]
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
-            product.forget_copy()  # of the unquantized path, which training may never take
+            product.plain.weight = None  # of the unquantized path, which training may never take
 
     @contextmanager
     def beside(self, watching: AbstractContextManager[Any] | None) -> Iterator[None]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -42,6 +42,7 @@ from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
+from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
@@ -124,13 +125,13 @@ def check_parity(
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []), model.context.preserving_state():
             parity = check.run(step, packs, mask_boundaries)
-        if check.over_ranks(len(parity.failures)) and not parity.failures:
+        if sum(from_all_ranks(len(parity.failures))) and not parity.failures:
             parity.failures.append("of another process")
         return parity
     finally:
         clear_gradients(optimizer, model)
         for product in model.fused.products if model.fused else ():
-            product.forget_copy()  # of the unquantized path, which training may never take
+            product.plain.weight = None  # of the unquantized path, which training may never take
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(device)  # the peak that a run reports is training's
@@ -152,9 +153,9 @@ class _Check:
         step = replace(step, microbatches=[batch for batch, _ in recut])
         microbatches = [of_batch for _, of_batch in recut]
         documents = [document for of_batch in microbatches for document in of_batch]
-        tokens = max(self.over_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents)), 1)
+        tokens = max(sum(from_all_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents))), 1)
         different = {token for each in documents for token in each.tokens.tolist()}
-        variety = int(self.over_ranks(len(different), min))
+        variety = min(from_all_ranks(len(different)))
         is_varied = variety >= DIFFERENT
         valid_tokens = max(step.valid_tokens, 1)  # all of the step's, over which a loss is a mean
         mean_over = valid_tokens / tokens
@@ -172,9 +173,9 @@ class _Check:
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
             parity = Parity(
                 failures=failures,
-                tokens=int(tokens),
+                tokens=tokens,
                 loss=loss,
-                reference_loss=self.over_ranks(losses.double().sum().item()) / tokens,
+                reference_loss=sum(from_all_ranks(losses.double().sum().item())) / tokens,
                 loss_tolerated=loss_noise * resolution * (1.0 if is_varied else LEEWAY),
                 gradient_norm=gradient_norm(self.model.parameters()).item(),
                 tensors=judge(distances(gradients, reference), noise, resolution, tokens, routes_alike=alike),
@@ -191,7 +192,7 @@ class _Check:
         return parity
 
     def _plain(
-        self, microbatches: Sequence[Sequence[Document]], valid_tokens: int, tokens: float
+        self, microbatches: Sequence[Sequence[Document]], valid_tokens: int, tokens: int
     ) -> tuple[Tensor, dict[str, Tensor], float, dict[str, Distance], bool]:
         """Losses and gradients of plain transformers; how far BF16 takes each from itself, of all `tokens` of all ranks; and
         whether a mixture's tokens all went where they went in the packed path."""
@@ -203,7 +204,7 @@ class _Check:
         rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens)
         for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
             parameter.data = parameter.data.new_empty(0)
-        loss_noise = math.sqrt(self.over_ranks((rounded_losses - losses).double().square().sum().item()) / tokens)
+        loss_noise = math.sqrt(sum(from_all_ranks((rounded_losses - losses).double().square().sum().item())) / tokens)
         return losses, reference, loss_noise, distances(rounded, reference), routes_alike(plain)
 
     def _plain_pass(
@@ -238,10 +239,6 @@ class _Check:
         next pass."""
         clear_gradients(self.optimizer, self.model)
         return forward_backward(self.model, step, self.accelerator, around_first).item()
-
-    def over_ranks(self, value: float, of: Callable[[list[float]], float] = sum) -> float:
-        """The sum of the ranks' values, or another function `of` them."""
-        return of(self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device)).tolist())
 
 
 def _as_chosen(microbatches: Sequence[Sequence[Document]], chosen: Sequence[Sequence[Tensor]]) -> list[list[Document]]:

@@ -96,8 +96,8 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     seen, the worst first, and as `watching_histories` does. Collective."""
     context, precision, settings = packed.context, active.precision, active.settings
     before = {name: tensor.clone() for name, tensor in context.state().items()}
-    head = packed.hf.get_output_embeddings()
-    head_name = head.product.name if head.is_low else None  # its product is called for a chunk of tokens at a time
+    # The head's is called for a chunk of tokens at a time.
+    of_head = {each.name for each in packed.hf.get_output_embeddings().products.values()}
     # What is laid out with the axis of the sum last is quantized alike for every product.
     quantize = {role: precision.along_features(settings, role) for role in get_args(Role)}
     samples: dict[tuple[str, Role, Along], _Sample] = {}
@@ -107,7 +107,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
 
     @torch.no_grad()
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:
-        if name != head_name and (name, role, "features") in samples:
+        if name not in of_head and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
         amax, whole = tensor.abs().amax().float(), tensor
         tensor = _of_one_expert(whole, context.groups.get(name), role == "weight")
@@ -132,7 +132,7 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
     def see_result(name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
         roles = OPERANDS[gemm]
         operands = [samples.get((name, role, along)) for role, along in zip(roles, ALONG[gemm], strict=True)]
-        if None in operands or (name != head_name and (name, gemm) in products):
+        if None in operands or (name not in of_head and (name, gemm) in products):
             return
         result = _of_one_expert(result.flatten(0, -2), context.groups.get(name), gemm == "wgrad")
         rows = _sampled(name, len(result)) if gemm == "wgrad" else rows_of[name, roles[0]]

@@ -30,6 +30,7 @@ from pretrain.model.fused.fp8_tile import (
     store_tensor_scaled,
     tensor_scale,
 )
+from pretrain.precision.transformer_engine import library
 
 
 class Tile(NamedTuple):
@@ -195,10 +196,8 @@ def _along_rows(hidden: Tensor) -> Tile:
 def takes(hidden: Tensor, quantizer: Any) -> bool:
     """Whether the kernels write what Transformer Engine's `quantizer` would, of `hidden` [T, 2 F] BF16, contiguous: FP8 with one
     scale a tensor, in whole tiles."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
-
-    whole = hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
-    return whole and isinstance(quantizer, Float8CurrentScalingQuantizer | Float8Quantizer)
+    te, whole = library(), hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
+    return whole and isinstance(quantizer, te.Float8CurrentScalingQuantizer | te.Float8Quantizer)
 
 
 def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:

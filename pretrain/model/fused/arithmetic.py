@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -26,9 +26,8 @@ from torch.autograd.function import FunctionCtx
 
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observed import watched
 from pretrain.precision.plain_forward import TwoForms
-from pretrain.precision.product import Backend, Gemm, Multiplication, Operand, PlainProduct, PrecisionContext, Product
+from pretrain.precision.product import Backend, Multiplication, Operand, PlainProduct, PrecisionContext, Product, TakesTurns
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
@@ -41,7 +40,13 @@ class By(IntEnum):
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
-class StackedProduct(Multiplication):
+class CastProduct(PlainProduct):
+    """Keeps the cast of a weight for a step's later microbatches, as others do a quantized one."""
+
+    weight_operand = Product.weight_operand
+
+
+class StackedProduct(TakesTurns, Multiplication):
     """y = x w^T + b for the weights [sum of out, in] and biases of some linears, stacked, by the `Product` of what computes now:
     forward and backward, each a call of its own, on operands that a norm or an activation may have written. Parameters are looked
     up at each use, as FSDP2 exchanges them."""
@@ -52,13 +57,12 @@ class StackedProduct(Multiplication):
         """`name`: of its history and scales in a checkpoint. `linears`: by name in the model. `low_precision`: the backends that
         compute it in low precision, when it is their turn."""
         self.members, self.linears, self._arithmetic = tuple(linears), tuple(linears.values()), arithmetic
-        self._copy: Tensor | None = None  # of the matrix in the compute dtype, where the parameters have another
         sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
-        self.low = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
-        for product in self.low.values():
+        self.products = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
+        self.plain = CastProduct(name)
+        for product in (self.plain, *self.products.values()):
             product.members = self.members
-        self._plain = PlainProduct(name)
-        super().__init__(self._plain, arithmetic.context)
+        super().__init__(self.plain, arithmetic.context)
 
     # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -84,18 +88,6 @@ class StackedProduct(Multiplication):
         """The weights [out, in] in the compute dtype, without a graph: a view of the parameters wherever they allow it."""
         return _stacked(self.weights).to(self.context.compute_dtype)
 
-    def cached_matrix(self, *, refresh: bool) -> Tensor:
-        """`matrix`; where that is a cast, the last one made unless `refresh`, so that the microbatches of a step share it."""
-        if self.linears[0].weight.dtype == self.context.compute_dtype:
-            return self.matrix()
-        if refresh or self._copy is None:
-            self._copy = self.matrix()
-        return self._copy
-
-    def forget_copy(self) -> None:
-        """The next `cached_matrix` is made again."""
-        self._copy = None
-
     @property
     def main_gradient(self) -> Tensor | None:
         """The buffer that the weights' gradients add up in, laid out as the weights are; None where autograd collects them."""
@@ -113,14 +105,13 @@ class StackedProduct(Multiplication):
     @property
     def low_precision(self) -> bool:
         """Whether the forward under way is in low precision, and its backward."""
-        return self.product is not self._plain
+        return self.product is not self.plain
 
     def begin(self, x: Tensor) -> None:
         """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
-        context = self.context
-        self.product = self.low.get(context.backend, self._plain) if context.low_precision else self._plain
-        self.seen_by = context if self.low_precision else _NOBODY
-        self.refresh, self.differentiable = context.first_microbatch, self._arithmetic.differentiable
+        self.product = self.low or self.plain
+        self.seen_by = self.context if self.low_precision else _NOBODY
+        self.refresh, self.differentiable = self.context.first_microbatch, self._arithmetic.differentiable
         self.product.begin(x)
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
@@ -134,25 +125,20 @@ class StackedProduct(Multiplication):
 
     def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
         """Returns one for each weight; None where it has been added to the main gradient."""
-        with watched(self.members, "wgrad"):
-            gradient = self.weight_gradient(dy, x, self.main_gradient)
+        gradient = self.weight_gradient(dy, x, self.main_gradient)
         if gradient is None:
             return [None] * len(self.linears)
         return list(gradient.split([len(weight) for weight in self.weights]))
-
-    def multiply(self, gemm: Gemm, *operands: Any, **options: Any) -> Tensor:
-        with watched(self.members, gemm):
-            return super().multiply(gemm, *operands, **options)
 
     def quantizer(self, role: Role) -> Any | None:
         """What a kernel that writes this operand quantizes with; None where `operand` makes it."""
         return self.product.quantizer(role, both=self.differentiable)
 
     def _weight(self, *, refresh: bool) -> Operand:
-        """Asked for in forward and in backward: FSDP2 frees a matrix in between."""
-        kept = self.differentiable and not self.low_precision  # an evaluation's casts are not, nor is what is quantized
-        matrix = partial(self.cached_matrix, refresh=refresh) if kept else self.matrix
-        return self.product.weight_operand(matrix, refresh=refresh, differentiable=self.differentiable)
+        """Asked for in forward and in backward: FSDP2 frees a matrix in between, of which nothing may be kept."""
+        if not self.low_precision and self.linears[0].weight.dtype == self.context.compute_dtype:
+            return self.matrix()
+        return self.product.weight_operand(self.matrix, refresh=refresh, differentiable=self.differentiable)
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pretrain.precision.observed import fp8_format
+from pretrain.precision.transformer_engine import library
+
 _FP32_MAX = tl.constexpr(3.4028234663852886e38)
 _INFINITY = tl.constexpr(float("inf"))
 _LOG2_E = tl.constexpr(1.4426950408889634)
@@ -43,23 +46,19 @@ def allocate(
 ) -> tuple[Any, TensorScaled]:
     """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
     and no amax is recorded."""
-    from transformer_engine.pytorch.constants import TE_DType_To_Torch
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-    from transformer_engine.pytorch.tensor.storage.float8_tensor_storage import Float8TensorStorage
-    from transformer_engine.pytorch.utils import is_non_tn_fp8_gemm_supported
-
-    if is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
+    te = library()
+    if te.utils.is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
         rows, columns = True, False
     by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
     by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
     scale_inv, amax, used = torch.empty(1, device=device), None, None
-    if scale is None and isinstance(quantizer, Float8Quantizer):  # delayed scaling
+    if scale is None and isinstance(quantizer, te.Float8Quantizer):  # delayed scaling
         scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
     elif scale is None:
         amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
-    written = TensorScaled(TE_DType_To_Torch[quantizer.dtype], by_rows, by_columns, scale_inv, scale, amax, used)
+    written = TensorScaled(fp8_format(te, quantizer.dtype)[0], by_rows, by_columns, scale_inv, scale, amax, used)
     options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": torch.bfloat16, "quantizer": quantizer}
-    return Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
+    return te.Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
 
 
 @triton.jit

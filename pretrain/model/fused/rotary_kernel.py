@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.fused.fp8_tile import TYPES, TensorScaled, allocate, record_amax, store_tensor_scaled, tensor_scale
+from pretrain.precision.transformer_engine import library
 
 # Forward: of a tile of 4,096 values, 32 heads of 128, a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
 # tiles are so small that a multiprocessor holds five or more.
@@ -256,13 +257,12 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms
     both = heads.query | heads.kv
     block = min(both & -both, MOST_HEADS, rows)  # heads: a power of two that divides queries and keys
     query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
-    with torch.cuda.device_of(qkv):
-        _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
-            *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
-            *(heads.query, heads.kv, heads.dim, block, rows),
-            num_warps=_FORWARD_WARPS,
-            enable_fp_fusion=True,
-        )
+    _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
+        *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
+        *(heads.query, heads.kv, heads.dim, block, rows),
+        num_warps=_FORWARD_WARPS,
+        enable_fp_fusion=True,
+    )
     return q, k, v
 
 
@@ -294,15 +294,14 @@ def rotate_backward(
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = torch.empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32, device=dq.device)
-    with torch.cuda.device_of(dq):
-        _rotate_backward[(heads.count * programs,)](
-            *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
-            *(query_norm, key_norm, *outputs, sums, tokens, eps),
-            *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES, fp8),
-            num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
-            maxnreg=_REGISTERS,
-            enable_fp_fusion=False,
-        )
+    _rotate_backward[(heads.count * programs,)](
+        *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
+        *(query_norm, key_norm, *outputs, sums, tokens, eps),
+        *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES, fp8),
+        num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
+        maxnreg=_REGISTERS,
+        enable_fp_fusion=False,
+    )
     if sums is None:
         return dqkv, None, None
     # In an order that shapes alone decide.
@@ -312,9 +311,7 @@ def rotate_backward(
 def writes(quantizer: Any, dq: Tensor) -> bool:
     """Whether `quantized_rotate_backward` can write what Transformer Engine's `quantizer` would, with gradients like `dq`
     [tokens, query, dim]: under delayed scaling, in whole tiles."""
-    from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
-
-    return isinstance(quantizer, Float8Quantizer) and dq.dtype == torch.bfloat16 and len(dq) % _TOKENS == 0
+    return isinstance(quantizer, library().Float8Quantizer) and dq.dtype == torch.bfloat16 and len(dq) % _TOKENS == 0
 
 
 def quantized_rotate_backward(

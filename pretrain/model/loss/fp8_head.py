@@ -31,7 +31,7 @@ _BF16 = torch.bfloat16
 @contextmanager
 def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[Callable[..., Tensor]]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
-    Each is computed by what is yielded, called as `head.ChunkLoss` is.
+    Each is computed by what is yielded, called as that of `head._differentiating`.
 
     weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. The observers of `context` see each
     operand in BF16, as it stands before it is quantized, and what the first chunk's products give.

@@ -9,16 +9,12 @@ are computed on the way forward, while a chunk's logits exist: three products a 
 would take four. What is kept for backward is the size of the hidden states and of the weight. Softmax is in FP32, and the
 weight's gradient is summed over chunks in FP32.
 
-`loss.kind: cce` leaves all of it to the cut-cross-entropy package (Wijmans et al., arXiv:2411.09009), whose kernel never writes
-the logits: less memory still, and it may skip gradient blocks that are too small to count.
-
-Else three things multiply: torch; a low-precision product, as of any linear; and one that has the softmax write its gradient in
+Three things multiply: torch; a low-precision product, as of any linear; and one that has the softmax write its gradient in
 the format of the next products (pretrain.model.loss.fp8_head).
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -49,10 +45,8 @@ _LOGIT_CHANGES = dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "o
 _LOGIT_CHANGES |= dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0)
 
 
-def check(config: PretrainedConfig, settings: LossSettings) -> None:
-    """Refuse what would train wrongly, or cannot run here. Raises InputError."""
-    if settings.kind == "cce" and not (torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy")):
-        raise InputError("`loss.kind: cce` needs a CUDA device and cut-cross-entropy (requirements-cuda.txt); set it to chunked")
+def check(config: PretrainedConfig) -> None:
+    """Refuse what would train wrongly. Raises InputError."""
     for key, neutral in _LOGIT_CHANGES.items():
         if (value := getattr(config, key, None)) not in (None, neutral):
             raise InputError(
@@ -74,8 +68,6 @@ class LossHead(TakesTurns, nn.Linear):
     def replacing(cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None) -> LossHead:
         """A head on the very same Parameters, so a weight tied to the embedding stays tied. Of the `context`'s backends none
         computes it yet."""
-        if settings.kind == "cce" and linear.bias is not None:
-            raise InputError("`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked")
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         head.settings, head.chunk = settings, settings.tokens_at_once
@@ -90,18 +82,15 @@ class LossHead(TakesTurns, nn.Linear):
         Where the weight has a `main_grad` (FP32 or BF16, of its shape), backward adds the gradient to that and returns none."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        # Evaluation, outside of a low-precision forward, multiplies as every other head does.
-        low = self.product if self.is_low and self.context.low_precision else None
-        hidden, labels, operands = hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
-        if self.settings.kind == "cce":
-            return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
+        low, hidden, labels, operands = self.low, hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, *operands)):
             trained, parts = ChunkedLoss.apply(hidden, *operands, labels, self, low)
         else:
-            of_chunk = ChunkLoss(self, low, hidden.dtype)
+            operands = in_dtype(self.context.compute_dtype if low else hidden.dtype, *operands)
 
             def losses(rows: slice) -> Tensor:
-                return of_chunk.losses(hidden[rows], labels[rows])
+                logits = low(hidden[rows], *operands, self.context) if low else F.linear(hidden[rows], *operands)
+                return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
 
             trained, parts = self.add_up(losses, labels, low)
         if self.penalty is None:
@@ -126,15 +115,6 @@ class LossHead(TakesTurns, nn.Linear):
         None where there was no forward, or there is no penalty."""
         parts, self._parts = self._parts, None
         return parts
-
-
-def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The sum of losses, FP32, from operands of one dtype."""
-    from cut_cross_entropy import linear_cross_entropy  # brings Triton, which takes a while
-
-    if not (labels != IGNORE).any():  # the kernel takes no empty batch; it reads the labels back from the device anyway
-        return (hidden.sum() * 0 + weight.sum() * 0).float()
-    return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="sum").float()
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -178,47 +158,32 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _differentiating(head: LossHead, low: Product | None, dtype: torch.dtype) -> AbstractContextManager[Callable[..., Tensor]]:
-    """What computes the chunks of one training forward, called as `ChunkLoss`."""
+    """What computes the chunks of one training forward: a function that returns the losses of a chunk of tokens, with its part of
+    the gradients written. The `first` chunk overwrites the weight's sum, which holds nothing yet. `dtype`: of hidden states."""
     if low and low.supports_fused_loss and not head.penalty:
         from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
 
         return fused_head(low, head.weight, head.context)
-    return nullcontext(ChunkLoss(head, low, dtype))
+    weight, bias = in_dtype(head.context.compute_dtype if low else dtype, head.weight, head.bias)
 
-
-class ChunkLoss:
-    """The losses of a chunk of tokens, and its part of the gradients."""
-
-    def __init__(self, head: LossHead, low: Product | None, dtype: torch.dtype) -> None:
-        """`dtype`: of the hidden states."""
-        self.low, self.context, self.penalty = low, head.context, head.penalty
-        self.weight, self.bias = in_dtype(self.context.compute_dtype if low else dtype, head.weight, head.bias)
-
-    def losses(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """For evaluation."""
-        operands = hidden, self.weight, self.bias
-        logits = self.low(*operands, self.context) if self.low else F.linear(*operands)
-        return token_losses(logits, labels, self.penalty, with_gradient=False)
-
-    def __call__(self, hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
-        """The losses, with the gradients written: the `first` chunk of a forward overwrites the weight's sum, which holds nothing
-        yet."""
+    def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         d_hidden, d_weight, d_bias = gradients
-        if self.low:
-            refresh = self.context.first_microbatch and first
-            call = LinearCall(self.low, self.context, refresh=refresh, differentiable=True)
-            logits, saved = call.forward(hidden.to(self.weight.dtype), self.weight, self.bias)
+        if low:
+            call = LinearCall(low, head.context, refresh=head.context.first_microbatch and first, differentiable=True)
+            logits, saved = call.forward(hidden.to(weight.dtype), weight, bias)
         else:
-            logits = linear(hidden, self.weight, self.bias)
-        losses = token_losses(logits, labels, self.penalty, with_gradient=True)
-        if self.low:
+            logits = linear(hidden, weight, bias)
+        losses = token_losses(logits, labels, head.penalty, with_gradient=True)
+        if low:
             d_hidden.copy_(call.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
-            torch.mm(logits, self.weight, out=d_hidden)
+            torch.mm(logits, weight, out=d_hidden)
             add_product_(d_weight, logits.t(), hidden, overwrite=first)
         if d_bias is not None:
             d_bias += logits.sum(dim=0, dtype=torch.float32)
         return losses
+
+    return nullcontext(chunk_loss)
 
 
 def token_losses(logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool) -> Tensor:

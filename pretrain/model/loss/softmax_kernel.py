@@ -115,13 +115,12 @@ def softmax_loss(
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
-    with torch.cuda.device_of(logits):
-        _softmax_loss[(n,)](
-            *(logits, labels.contiguous(), losses, *(statistics or [None] * 5)),
-            *(ignore, vocabulary, block, with_gradient, fp8),
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+    _softmax_loss[(n,)](
+        *(logits, labels.contiguous(), losses, *(statistics or [None] * 5)),
+        *(ignore, vocabulary, block, with_gradient, fp8),
+        num_warps=WARPS,
+        enable_fp_fusion=False,
+    )
     return losses
 
 
@@ -183,11 +182,10 @@ def quantized_softmax_gradient(
     # Tiles must lie inside. Sizes that FP8 products take are multiples of 16, and those in use of 64 at least.
     tile = math.gcd(n, FP8_TILE[0]), math.gcd(vocabulary, FP8_TILE[1])
     losses = softmax_loss(logits, labels, ignore, maxima, reciprocals, rows_scale, rows_scale_inv, amax, fp8=TYPES[fp8])
-    with torch.cuda.device_of(logits):
-        _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
-            *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
-            *(ignore, TYPES[fp8], *tile),
-            num_warps=FP8_WARPS,
-            enable_fp_fusion=False,
-        )
+    _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
+        *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
+        *(ignore, TYPES[fp8], *tile),
+        num_warps=FP8_WARPS,
+        enable_fp_fusion=False,
+    )
     return losses, QuantizedGradient(rows, columns, rows_scale_inv, scale_inv)

@@ -5,7 +5,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="block",
-    order=40,
     description="FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights; from sm_100 "
     "on Transformer Engine multiplies the same codes as MXFP8, each scale written once for 32 values",
     peak="fp8",

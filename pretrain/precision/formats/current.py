@@ -5,7 +5,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="current",
-    order=30,
     description="FP8 products; a scale a tensor, from its own largest value",
     peak="fp8",
     multiple_of=16,

@@ -1,6 +1,6 @@
 """What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
 
-Each precision is one file beside this one, which ends with its object; `settings` finds the files. Nothing here imports torch
+Each precision is one file beside this one, which ends with its object; `settings` lists them. Nothing here imports torch
 before a quantizer is needed. docs/precision.md ("How a linear computes") says which operand is quantized along which axis.
 """
 
@@ -82,12 +82,9 @@ class Precision:
     quantized: ClassVar[bool] = False
 
     name: str
-    order: int  # where it stands among the others, in tables and messages
     description: str
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and, where nothing is quantized, of products
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
-    accelerate_name: str | None = None  # the value of accelerate's `mixed_precision` that means this, if nothing else is said
-    fallback_rank: int | None = None  # `on_unsupported: fallback` takes the lowest rank that the device has
     multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
     plain_forward: bool = False  # forward products take operands as they are: in a phase with `forward: bf16`
     options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults

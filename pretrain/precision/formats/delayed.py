@@ -5,11 +5,8 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="delayed",
-    order=20,
     description="FP8 products; a scale a tensor, from the largest values of past microbatches",
     peak="fp8",
-    accelerate_name="fp8",
-    fallback_rank=0,
     multiple_of=16,
     options={"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),

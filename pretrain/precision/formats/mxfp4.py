@@ -13,7 +13,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="mxfp4",
-    order=70,
     description="FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); emulated only",
     peak="fp4",
     multiple_of=32,

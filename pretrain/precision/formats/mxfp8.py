@@ -5,7 +5,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="mxfp8",
-    order=50,
     description="FP8 products; a power-of-two scale for every 32 values (OCP Microscaling)",
     peak="fp8",
     multiple_of=32,

@@ -8,7 +8,6 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="nvfp4",
-    order=60,
     description="FP4 products; an E4M3 scale for every 16 values under a scale a tensor",
     peak="fp4",
     multiple_of=32,  # not its blocks' 16: rows of codes begin at 16 bytes, two codes in each, whichever way a product reads

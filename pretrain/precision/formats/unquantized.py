@@ -5,17 +5,12 @@ from pretrain.precision.formats.definition import Precision
 
 FP32 = Precision(
     name="fp32",
-    order=0,
     description="FP32 products; the reference that every other precision is compared with",
     compute_dtype="float32",
     peak="fp32",
-    accelerate_name="no",
 )
 BF16 = Precision(
     name="bf16",
-    order=10,
     description="BF16 products with FP32 accumulation",
     peak="bf16",
-    accelerate_name="bf16",
-    fallback_rank=1,
 )

@@ -181,7 +181,7 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
-        ([], {"begin_with": "nowhere/step-00000100"}, "--from nowhere"),  # the recipe's checkpoint is that of all
+        ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),  # the recipe's checkpoint is that of all
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_runs(

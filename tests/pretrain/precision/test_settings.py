@@ -11,25 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from pretrain.precision import formats
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.selection import Missing, missing_on, select_precision
-from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings, discovered
+from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings
 from tests.pretrain.conftest import QUANTIZED
 
 ROOT = Path(__file__).parents[3]
 ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 
 # ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_a_file_beside_the_others_is_a_precision_at_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "posit.py").write_text(
-        "from pretrain.precision.formats.definition import Precision\n"
-        "PRECISION = Precision(name='posit', order=15, description='', peak='fp8')\n"
-    )
-    monkeypatch.setattr(formats, "__path__", [*formats.__path__, str(tmp_path)])
-    assert list(discovered()) == ["fp32", "bf16", "posit", *QUANTIZED]
 
 
 A100, L40S, H200, B200, RTX_5090 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)

@@ -92,7 +92,7 @@ class SmallRun:
     def confirm(self, entries: list[audit.Entry]) -> None:
         if self.packed.context.backend is not None:
             first = audit.confirming_first_microbatch(self.packed, self.active, entries, step=1, most=13)
-            with audit.confirming(self.packed, self.active, entries, step=1):
+            with audit.confirming(self.active, entries, step=1):
                 packed_model.forward_backward(self.packed, self.step, self.accelerator, first)
             clear_gradients(self.optimizer, self.packed)
 

@@ -178,7 +178,7 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
     """Straight-through fake quantization: forward is right, and both gradients are products of BF16 operands."""
     run = small()
     module = run.layers[0].mlp.down_proj
-    quantize = module.product
+    (quantize,) = module.products.values()
 
     def forward_only(x: Tensor, weight: Tensor, bias: None, context: PrecisionContext) -> Tensor:
         plain = F.linear(x, weight)

@@ -90,7 +90,7 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
     for of, method in (
         (emulation.EmulatedProduct, "weight_operand"),
         (TransformerEngineProduct, "weight_operand"),
-        (arithmetic.StackedProduct, "cached_matrix"),
+        (arithmetic.CastProduct, "weight_operand"),
     ):
         patch.setattr(of, method, stale(getattr(of, method)))
 
