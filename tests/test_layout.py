@@ -92,7 +92,7 @@ def test_the_pinned_versions_lie_in_the_ranges_that_the_project_states():
 def test_every_third_party_import_of_the_product_is_a_stated_requirement():
     stated = {*requirements("requirements.txt"), *requirements("requirements-dev.txt"), *requirements("requirements-cuda.txt")}
     distributions = {"yaml": "pyyaml", "transformer_engine": "transformer-engine", "flash_attn": "flash-attn-4"}
-    distributions |= {"transformer_engine_torch": "transformer-engine"}
+    distributions |= {"cut_cross_entropy": "cut-cross-entropy", "transformer_engine_torch": "transformer-engine"}
     distributions |= {"mlflow": "mlflow-skinny"}
     ours = {*PRODUCT, "tests", *(path.stem for path in ROOT.glob("*.py"))}
     for path in python_files("packing", "pretrain", "demo"):

@@ -29,7 +29,7 @@ from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
 from pretrain.precision.grouped import check_experts
 from pretrain.settings.config import SOURCE, flatten
-from pretrain.settings.recipe import ModelSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
@@ -116,7 +116,7 @@ def _nearest(word: str, known: Iterable[str]) -> str:
     return f"; did you mean `{near[0]}`?" if near else ""
 
 
-def check_architecture(model: PreTrainedModel, length: int) -> None:
+def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) -> None:
     """InputError for what would be computed differently from the model's own way; a model on the meta device is enough."""
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
@@ -132,7 +132,7 @@ def check_architecture(model: PreTrainedModel, length: int) -> None:
     attention.check(model, length)
     routing.check(model)
     check_experts(model)
-    check_loss(model.config)
+    check_loss(model.config, loss)
 
 
 # ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

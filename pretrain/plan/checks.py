@@ -76,6 +76,11 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         "`batch.microbatch: auto` takes what fits into the memory that is free, and `deterministic: true` needs one cut for all "
         "runs; set a number. `--plan deterministic=false` says what is expected to fit",
     )
+    _require(
+        recipe.loss.kind == "chunked" or not (recipe.loss.penalty or recipe.deterministic or recipe.fp8_config.scope != "linear"),
+        "`loss.kind: cce` keeps its logits to itself, in BF16, and adds gradients up in no fixed order: without `loss.penalty`, "
+        "`deterministic: true` and `fp8_config.scope: linear+head`; set it to chunked",
+    )
     if train.epochs is None:  # otherwise the number of packs decides how many steps there are
         steps = steps_of(train, batch.tokens, 0, data.length)
         schedule.check(recipe.schedule, steps)

@@ -129,7 +129,7 @@ def memory_of(plan: Plan, precision: str, layers: Sequence[LayerMemory] | None, 
     copied = recipe.weights == "fp32" and products.compute_dtype != "float32" and not devices.sharded
     adds = low_head and loss.penalty is None and products.fuses_head_on(devices.capability)
     of_head = 4 + number * (copied and not low_head) + number * (low_head and not adds)
-    logits = (number + layouts * low_head) * shape.vocabulary * min(tokens, loss.tokens_at_once)
+    logits = (number + layouts * low_head) * shape.vocabulary * min(tokens, loss.tokens_at_once) * (loss.kind == "chunked")
     at_the_loss = head * of_head + tokens * 3 * shape.hidden * number + logits
     kept_in_bf16 = 4 * sums if devices.gathered else values * BYTES[recipe.gradients_kept_in]
     in_backward = 4 * on_their_way + tokens * _backward(layers, kept)

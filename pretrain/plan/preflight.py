@@ -154,7 +154,7 @@ def prepare_job(
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config)
-    model.check_architecture(shapes, recipe.data.length)
+    model.check_architecture(shapes, recipe.data.length, recipe.loss)
     flops, decoder = ModelFlops.of(shapes), list(model.decoder_layers(shapes).values())
     for _, active in phases:
         check_fit(active, recipe, flops.shape.layers)

@@ -28,7 +28,7 @@ HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
 _NOT_IDENTITY = (
     *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "deterministic", "batch.microbatch"),
-    *("loss.chunk", "model.attention", "model.compile", "model.fused", "model.gradient_checkpointing"),
+    *("loss.kind", "loss.chunk", "model.attention", "model.compile", "model.fused", "model.gradient_checkpointing"),
     # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
     *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
     # How the packs came to be: what they hold has a fingerprint of its own.

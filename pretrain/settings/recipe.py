@@ -140,6 +140,8 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 
 
 class LossSettings(Settings):
+    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel, in BF16
+    kind: Literal["chunked", "cce"] = "chunked"
     # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small.
     chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, or the entropy. Held-out loss is cross-entropy

@@ -129,7 +129,7 @@ def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedMod
         "computes": active.precision.description,
         "compute_dtype": active.precision.compute_dtype,
         "computed_by": backend.describe() if backend else f"torch {torch.__version__}",
-        "loss": {"chunk": head.chunk},
+        "loss": {"kind": head.settings.kind, "chunk": head.chunk},
         "products": products,
     }
 

@@ -58,6 +58,7 @@ SETTINGS = {
     "schedule.kind=cosin": "`schedule.kind`",
     "loss.penalty_weight=0.1": "`penalty_weight`",
     "loss.penalty=neg_entropy": "`penalty_weight`",
+    "loss.kind=cce": "`loss.kind: cce`",
     "evaluate.samples=[Once]": "`evaluate.samples`",
     "checkpoint.best=true evaluate.every=null": "`checkpoint.best",
     "log.trackers=[wandbb]": "`log.trackers`",

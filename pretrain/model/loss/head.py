@@ -9,12 +9,16 @@ are computed on the way forward, while a chunk's logits exist: three products a 
 would take four. What is kept for backward is the size of the hidden states and of the weight. Softmax is in FP32, and the
 weight's gradient is summed over chunks in FP32.
 
-Three things multiply: torch; a low-precision product, as of any linear; and one that has the softmax write its gradient in
+`loss.kind: cce` leaves all of it to the cut-cross-entropy package (Wijmans et al., arXiv:2411.09009), whose kernel never writes
+the logits: less memory still, and it may skip gradient blocks that are too small to count.
+
+Else three things multiply: torch; a low-precision product, as of any linear; and one that has the softmax write its gradient in
 the format of the next products (pretrain.model.loss.fp8_head).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator
@@ -45,8 +49,10 @@ _LOGIT_CHANGES = dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "o
 _LOGIT_CHANGES |= dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0)
 
 
-def check(config: PretrainedConfig) -> None:
-    """Refuse what would train wrongly. Raises InputError."""
+def check(config: PretrainedConfig, settings: LossSettings) -> None:
+    """Refuse what would train wrongly, or cannot run here. Raises InputError."""
+    if settings.kind == "cce" and not (torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy")):
+        raise InputError("`loss.kind: cce` needs a CUDA device and cut-cross-entropy (requirements-cuda.txt); set it to chunked")
     for key, neutral in _LOGIT_CHANGES.items():
         if (value := getattr(config, key, None)) not in (None, neutral):
             raise InputError(
@@ -68,6 +74,8 @@ class LossHead(TakesTurns, nn.Linear):
     def replacing(cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None) -> LossHead:
         """A head on the very same Parameters, so a weight tied to the embedding stays tied. Of the `context`'s backends none
         computes it yet."""
+        if settings.kind == "cce" and linear.bias is not None:
+            raise InputError("`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked")
         head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         head.weight, head.bias = linear.weight, linear.bias
         head.settings, head.chunk = settings, settings.tokens_at_once
@@ -83,6 +91,8 @@ class LossHead(TakesTurns, nn.Linear):
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
         low, hidden, labels, operands = self.low, hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
+        if self.settings.kind == "cce":
+            return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
         if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, *operands)):
             trained, parts = ChunkedLoss.apply(hidden, *operands, labels, self, low)
         else:
@@ -115,6 +125,15 @@ class LossHead(TakesTurns, nn.Linear):
         None where there was no forward, or there is no penalty."""
         parts, self._parts = self._parts, None
         return parts
+
+
+def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The sum of losses, FP32, from operands of one dtype."""
+    from cut_cross_entropy import linear_cross_entropy  # brings Triton, which takes a while
+
+    if not (labels != IGNORE).any():  # the kernel takes no empty batch; it reads the labels back from the device anyway
+        return (hidden.sum() * 0 + weight.sum() * 0).float()
+    return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="sum").float()
 
 
 class ChunkedLoss(torch.autograd.Function):

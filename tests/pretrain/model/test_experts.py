@@ -19,6 +19,7 @@ from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
+from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, emulation_of
 
 EXPERTS, CHOICES, HIDDEN = 4, 2, 32
@@ -99,7 +100,7 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
 def test_sizes_that_grouped_products_do_not_take_are_refused(sizes: dict[str, int]) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
     with pytest.raises(InputError, match="multiples of 8"):
-        check_architecture(build_on_meta(config), 32)
+        check_architecture(build_on_meta(config), 32, LossSettings())
 
 
 def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:

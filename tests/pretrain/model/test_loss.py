@@ -114,4 +114,4 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
 )
 def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: dict, key: str) -> None:
     with pytest.raises(InputError, match=key):
-        loss.check(AutoConfig.for_model(model_type, **changes))
+        loss.check(AutoConfig.for_model(model_type, **changes), LossSettings())

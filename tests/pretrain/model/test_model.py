@@ -20,7 +20,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.packed import forward_backward, inputs_of
 from pretrain.model.wrapping import fuse
-from pretrain.settings.recipe import ModelSettings
+from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU, LENGTH = torch.device("cpu"), 32
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -50,7 +50,7 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     random_packs: Callable,
 ) -> None:
     packed = build_model(backend=backend, **({} if name == "gpt2" else SMALL) | UNLIKE[name]).train()
-    model.check_architecture(packed.hf, LENGTH)
+    model.check_architecture(packed.hf, LENGTH, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
         assert bool(packed.fused.left_out) == (name in ("gemma3", "gpt2"))
