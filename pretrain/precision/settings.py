@@ -24,7 +24,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
 from pretrain.precision import formats
-from pretrain.precision.formats.definition import Precision
+from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision
 
 # ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -51,7 +51,6 @@ def find_by_accelerate_name(mixed_precision: str) -> Precision | None:
 
 
 PrecisionName = Literal[tuple(PRECISIONS)]
-PLAIN_FORWARD = "_bf16_forward"  # what it adds to a precision's name
 
 
 @functools.cache
@@ -139,9 +138,8 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
 
 
 def is_quantized(setting: Any) -> bool:
-    """Whether any phase computes in low precision; names that no precision has do not."""
-    used = [name.removesuffix(PLAIN_FORWARD) for _, name in phases_of(setting)]
-    return any(name in PRECISIONS and PRECISIONS[name].quantized for name in used)
+    """Whether any phase computes in low precision."""
+    return any(precision_called(name).quantized for _, name in phases_of(setting))
 
 
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
