@@ -84,8 +84,6 @@ class DataSettings(SourceSettings):
     length: PositiveCount = 4096  # tokens of a pack
     held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
     mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
-    # token .bin only: the id that ends a document; null: a pack is one document
-    end_token: int | None = Field(None, ge=0, lt=2**32)
 
     # Several sources in place of `source`, each with its own keys from `source` to `labels`. Keys that it leaves out are those of
     # `data`, unless they are of another kind of record. Its packs are prepared into `packs`/name.
@@ -97,7 +95,8 @@ class DataSettings(SourceSettings):
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.
     streaming: bool | StreamingSettings = False
-    tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
+    # Hub name, folder, or tokenizer.json. Its EOS token ends the documents of a token .bin, of which else a pack is one.
+    tokenizer: PathText | None = None
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
