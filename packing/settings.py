@@ -6,7 +6,7 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
 
@@ -101,8 +101,6 @@ class DataSettings(SourceSettings):
     packing: Literal["truncate", "best_fit"] = "truncate"
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
 
-    _in_source_order: bool = PrivateAttr(False)  # documents are not shuffled: those that a run is evaluated on
-
     @property
     def stream(self) -> StreamingSettings | None:
         """How packs are made while the run trains; None where all are made before."""
@@ -112,10 +110,6 @@ class DataSettings(SourceSettings):
     def shares(self) -> tuple[float, ...]:
         """The share of the tokens that each source has which is trained on."""
         return tuple(each.weight for each in self.sources) if self.sources else (1.0,)
-
-    @property
-    def in_source_order(self) -> bool:
-        return self._in_source_order
 
     @property
     def prepares(self) -> bool:

@@ -39,15 +39,13 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
-    """The settings of `data.validation`. Its packs lie beside those that are trained on, and its documents in their source's
-    order."""
+    """The settings of `data.validation`. Its packs lie beside those that are trained on."""
     if settings.validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
     part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
     if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
         part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
-    part._in_source_order = True
     return part
 
 
