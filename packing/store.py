@@ -55,10 +55,9 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     return settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs})
 
 
-def text_parts(settings: DataSettings) -> list[DataSettings]:
-    """The settings of all text that packs are to be made of."""
-    parts = [*training_parts(settings).values(), *filter(None, [validation_part(settings)])]
-    return [part for part in parts if part.source is not None]
+def all_parts(settings: DataSettings) -> list[DataSettings]:
+    """The settings of each source that is trained on, and of `data.validation` where there is one."""
+    return [*training_parts(settings).values(), *filter(None, [validation_part(settings)])]
 
 
 def folder_of(part: DataSettings) -> Path:
@@ -73,8 +72,7 @@ def is_there(folder: Path) -> bool:
 
 def unprepared(settings: DataSettings) -> list[Path]:
     """The folders of packs that are not there yet, as far as names tell, those of `data.validation` among them."""
-    parts = [*training_parts(settings).values(), validation_part(settings)]
-    return [folder for folder in (folder_of(part) for part in parts if part) if not is_there(folder)]
+    return [folder for folder in map(folder_of, all_parts(settings)) if not is_there(folder)]
 
 
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
