@@ -15,6 +15,12 @@ SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 _RECORD = ("messages", "input_ids", "labels", "text")  # the keys that say what a record holds
 
 
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`name@revision` of a hub repository as its two parts; None where no revision is named, as by a path that exists."""
+    repository, _, revision = name.partition("@")
+    return (repository, revision) if revision and not os.path.exists(name) else (name, None)
+
+
 class SourceSettings(Settings):
     """Which documents, and what a record of them is."""
 

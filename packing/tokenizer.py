@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
+from packing.settings import split_revision
 
 REMEDY = "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, or name another"
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
@@ -89,12 +90,6 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
         if ids := [number for name in names if (number := tokenizer.token_to_id(name)) is not None]:
             special[role] = ids[0]
     return TextTokenizer(name, tokenizer, special)
-
-
-def split_revision(name: str) -> tuple[str, str | None]:
-    """`name@revision` of a hub repository as its two parts; None where no revision is named."""
-    repository, at, revision = name.partition("@")
-    return repository, revision if at else None
 
 
 def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: bool = True) -> Path | None:
