@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
@@ -135,17 +135,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str
 
     The same texts in the same order give the same tokenizer. Few texts can give fewer tokens.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT, *special],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes, seen or not
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    tokenizer = ByteLevelBPETokenizer()
+    named = [END_OF_TEXT, *special]
+    tokenizer.train_from_iterator(texts, vocabulary, min_frequency=0, special_tokens=named, show_progress=False)
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
