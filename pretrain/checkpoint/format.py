@@ -41,9 +41,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -161,16 +161,7 @@ def read_manifest(folder: Path) -> Manifest:
     content = load_object(path, "this is no complete checkpoint; name a run folder, or a step-* folder in its `checkpoints`")
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
-    files = [FileRecord(**file) for file in content["files"]]
-    return Manifest(content["step"], content["world_size"], files, _entries(content["model"]), _entries(content["optimizer"]))
-
-
-def _entries(group: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    entries = {}
-    for name, entry in group.items():
-        pieces = [Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
-        entries[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
-    return entries
+    return TypeAdapter(Manifest).validate_python(content)
 
 
 # ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
