@@ -71,10 +71,10 @@ class TextTokenizer:
 
 # A run loads its tokenizer several times, and one of 150,000 tokens takes a second to parse and another for its fingerprint.
 @lru_cache(maxsize=2)
-def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
+def load_tokenizer(name: str) -> TextTokenizer:
     """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub (`name@revision`). Raises InputError."""
-    file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json", revision)
-    config = file_of(name, "tokenizer_config.json", revision, needed=False)
+    file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json")
+    config = file_of(name, "tokenizer_config.json", needed=False)
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
     except Exception as error:
@@ -92,13 +92,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     return TextTokenizer(name, tokenizer, special)
 
 
-def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: bool = True) -> Path | None:
+def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
     """The file `name` of a tokenizer's folder, or of its hub repository, from the local cache where it is in it.
 
     None where it is known that there is none, and it is not `needed`. A hub that cannot be reached is an InputError: ids must not
     depend on the network.
     """
-    path, (repository, named) = Path(tokenizer), split_revision(tokenizer)
+    path, (repository, revision) = Path(tokenizer), split_revision(tokenizer)
     if path.exists():
         file = (path if path.is_dir() else path.parent) / name
         if file.is_file() or not needed:
@@ -108,7 +108,7 @@ def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: b
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, name, revision=revision or named))
+        return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
         # Without a network, the cache knows no more of the files that most repositories lack.
         absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError) if name.endswith(".jinja") else RemoteEntryNotFoundError

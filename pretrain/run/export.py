@@ -123,7 +123,7 @@ class SavedModel:
         model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[to]))
         if recipe.model.weights_source is not None and hf.can_generate():
             with suppress(OSError):  # it has none of its own
-                generation = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
+                generation = GenerationConfig.from_pretrained(recipe.model.repository, revision=recipe.model.revision)
                 hf.generation_config = generation
         return cls(folder, read_manifest(folder), hf, to, run_dir, recipe)
 

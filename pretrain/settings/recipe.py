@@ -54,8 +54,8 @@ class ModelSettings(Settings):
 
     @property
     def weights_source(self) -> str | None:
-        """Where the weights come from, as `repository`; None: they are drawn."""
-        return None if self.from_scratch else self.repository
+        """Where the weights come from, as `source` says it; None: they are drawn."""
+        return None if self.from_scratch else self.source
 
     def recomputes(self, index: int) -> bool:
         """Returns whether backward computes decoder layer `index`, from 0, again instead of keeping its activations."""
