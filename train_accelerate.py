@@ -17,6 +17,7 @@ import os
 import signal
 import sys
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from foundation.command import run_command
@@ -208,10 +209,7 @@ def train(run: Run) -> int:
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns; else 0."""
     recipe, state = run.job.recipe, run.state
-
-    def reason_to_stop() -> int:
-        return keeping.reason_to_stop(run, steps, stop)
-
+    reason_to_stop = partial(keeping.reason_to_stop, run, steps, stop)
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with profiling, run.recorder.step():

@@ -233,4 +233,4 @@ def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarra
     if held_out >= count:
         raise InputError(f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0")
     parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
-    return {split: np.sort(part) if settings.in_source_order else part for split, part in parts.items() if len(part)}
+    return {split: part for split, part in parts.items() if len(part)}

@@ -38,7 +38,7 @@ from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import DataSettings, SourceSettings
 from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, joined, open_source, tokenize
-from packing.store import find_splits, folder_of, is_there, text_parts, training_parts, validation_part
+from packing.store import all_parts, find_splits, folder_of, is_there, training_parts
 from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
 from packing.tokenizer import load_tokenizer
 
@@ -59,7 +59,9 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
-    for part in text_parts(settings):
+    for part in all_parts(settings):
+        if part.source is None:  # packs that exist
+            continue
         if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
             lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
             with locked(lock, lambda holder: say(f"waiting for {holder}, which prepares the same packs", progress)):
@@ -101,10 +103,10 @@ def holds_packs_of(settings: DataSettings) -> bool:
 
 def check_sources(settings: DataSettings) -> None:
     """InputError where packs are not there, nor what they are to be made from, or where others are; as far as names tell."""
-    for part in (*training_parts(settings).values(), validation_part(settings)):
-        if part and part.source is None:
+    for part in all_parts(settings):
+        if part.source is None:
             find_splits(part.packs, part.length)
-        elif part and not holds_packs_of(part):
+        elif not holds_packs_of(part):
             open_source(part, records_of(part, load_tokenizer(str(part.tokenizer))))
 
 

@@ -6,13 +6,19 @@ import os
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PrivateAttr, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
 
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")  # what can be a repository on the Hugging Face hub; else it is a path
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
 _RECORD = ("messages", "input_ids", "labels", "text")  # the keys that say what a record holds
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`name@revision` of a hub repository as its two parts; None where no revision is named, as by a path that exists."""
+    repository, _, revision = name.partition("@")
+    return (repository, revision) if revision and not os.path.exists(name) else (name, None)
 
 
 class SourceSettings(Settings):
@@ -84,8 +90,6 @@ class DataSettings(SourceSettings):
     length: PositiveCount = 4096  # tokens of a pack
     held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
     mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
-    # token .bin only: the id that ends a document; null: a pack is one document
-    end_token: int | None = Field(None, ge=0, lt=2**32)
 
     # Several sources in place of `source`, each with its own keys from `source` to `labels`. Keys that it leaves out are those of
     # `data`, unless they are of another kind of record. Its packs are prepared into `packs`/name.
@@ -97,12 +101,11 @@ class DataSettings(SourceSettings):
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.
     streaming: bool | StreamingSettings = False
-    tokenizer: PathText | None = None  # hub name, folder, or tokenizer.json
+    # Hub name, folder, or tokenizer.json. Its EOS token ends the documents of a token .bin, of which else a pack is one.
+    tokenizer: PathText | None = None
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
     on_bad_line: Literal["error", "skip"] = "error"  # a record that cannot be read: stop, or leave it out and count it
-
-    _in_source_order: bool = PrivateAttr(False)  # documents are not shuffled: those that a run is evaluated on
 
     @property
     def stream(self) -> StreamingSettings | None:
@@ -113,10 +116,6 @@ class DataSettings(SourceSettings):
     def shares(self) -> tuple[float, ...]:
         """The share of the tokens that each source has which is trained on."""
         return tuple(each.weight for each in self.sources) if self.sources else (1.0,)
-
-    @property
-    def in_source_order(self) -> bool:
-        return self._in_source_order
 
     @property
     def prepares(self) -> bool:

@@ -28,8 +28,7 @@ from foundation.errors import InputError
 from foundation.reading import one_line
 from packing.arrow import MANIFEST
 from packing.records import UNTRAINED, Records
-from packing.settings import HUB_NAME, DataSettings
-from packing.tokenizer import split_revision
+from packing.settings import HUB_NAME, DataSettings, split_revision
 
 if TYPE_CHECKING:
     import datasets

@@ -15,6 +15,7 @@ from packing.order import MixedPacks, splitmix64
 from packing.other_formats import INDEX, MDSPacks, TokenBin
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.stream import StreamedPacks
+from packing.tokenizer import load_tokenizer
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
 _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
@@ -38,15 +39,13 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
-    """The settings of `data.validation`. Its packs lie beside those that are trained on, and its documents in their source's
-    order."""
+    """The settings of `data.validation`. Its packs lie beside those that are trained on."""
     if settings.validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
     part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
     if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
         part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
-    part._in_source_order = True
     return part
 
 
@@ -56,10 +55,9 @@ def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSetti
     return settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs})
 
 
-def text_parts(settings: DataSettings) -> list[DataSettings]:
-    """The settings of all text that packs are to be made of."""
-    parts = [*training_parts(settings).values(), *filter(None, [validation_part(settings)])]
-    return [part for part in parts if part.source is not None]
+def all_parts(settings: DataSettings) -> list[DataSettings]:
+    """The settings of each source that is trained on, and of `data.validation` where there is one."""
+    return [*training_parts(settings).values(), *filter(None, [validation_part(settings)])]
 
 
 def folder_of(part: DataSettings) -> Path:
@@ -74,8 +72,7 @@ def is_there(folder: Path) -> bool:
 
 def unprepared(settings: DataSettings) -> list[Path]:
     """The folders of packs that are not there yet, as far as names tell, those of `data.validation` among them."""
-    parts = [*training_parts(settings).values(), validation_part(settings)]
-    return [folder for folder in (folder_of(part) for part in parts if part) if not is_there(folder)]
+    return [folder for folder in map(folder_of, all_parts(settings)) if not is_there(folder)]
 
 
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
@@ -102,7 +99,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     """The packs of one source; of those without a held-out split a share of the training packs, if one is set apart."""
-    openers = find_splits(folder_of(settings), settings.length, settings.end_token)
+    openers = find_splits(folder_of(settings), settings.length, settings.tokenizer)
     carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
     if split not in openers and not carved:
         return None
@@ -157,9 +154,9 @@ class PartOfPacks(Packs):
         return self._packs[int(self._indices[checked_index(index, len(self))])]
 
 
-def find_splits(path: Path, length: int | None, end_token: int | None = None) -> dict[Split, partial[Packs]]:
+def find_splits(path: Path, length: int | None, tokenizer: str | None = None) -> dict[Split, partial[Packs]]:
     """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on. `length`
-    and `end_token` are for formats that do not say them."""
+    is for formats that do not say it, and so is the `tokenizer`, whose EOS token ends a document."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
@@ -169,7 +166,7 @@ def find_splits(path: Path, length: int | None, end_token: int | None = None) ->
         """How to open the first of `places` that has packs: a token file, an MDS folder, or a folder of such folders."""
         for place in places:
             if place.suffix == ".bin" and place.is_file():
-                return partial(TokenBin, place, length, end_token)
+                return partial(TokenBin, place, length, load_tokenizer(tokenizer).special.get("eos") if tokenizer else None)
             inside = sorted(index.parent for index in place.glob(f"*/{INDEX}") if index.parent.name not in _HELD_OUT_NAMES)
             if folders := [place] if (place / INDEX).is_file() else inside:
                 return partial(MDSPacks, folders, path, length)

@@ -10,10 +10,11 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line
+from packing.settings import split_revision
 
 REMEDY = "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, or name another"
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
@@ -70,10 +71,10 @@ class TextTokenizer:
 
 # A run loads its tokenizer several times, and one of 150,000 tokens takes a second to parse and another for its fingerprint.
 @lru_cache(maxsize=2)
-def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
+def load_tokenizer(name: str) -> TextTokenizer:
     """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub (`name@revision`). Raises InputError."""
-    file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json", revision)
-    config = file_of(name, "tokenizer_config.json", revision, needed=False)
+    file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json")
+    config = file_of(name, "tokenizer_config.json", needed=False)
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
     except Exception as error:
@@ -91,19 +92,13 @@ def load_tokenizer(name: str, revision: str | None = None) -> TextTokenizer:
     return TextTokenizer(name, tokenizer, special)
 
 
-def split_revision(name: str) -> tuple[str, str | None]:
-    """`name@revision` of a hub repository as its two parts; None where no revision is named."""
-    repository, at, revision = name.partition("@")
-    return repository, revision if at else None
-
-
-def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: bool = True) -> Path | None:
+def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
     """The file `name` of a tokenizer's folder, or of its hub repository, from the local cache where it is in it.
 
     None where it is known that there is none, and it is not `needed`. A hub that cannot be reached is an InputError: ids must not
     depend on the network.
     """
-    path, (repository, named) = Path(tokenizer), split_revision(tokenizer)
+    path, (repository, revision) = Path(tokenizer), split_revision(tokenizer)
     if path.exists():
         file = (path if path.is_dir() else path.parent) / name
         if file.is_file() or not needed:
@@ -113,7 +108,7 @@ def file_of(tokenizer: str, name: str, revision: str | None = None, *, needed: b
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:
-        return Path(hf_hub_download(repository, name, revision=revision or named))
+        return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
         # Without a network, the cache knows no more of the files that most repositories lack.
         absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError) if name.endswith(".jinja") else RemoteEntryNotFoundError
@@ -140,17 +135,10 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str
 
     The same texts in the same order give the same tokenizer. Few texts can give fewer tokens.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT, *special],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),  # all bytes, seen or not
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return tokenizer
+    tokenizer = ByteLevelBPETokenizer()
+    named = [END_OF_TEXT, *special]
+    tokenizer.train_from_iterator(texts, vocabulary, min_frequency=0, special_tokens=named, show_progress=False)
+    return Tokenizer.from_str(tokenizer.to_str())
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -41,9 +41,9 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -56,7 +56,7 @@ from pretrain.model.gradients import local_part
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 PARTIAL_STEP, ABANDONED_STEP = ".partial-", "abandoned-"
-PART_BYTES = 2 * 2**30  # largest file, unless one block is larger: enough files to keep the hashing threads busy
+PART_BYTES = 2 * 2**30  # of a file, which its last block may exceed: enough files to keep the hashing threads busy
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
 DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
@@ -161,16 +161,7 @@ def read_manifest(folder: Path) -> Manifest:
     content = load_object(path, "this is no complete checkpoint; name a run folder, or a step-* folder in its `checkpoints`")
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
-    files = [FileRecord(**file) for file in content["files"]]
-    return Manifest(content["step"], content["world_size"], files, _entries(content["model"]), _entries(content["optimizer"]))
-
-
-def _entries(group: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    entries = {}
-    for name, entry in group.items():
-        pieces = [Piece(piece["file"], tuple(piece["offset"]), tuple(piece["shape"])) for piece in entry["pieces"]]
-        entries[name] = TensorEntry(entry["dtype"], tuple(entry["shape"]), tuple(pieces))
-    return entries
+    return TypeAdapter(Manifest).validate_python(content)
 
 
 # ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -203,37 +194,26 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
 
 
 def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorEntry]:
-    """The index of a checkpoint: which rank writes each block into which file, of at most PART_BYTES unless a block is larger.
+    """The index of a checkpoint: which rank writes each block into which file. Each distinct block is for one of the ranks that
+    hold it, the largest first for the one with least to write (LPT), which begins a new file after each PART_BYTES.
 
     `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
     without a further exchange.
     """
     whole = {name: block for offer in offers for name, block in offer.items()}
     pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
-    for rank, assigned in enumerate(_share_out(offers)):
-        stem, parts, room = rank_stem(kind, rank, len(offers)), 0, 0
-        for name, block in assigned:
-            if not parts or block.bytes > room:
-                parts, room = parts + 1, PART_BYTES
-            pieces[name].append(Piece(f"{stem}-part-{parts - 1:03d}.safetensors", block.offset, block.shape))
-            room -= block.bytes
-    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
-
-
-def _share_out(offers: list[dict[str, ShardBlock]]) -> list[list[tuple[str, ShardBlock]]]:
-    """Give each distinct block to one of the ranks that hold it, the largest first to the one with least to write (LPT)."""
-    owners: dict[tuple[str, ShardBlock], list[int]] = {}
+    holders: dict[tuple[str, ShardBlock], list[int]] = {}
     for rank, offer in enumerate(offers):
-        for block in offer.items():
-            owners.setdefault(block, []).append(rank)
-    load = [0] * len(offers)
-    assigned: list[list[tuple[str, ShardBlock]]] = [[] for _ in offers]
-    for name, block in sorted(owners, key=lambda item: (-item[1].bytes, item[0], item[1].offset)):
+        for held in offer.items():
+            holders.setdefault(held, []).append(rank)
+    written = [0] * len(offers)  # bytes of each rank so far
+    for name, block in sorted(holders, key=lambda held: (-held[1].bytes, held[0], held[1].offset)):
         if block.bytes:  # of more ranks than rows some hold nothing
-            writer = min(owners[name, block], key=lambda rank: (load[rank], rank))
-            load[writer] += block.bytes
-            assigned[writer].append((name, block))
-    return [sorted(blocks, key=lambda item: item[0]) for blocks in assigned]
+            rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
+            file = f"{rank_stem(kind, rank, len(offers))}-part-{written[rank] // PART_BYTES:03d}.safetensors"
+            pieces[name].append(Piece(file, block.offset, block.shape))
+            written[rank] += block.bytes
+    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
 
 
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -130,8 +130,10 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     if between or model.base_model is model:
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
     attention.check(model, length)
-    routing.check(model)
-    check_experts(model)
+    if getattr(model.config, "output_router_logits", None):
+        routing.check(model)
+    if is_mixture(model):
+        check_experts(model)
     check_loss(model.config, loss)
 
 
@@ -210,6 +212,12 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
     for parameter in hf.parameters():
         parameter.data = parameter.data.to(dtype)
     return masters
+
+
+def is_mixture(model: PreTrainedModel) -> bool:
+    """Whether the model has experts, of which each token chooses some."""
+    recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
+    return "router_logits" in recorded or any(name.endswith(".experts") for name, _ in model.named_modules())
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

@@ -15,6 +15,7 @@ from pretrain.model import attention
 from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
+from pretrain.model.huggingface import is_mixture
 from pretrain.model.loss.head import LOSS_SCOPE, LossHead
 from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
@@ -38,7 +39,7 @@ class PackedLanguageModel(nn.Module):
         self.fused: FusedLayers | None = None
         self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
         self.sharding: Sharding | None = None  # under FSDP2
-        self.routing = Routing.of(hf)  # None where there are no experts
+        self.routing = Routing.of(hf) if is_mixture(hf) else None  # None where there are no experts
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
         # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS. A
         # pack's padding is a document of its own without labels, so it needs no mask.

@@ -30,8 +30,8 @@ STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets f
 
 
 def check(hf: PreTrainedModel) -> None:
-    """InputError where the model is to balance its experts and has no loss for it that is known here."""
-    if getattr(hf.config, "output_router_logits", None) and (_balancing_loss(hf) is None or not _routers(hf)):
+    """InputError where a model that is to balance its experts has no loss for it that is known here."""
+    if _balancing_loss(hf) is None or not _routers(hf):
         raise InputError(
             f"`model.config.output_router_logits: true`: {type(hf).__name__} has no loss that balances experts by their router's "
             "logits, or one of its own; set it to false"

@@ -20,7 +20,7 @@ from foundation.errors import InputError
 from pretrain.model.experts import GroupedExperts, group_experts
 from pretrain.model.fused.arithmetic import Arithmetic, By
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import decoder_layers, is_mixture
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
@@ -85,7 +85,8 @@ def convert(
     stacked experts by grouped products; in place, on the same Parameters. Modules inside of `fused` layers stay: the layers
     multiply by themselves. Called for each backend."""
     backend = context.backend
-    group_experts(hf, context)
+    if is_mixture(hf):
+        group_experts(hf, context)
     inside = tuple(f"{name}." for name in fused.layers) if fused else ()
     for name, module in list(hf.named_modules()):
         for key, stack in module.stacks.items() if isinstance(module, GroupedExperts) else ():

@@ -21,8 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pretrain.precision.settings import Weights
-
 _NAN = 0x7FC00000
 
 
@@ -38,26 +36,6 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     return ((weight.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
 
 
-def mode_of(weight: Tensor, remainder: Tensor | None) -> Weights:
-    """The weight mode that stores its weights like this."""
-    if remainder is not None:
-        return "bf16_exact"
-    return "fp32" if weight.dtype == torch.float32 else "bf16"
-
-
-def convert_weight(weight: Tensor, remainder: Tensor | None, to: Weights) -> tuple[Tensor, Tensor | None]:
-    """A weight of any mode as mode `to` stores it: the weight, and its remainder in mode bf16_exact. Plain or local tensors."""
-    if mode_of(weight, remainder) == to:
-        return weight, remainder
-    if to == "bf16":
-        return weight.to(torch.bfloat16), None
-    master = weight.to(torch.float32) if remainder is None else join(weight, remainder)
-    return (master, None) if to == "fp32" else split(master)
-
-
-def describe_conversion(source: Weights, to: Weights) -> str | None:
-    """What convert_weight() did to a checkpoint of mode `source`, in a sentence for the user; None if nothing."""
-    if source == to:
-        return None
-    lost = "the lower 16 bits of each weight are LOST" if to == "bf16" else "nothing is lost, and updates are exact from here on"
-    return f"weights: {source} became {to}; {lost}"
+def master_of(weight: Tensor, remainder: Tensor | None) -> Tensor:
+    """The FP32 master of a weight as any mode stores it, with its remainder in mode bf16_exact. Plain or local tensors."""
+    return weight.to(torch.float32) if remainder is None else join(weight, remainder)

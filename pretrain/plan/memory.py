@@ -192,7 +192,7 @@ def layers_of(
     decisions = decide(model, list(layers.values()), without_norms, capability) if active.precision.quantized else {}
     not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
     layouts, others = active.precision.layouts_on(capability), UNQUANTIZED[active.precision.compute_dtype]
-    left_out = _experts_left_out(model, decisions)
+    left_out = _experts_left_out(model, decisions) if flops.choices else {}
     compiled = compiled_layer(flops, active.precision, layouts, left_out)
     result = []
     for name, layer in layers.items():

@@ -32,7 +32,7 @@ from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokeniz
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
-from pretrain.precision.settings import PLAIN_FORWARD, UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
+from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
@@ -89,7 +89,7 @@ class Job:
         """What a checkpoint must agree with to be continued, in the precision that the run really computes in."""
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
         if not isinstance(phases := self.recipe.precision, str):
-            ran = [active.precision.name.removesuffix(PLAIN_FORWARD) for _, active in self.plan.phases]
+            ran = [active.precision.use for _, active in self.plan.phases]
             setting = tuple(phase.model_copy(update={"use": use}) for phase, use in zip(phases, ran, strict=True))
             effective = {"precision": setting, "fp8_config": self.recipe.fp8_config}
         packs = self.data.train

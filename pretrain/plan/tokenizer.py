@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrai
 from foundation.errors import InputError
 from foundation.reading import one_line
 from packing.records import CHAT_TEMPLATE, chat_template
-from packing.settings import DataSettings
+from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config
@@ -50,7 +50,7 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
         known = named
     if "vocab_size" not in known or (model.source is not None and not model.from_scratch):
         return model
-    if model.source is not None and known.get("fingerprint") in (None, _fingerprint_at(model.repository, model)):
+    if model.source is not None and known.get("fingerprint") in (None, _fingerprint_at(model.source)):
         return model
     of_type = load_config(model if model.source else ModelSettings(config={"model_type": given["model_type"]}))
     return model.model_copy(update={"config": tokens_of(known, given, of_type)})
@@ -81,18 +81,18 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
 def fingerprint_of(model: ModelSettings) -> str | None:
     """Returns the fingerprint of the tokenizer that the weights of the model's folder or hub repository are for; None where there
     is none."""
-    return _fingerprint_at(model.weights_source, model)
+    return _fingerprint_at(model.weights_source)
 
 
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
     """Returns the fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or one without a
     tokenizer.json."""
-    return next(filter(None, (_fingerprint_at(place, model) for place in _places(settings, model, data))), None)
+    return next(filter(None, map(_fingerprint_at, _places(settings, model, data))), None)
 
 
-def _fingerprint_at(place: str | None, model: ModelSettings) -> str | None:
+def _fingerprint_at(place: str | None) -> str | None:
     with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
-        return place and load_text_tokenizer(place, model.revision if place == model.repository else None).fingerprint
+        return place and load_text_tokenizer(place).fingerprint
     return None
 
 
@@ -107,7 +107,7 @@ def load_tokenizer(
     tokenizer = None
     named, with_packs = _places(settings, model, data)
     if named is not None:
-        tokenizer = _from_file(named, {}) if Path(named).is_file() else _from_folder(named, settings, model, needed=needed)
+        tokenizer = _from_file(named, {}) if Path(named).is_file() else _from_folder(named, settings, needed=needed)
     if tokenizer is None and with_packs is not None:
         tokenizer = _from_file(with_packs, data.tokenizer)
     if tokenizer is None:
@@ -127,14 +127,14 @@ def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> 
     with_packs = str(file) if file else None
     if model.from_scratch and settings.tokenizer is None and with_packs is not None:
         return None, with_packs  # the source's weights, which meant its own ids, are not taken
-    return settings.tokenizer or model.repository, with_packs
+    return settings.tokenizer or model.source, with_packs
 
 
-def _from_folder(place: str, settings: DataSettings, model: ModelSettings, *, needed: bool) -> PreTrainedTokenizerBase | None:
+def _from_folder(place: str, settings: DataSettings, *, needed: bool) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder or on the hub. None where it cannot be read and need not be."""
     try:
-        revision = model.revision if place == model.repository else None
-        return AutoTokenizer.from_pretrained(place, revision=revision, trust_remote_code=False)
+        name, revision = split_revision(place)
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except (OSError, ValueError) as error:
         if settings.tokenizer is None and not needed:
             return None

@@ -79,7 +79,7 @@ def make_backends(actives: Sequence[ActivePrecision], device: torch.device) -> d
     that of the precision itself."""
     made: dict[str, Backend | None] = {}
     for active in actives:
-        name = active.precision.name.removesuffix(PLAIN_FORWARD)
+        name = active.precision.use
         if name not in made:
             itself = replace(active, precision=precision_called(name))
             made[name] = make_backend(itself, device) if itself.precision.quantized else None

@@ -22,7 +22,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
 from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
-from pretrain.precision.formats.definition import Precision
+from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision
 from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -38,7 +38,6 @@ UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
 BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}  # by its `mixed_precision`
 
 PrecisionName = Literal[tuple(PRECISIONS)]
-PLAIN_FORWARD = "_bf16_forward"  # what it adds to a precision's name
 
 
 @functools.cache
@@ -126,9 +125,8 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
 
 
 def is_quantized(setting: Any) -> bool:
-    """Whether any phase computes in low precision; names that no precision has do not."""
-    used = [name.removesuffix(PLAIN_FORWARD) for _, name in phases_of(setting)]
-    return any(name in PRECISIONS and PRECISIONS[name].quantized for name in used)
+    """Whether any phase computes in low precision."""
+    return any(precision_called(name).quantized for _, name in phases_of(setting))
 
 
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:

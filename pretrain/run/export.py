@@ -31,7 +31,7 @@ from pretrain.checkpoint.format import DTYPES, Manifest, TensorEntry, load_tenso
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import END_KEY, LOSS_KEY, RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
-from pretrain.optimizer.exact_weights import convert_weight
+from pretrain.optimizer.exact_weights import master_of
 from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
@@ -123,19 +123,17 @@ class SavedModel:
         model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[to]))
         if recipe.model.weights_source is not None and hf.can_generate():
             with suppress(OSError):  # it has none of its own
-                generation = GenerationConfig.from_pretrained(recipe.model.weights_source, revision=recipe.model.revision)
+                generation = GenerationConfig.from_pretrained(recipe.model.repository, revision=recipe.model.revision)
                 hf.generation_config = generation
         return cls(folder, read_manifest(folder), hf, to, run_dir, recipe)
 
     def read(self, name: str) -> Tensor:
         """The whole tensor `name` of `hf`, on the CPU: a parameter as mode `to` stores it, a buffer as it was saved."""
-        tensor, remainder = self._whole(name, self.manifest.model[name]), None
-        if name not in self._parameters or tensor.dtype == getattr(torch, WEIGHT_DTYPES[self.to]):
+        tensor, dtype = self._whole(name, self.manifest.model[name]), getattr(torch, WEIGHT_DTYPES[self.to])
+        if name not in self._parameters or tensor.dtype == dtype:
             return tensor
-        exact = f"remainder/{name}"  # the other halves of exact BF16 weights
-        if self.to == "fp32" and exact in self.manifest.optimizer:
-            remainder = self._whole(exact, self.manifest.optimizer[exact])
-        return convert_weight(tensor, remainder, self.to)[0]
+        rest = self.manifest.optimizer.get(f"remainder/{name}")  # the other half of an exact BF16 weight
+        return master_of(tensor, rest and self._whole(f"remainder/{name}", rest)).to(dtype)
 
     @cached_property
     def _parameters(self) -> set[str]:

@@ -26,7 +26,7 @@ from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import set_updates_done
-from pretrain.optimizer.exact_weights import convert_weight, describe_conversion
+from pretrain.optimizer.exact_weights import master_of
 from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
@@ -224,9 +224,10 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
         return []
     for name, parameter in parameters.items():
         remainder = targets.pop(f"remainder/{name}", None)
-        master, _ = convert_weight(local_part(stored.pop(name)), None if remainder is None else local_part(remainder), "fp32")
+        master = master_of(local_part(stored.pop(name)), None if remainder is None else local_part(remainder))
         assembly.optimizer.set_master(parameter, master)
-    return [describe_conversion(saved, mode)]
+    lost = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "nothing is lost, and updates are exact from now on"
+    return [f"weights: {saved} became {mode}; {lost}"]
 
 
 def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:

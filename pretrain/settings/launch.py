@@ -20,7 +20,14 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.settings import Settings, parse
 from pretrain.precision.formats.definition import Precision
-from pretrain.precision.settings import BY_ACCELERATE, PLAIN_FORWARD, PRECISIONS, LowPrecisionSettings, PrecisionName, phases_of
+from pretrain.precision.settings import (
+    BY_ACCELERATE,
+    PRECISIONS,
+    LowPrecisionSettings,
+    PrecisionName,
+    phases_of,
+    precision_called,
+)
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
@@ -52,40 +59,28 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     """`recipe` with its precision decided: its own where it (or the command line) names one, else the accelerate configuration's.
 
     `fp8_config` is decided key by key: the recipe's own, then the accelerate configuration's (without options of another
-    precision), then the precision's defaults. So the result, written out, means the same under any accelerate configuration.
+    precision), then the precision's defaults. So the result, written out, means the same under any accelerate configuration. Of a
+    schedule's quantized precisions several have their own defaults, and then no option of the accelerate configuration counts.
     Raises InputError for an unknown precision or key, and for options that the precision does not take.
     """
     requested, inherited = take_requested_precision(environ)
-    if recipe.precision is not None and not isinstance(recipe.precision, str):
-        return _with_schedule(recipe, requested, inherited)
-    chosen = PRECISIONS[recipe.precision] if recipe.precision else requested
-    _check_options(recipe.fp8_config, chosen, f"`precision: {chosen.name}`")
-    settings = _over(inherited if chosen is requested else inherited.without_options(), recipe.fp8_config)
-    decided = recipe.model_copy(update={"precision": chosen.name, "fp8_config": settings.resolved(chosen.name)})
-    if recipe.precision is None:
-        decided.model_fields_set.discard("precision")  # filled in, and not what the recipe says
-    return decided
-
-
-def _with_schedule(recipe: Recipe, requested: Precision, inherited: LowPrecisionSettings) -> Recipe:
-    """`with_precision` where `precision` is a schedule. The options of its one quantized precision are filled in as ever. Several
-    have their own defaults, and then no option of the accelerate configuration counts."""
-    used = [PRECISIONS[name.removesuffix(PLAIN_FORWARD)] for _, name in phases_of(recipe.precision)]
-    quantized = {precision.name: precision for precision in used if precision.quantized}
-    for precision in quantized.values():
-        of_others = {key for other in quantized.values() for key in other.options} - set(precision.options)
-        own = recipe.fp8_config.model_copy(update=dict.fromkeys(of_others))
-        _check_options(own, precision, f"`precision: {precision.name}`, a phase of the schedule,")
-    names = list(quantized)
-    settings = _over(inherited if names == [requested.name] else inherited.without_options(), recipe.fp8_config)
-    return recipe.model_copy(update={"fp8_config": settings.resolved(names[0]) if len(names) == 1 else settings})
+    chosen = [precision_called(use) for _, use in phases_of(recipe.precision)] or [requested]
+    quantized = {each.use: each for each in chosen if each.quantized}
+    for each in quantized.values() or chosen[:1]:
+        of_others = {key for other in quantized.values() for key in other.options} - set(each.options)
+        named = f"`precision: {each.use}`{', a phase of the schedule,' * (len(chosen) > 1)}"
+        _check_options(recipe.fp8_config.model_copy(update=dict.fromkeys(of_others)), each, named)
+    settings = _over(inherited if [*quantized] == [requested.name] else inherited.without_options(), recipe.fp8_config)
+    if len(quantized) < 2:
+        settings = settings.resolved(next(iter(quantized), chosen[0].name))
+    return recipe.model_copy(update={"precision": recipe.precision or requested.name, "fp8_config": settings})
 
 
 def _check_options(settings: LowPrecisionSettings, precision: Precision, named: str, origin: str = "") -> None:
     """InputError where `settings` have options that `precision`, which `named` says, does not take."""
     if contradictions := settings.contradictions(precision):
         raise InputError(
-            f"{origin}`fp8_config: {{{', '.join(contradictions)}}}` and {named} contradict each other: `{precision.name}` takes "
+            f"{origin}`fp8_config: {{{', '.join(contradictions)}}}` and {named} contradict each other: `{precision.use}` takes "
             f"{', '.join(precision.options) or 'no such option'}; leave out the others, or on the command line set them to null"
         )
 

@@ -7,13 +7,12 @@ in `pretrain.plan.checks`. Nothing here imports torch, so a mistyped key is repo
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
-from packing.settings import DataSettings
+from packing.settings import DataSettings, split_revision
 from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, Weights
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
@@ -46,21 +45,17 @@ class ModelSettings(Settings):
     @property
     def repository(self) -> str | None:
         """`source` without a revision: a folder or a name on the hub."""
-        return self.source and self._origin()[0]
+        return self.source and split_revision(self.source)[0]
 
     @property
     def revision(self) -> str | None:
         """The branch, tag or commit that `source` names behind an @; None: the hub's main branch."""
-        return self.source and self._origin()[1]
-
-    def _origin(self) -> tuple[str, str | None]:
-        name, _, revision = self.source.partition("@")
-        return (name, revision) if revision and not Path(self.source).exists() else (self.source, None)
+        return self.source and split_revision(self.source)[1]
 
     @property
     def weights_source(self) -> str | None:
-        """Where the weights come from, as `repository`; None: they are drawn."""
-        return None if self.from_scratch else self.repository
+        """Where the weights come from, as `source` says it; None: they are drawn."""
+        return None if self.from_scratch else self.source
 
     def recomputes(self, index: int) -> bool:
         """Returns whether backward computes decoder layer `index`, from 0, again instead of keeping its activations."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from packing.other_formats import TokenBin
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
 def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
@@ -44,6 +45,14 @@ def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):
     assert (len(open_packs(settings, "train")), len(open_packs(settings, "held_out"))) == (8, 2)
     settings = DataSettings(packs=tmp_path / "val.bin", length=8)
     assert (len(open_packs(settings, "train")), open_packs(settings, "held_out")) == (2, None)
+
+
+def test_documents_end_with_the_eos_token_of_the_tokenizer_that_is_named(tmp_path):
+    save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")  # its EOS token has the id 0
+    path = write(tmp_path / "train.bin", [5, 7, 0, 8, 9, 6, 0, 4])
+    named = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
+    assert open_packs(named, "train")[0].lengths.tolist() == [3, 4, 1]
+    assert open_packs(DataSettings(packs=path, length=8), "train")[0].lengths.tolist() == [8]
 
 
 @pytest.mark.parametrize(("dtype", "vocab_size"), [("uint16", 60), ("uint16", 50_257), ("uint32", 151_936)])

@@ -52,6 +52,7 @@ class Scaling:
         return f"in blocks of {self.block}" if self.block else "tensor-scaled"
 
 
+PLAIN_FORWARD = "_bf16_forward"  # what a phase with `forward: bf16` adds to a precision's name
 HOPPER = (9, 0)
 BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
 
@@ -88,6 +89,11 @@ class Precision:
     multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
     plain_forward: bool = False  # forward products take operands as they are: in a phase with `forward: bf16`
     options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults
+
+    @property
+    def use(self) -> str:
+        """Its name in a recipe, which a phase with `forward: bf16` shares with one without."""
+        return self.name.removesuffix(PLAIN_FORWARD)
 
     @property
     def number_bytes(self) -> int:

@@ -20,8 +20,8 @@ from pretrain.model import gradients
 from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
+from pretrain.optimizer import exact_weights
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
-from pretrain.optimizer.exact_weights import convert_weight
 from pretrain.settings.recipe import OptimizerSettings
 from tests.pretrain.verify.small_runs import step_of
 from tests.ranks import in_ranks
@@ -199,7 +199,7 @@ def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: to
 
 
 def master_of(adamw: ExactAdamW, parameter: Tensor) -> Tensor:
-    return convert_weight(parameter.detach(), adamw.state[parameter].get("remainder"), "fp32")[0]
+    return exact_weights.master_of(parameter.detach(), adamw.state[parameter].get("remainder"))
 
 
 def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:

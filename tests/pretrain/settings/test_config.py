@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from packing.store import text_parts
+from packing.store import all_parts
 from pretrain.settings.config import LaunchParser, identity_of, load_recipe, resolved, run_dir_of
 from pretrain.settings.recipe import Recipe
 
@@ -52,7 +52,7 @@ WEIGHTED = [{"source": "a", "weight": 0.5}, {"source": "b", "weight": 0.5, "text
 
 
 def parts_of(recipe: Recipe) -> list[dict]:
-    return [part.model_dump() for part in text_parts(recipe.data)]
+    return [part.model_dump() for part in all_parts(recipe.data)]
 
 
 @pytest.mark.parametrize(
