@@ -100,6 +100,6 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_d
     shutil.rmtree(folder / "packs")
     prepare(DataSettings(**recipe["data"] | {"packs": str(folder / "others")}), progress=False)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    resumed = start_as_ranks(recipe, folder, f"data.packs={folder}/others", launch=ddp, ACCELERATE_USE_CPU="true")
+    resumed = start_as_ranks(recipe, folder, f"data.packs={folder}/others", launch=ddp)
     assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(unbroken, rel=1e-5)
