@@ -213,8 +213,20 @@ class Finished:
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.records() if "loss" in record]
+
     def losses(self) -> list[float]:
-        return [record["loss"] for record in self.records() if "loss" in record]
+        return [step["loss"] for step in self.steps()]
+
+    def audit(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "audit.json").read_text())
+
+
+def without_the_machines(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The records without their figures of speed and memory."""
+    of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
+    return [{key: value for key, value in record.items() if not key.endswith(of_the_machine)} for record in records]
 
 
 def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from packing.__main__ import main as packing
 from pretrain.__main__ import main as pretrain
 
 # What is given on the command line over a good recipe, and what the message must name.
@@ -154,13 +153,12 @@ COMMANDS = {
     "plan nowhere.yaml": "nowhere.yaml",
     "reprot": "report",
     "inspect nowhere": "nowhere",
-}
-PACKING = {
     "prepare nowhere.yaml": "nowhere.yaml",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
-    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary",
-    "inspect nowhere": "nowhere",
-    "prepar": "prepare",
+    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
+    "flops recipes/smoke.yaml --length 33.7": "--length 33.7",
+    "matrix recipes/matrices/demo.yaml --at-once nan": "--at-once nan",
+    "phases phases.yaml --gpus 1.5": "--gpus 1.5",
 }
 
 
@@ -237,13 +235,6 @@ def test_what_a_command_cannot_use_is_named(given: str, here: Path, capsys: pyte
     assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
     message = capsys.readouterr().err
     assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message
-
-
-@pytest.mark.parametrize("given", PACKING)
-def test_what_packing_cannot_use_is_named(given: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert packing(shlex.split(given.replace("{here}", str(here)))) == 2
-    message = capsys.readouterr().err
-    assert message.count("error: ") == 1 and PACKING[given] in message
 
 
 def test_every_mistake_of_a_recipe_is_named_at_once(refusal: Callable, small_recipe: dict[str, Any]) -> None:

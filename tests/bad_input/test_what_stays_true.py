@@ -14,12 +14,9 @@ from tokenizers import Tokenizer, models
 
 from pretrain.__main__ import main
 from tests.conftest import contents, write_recipe
+from tests.golden.runs import steps_saved
 from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
-
-
-def steps_saved(run_dir: str | Path) -> list[str]:
-    return sorted(path.name for path in (Path(run_dir) / "checkpoints").glob("step-*"))
 
 
 class Malicious:
@@ -130,12 +127,11 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     process.go_on()
     assert process.end() == 2, log.read_text()
     assert "No space left on device" in log.read_text()
-    saved = steps_saved(run_dir)
-    assert saved
+    saved = steps_saved(run_dir)[-1]
     (small_disk / "ballast").unlink()
     finished = start_here(small_recipe | changes, tmp_path)
-    assert finished.status == 0 and saved[-1] in finished.out, finished.err
-    assert steps_saved(run_dir) == ["step-00000012"] and (run_dir / "final" / "model.safetensors").is_file()
+    assert finished.status == 0 and f"step-{saved:08d}" in finished.out, finished.err
+    assert steps_saved(run_dir) == [12] and (run_dir / "final" / "model.safetensors").is_file()
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(small_disk: Path, train_here: Callable) -> None:

@@ -1,4 +1,4 @@
-"""README: its block for one's own text works. Of all pages: links lead somewhere, files that are named exist."""
+"""README: its block for one's own text works. Of all pages: links lead somewhere, files and commands that are named exist."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from demo.corpus import library_documents, standard_library
+from pretrain.__main__ import COMMANDS
 from tests.forked_commands import forking
 
 ROOT = Path(__file__).parents[2]
@@ -73,13 +74,14 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path):
-    """In backticks, or in commands: what looks like a file or folder of this repository."""
+def test_files_and_commands_that_are_named_exist(page: Path):
+    """In backticks, or in commands: what looks like a file or folder of this repository, and commands of it."""
     text = page.read_text(encoding="utf-8")
     folders = "foundation|packing|pretrain|demo|benchmarks|tests|docs|recipes|accelerate_configs"
     names = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w/?(?:\.\w+)?(?![\w*<])", text)) - {"docs/picture.png"}
     missing = [name for name in sorted(names) if not any(ROOT.glob(name.rstrip("/."))) and "work/" not in name]
     assert missing == []
+    assert set(re.findall(r"python -m pretrain (\w+)", text)) <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -159,6 +159,10 @@ def steps_logged(run_dir: Path) -> int:
     return sum("loss" in json.loads(line) for line in metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
+def steps_saved(run_dir: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step-")) for folder in (run_dir / "checkpoints").glob("step-*"))
+
+
 @contextmanager
 def poisoned_once(run_dir: Path, steps_before: int) -> Iterator[None]:
     """Multiply the loss by infinity in every backward pass of the step that follows so many, the first time that it comes."""
@@ -190,6 +194,11 @@ def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
         about = f"{name if named else ''} {tensor.dtype} {list(tensor.shape)}".encode()
         each.append(hashlib.sha256(about + content).hexdigest())
     return hashlib.sha256("".join(sorted(each)).encode()).hexdigest()
+
+
+def saved(run_dir: Path, step: int) -> str:
+    """The digest of the checkpoint after `step`."""
+    return digest(tensors_of(run_dir / "checkpoints" / f"step-{step:08d}"), named=True)
 
 
 def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:

@@ -15,10 +15,8 @@ import torch
 from accelerate import Accelerator
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from tests.conftest import Finished
-from tests.golden.runs import digest, poisoned_once, steps_logged, tensors_of
-
-OF_THE_MACHINE = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
+from tests.conftest import without_the_machines
+from tests.golden.runs import poisoned_once, saved, steps_logged, tensors_of
 
 
 @pytest.fixture
@@ -27,16 +25,6 @@ def delayed(small_recipe: dict[str, Any]) -> dict[str, Any]:
     shorter = {"train": {"steps": 6}, "evaluate": {}, "batch": {"tokens": 2 * 32, "microbatch": 1}, "parity": "off"}
     precision = {"precision": "delayed", "fp8_config": {"on_unsupported": "emulate", "amax_history_len": 64}}
     return small_recipe | shorter | precision | {"checkpoint": {"every": 2}, "schedule": {"kind": "constant"}}
-
-
-def steps_of(run: Finished) -> list[dict[str, Any]]:
-    """The figures of every step that do not depend on the machine."""
-    steps = [record for record in run.records() if "loss" in record]
-    return [{key: value for key, value in step.items() if not key.endswith(OF_THE_MACHINE)} for step in steps]
-
-
-def weights_of(run: Finished) -> str:
-    return digest(tensors_of(run.run_dir / "checkpoints" / "step-00000006"), named=True)
 
 
 def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
@@ -48,12 +36,12 @@ def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
     assert run.status == 0 and "Traceback" not in run.output, run.output
     (event,) = [record for record in run.records() if record.get("event") == "rollback"]
     assert (event["resumed_from"], event["left_out"], event["rollbacks"]) == (2, 2, 1)
-    steps = steps_of(run)
+    steps = without_the_machines(run.steps())
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5, 6]
     assert steps[2]["epoch"] - steps[1]["epoch"] == pytest.approx(3 * steps[0]["epoch"]), "two steps of data are left out"
-    before = weights_of(run)
+    before = saved(run.run_dir, 6)
     again = train_here("health.on_nan=rollback", f"--resume={run.run_dir}/checkpoints/step-00000004", recipe=recipe)
-    assert again.status == 0 and steps_of(again) == steps and weights_of(again) == before
+    assert again.status == 0 and without_the_machines(again.steps()) == steps and saved(run.run_dir, 6) == before
 
 
 def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
@@ -102,5 +90,5 @@ def test_a_run_that_would_train_something_else_stops_before_its_first_step(
     monkeypatch.setattr(Qwen3MLP, "forward", broken)
     run = train_here("parity=on", "model.fused=off", "train.steps=3")
     assert run.status == 3 and "halted: step 0: parity" in run.err and ".mlp." in run.output, run.output
-    assert json.loads((run.run_dir / "audit.json").read_text())["parity"]["failures"]
+    assert run.audit()["parity"]["failures"]
     assert not (run.run_dir / "metrics.jsonl").exists() or not run.records()

@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Finished, write_recipe
-from tests.golden.runs import digest, steps_logged, tensors_of
+from tests.conftest import Finished, without_the_machines, write_recipe
+from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
 
 STEPS = 12  # with checkpoints after 4, 8 and 12
-OF_THE_MACHINE = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
 
 
 @pytest.fixture(scope="module")
@@ -67,15 +66,10 @@ def copied(alone: Finished, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def checkpoints(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-????????"))
-
-
 def outcome(run: Finished) -> list[Any]:
     """All figures that do not depend on the machine, and hashes of the last checkpoint and the exported model."""
-    figures = [{key: each for key, each in record.items() if not key.endswith(OF_THE_MACHINE)} for record in run.records()]
-    folders = (run.run_dir / "final", run.run_dir / "checkpoints" / f"step-{STEPS:08d}")
-    return [figures, *(digest(tensors_of(folder), named=True) for folder in folders)]
+    final = digest(tensors_of(run.run_dir / "final"), named=True)
+    return [without_the_machines(run.records()), saved(run.run_dir, STEPS), final]
 
 
 # ── Killed ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -98,7 +92,7 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(
 ) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
-        assert max(checkpoints(tmp_path / "run"), default=None) in newest, moment
+        assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
@@ -144,7 +138,7 @@ def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     assert start(Moment("logged", f"^{step}$", signal)).end() == 128 + signal
     output = (tmp_path / "log").read_text()
     assert signal.name in output and "Traceback" not in output
-    assert checkpoints(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
+    assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
     finished = run()
     assert finished.status == 0 and f"at step {step}" in finished.output and outcome(finished) == outcome(alone)
 
@@ -154,7 +148,7 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
 ) -> None:
     run_dir = copied(STEPS)
     assert start(Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM)).end() == 128 + SIGTERM
-    assert checkpoints(run_dir)[-1] == STEPS
+    assert steps_saved(run_dir)[-1] == STEPS
     finished = run()
     assert finished.status == 0 and outcome(finished) == outcome(alone)
 

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from tests.conftest import write_recipe
-from tests.golden.runs import steps_logged
+from tests.golden.runs import steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
@@ -83,7 +83,7 @@ def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
     status, output = run.end(), (tmp_path / "log").read_text()
     assert status == (2 if packer_dies else 128 + SIGTERM) and not packer.is_running(), output
     assert output.count("error: ") == packer_dies and ("signal 9" in output) == packer_dies and "Traceback" not in output
-    assert [each.name for each in (tmp_path / "run/checkpoints").iterdir()] == [f"step-{steps_logged(tmp_path / 'run'):08d}"]
+    assert steps_saved(tmp_path / "run") == [steps_logged(tmp_path / "run")]
 
 
 @pytest.mark.multi

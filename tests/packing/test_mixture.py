@@ -24,13 +24,9 @@ def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("mixture")
-
-
-@pytest.fixture(scope="module")
-def values(folder: Path, documents: list[str], tokenizer_file: Path) -> dict[str, Any]:
+def values(tmp_path_factory: pytest.TempPathFactory, documents: list[str], tokenizer_file: Path) -> dict[str, Any]:
     """Two sources; the second, of other columns, is short."""
+    folder = tmp_path_factory.mktemp("mixture")
     web = write_texts(folder / "web.jsonl", [text[:900] for text in documents])
     code = folder / "code.jsonl"
     code.write_text("".join(json.dumps({"body": text[:300], "n": 1}) + "\n" for text in documents[:20]))

@@ -62,13 +62,6 @@ def test_held_out_documents_are_whole_and_nowhere_else(settings: DataSettings, d
     assert len(held_out) == round(0.2 * len(documents)) and sorted(train + held_out) == sorted(documents)
 
 
-def test_what_is_evaluated_on_keeps_its_order(settings: DataSettings, documents: list[str], tmp_path: Path) -> None:
-    (tmp_path / "other.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:9]))
-    values = settings.model_dump() | {"validation": {"source": str(tmp_path / "other.jsonl")}}
-    prepare(both := DataSettings(**values), progress=False)
-    assert texts_in(both, "held_out") == documents[:9]
-
-
 def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(settings: DataSettings, tmp_path: Path) -> None:
     prepare(settings, progress=False)
     whole = open_packs(settings, "train").fingerprint
