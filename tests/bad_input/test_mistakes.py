@@ -156,9 +156,9 @@ COMMANDS = {
     "prepare nowhere.yaml": "nowhere.yaml",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
-    "flops recipes/smoke.yaml --length 33.7": "--length 33.7",
-    "matrix recipes/matrices/demo.yaml --at-once nan": "--at-once nan",
-    "phases phases.yaml --gpus 1.5": "--gpus 1.5",
+    "flops recipes/smoke.yaml --length 33.7": "--length: invalid int value: '33.7'",
+    "matrix recipes/matrices/demo.yaml --at-once nan": "--at-once: invalid int value: 'nan'",
+    "phases phases.yaml --gpus 1.5": "--gpus: invalid int value: '1.5'",
 }
 
 

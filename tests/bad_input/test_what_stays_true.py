@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,27 +16,7 @@ from tests.golden.runs import steps_saved
 from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
 
-
-class Malicious:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch executed",)
-
-
 # ── Nothing is executed ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_weights_that_are_a_pickle_are_not_executed(
-    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(small_recipe["model"]["config"] | {"architectures": ["Qwen3ForCausalLM"]}))
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious()))
-    small_recipe["model"] = {"source": str(folder)}
-    with pytest.raises(pickle.UnpicklingError):
-        train_here()
-    assert not (tmp_path / "executed").exists()
 
 
 def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,24 +67,6 @@ def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
 
 
 # ── Nothing saved is lost ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def trained(train_here: Callable, small_recipe: dict[str, Any]) -> Path:
-    """A run with checkpoints of step 4 and step 8, its last."""
-    small_recipe["train"]["steps"] = 8
-    assert train_here("parity=off").status == 0
-    return Path(small_recipe["run_dir"])
-
-
-def test_without_any_intact_checkpoint_a_run_refuses_to_begin_anew(trained: Path, train_here: Callable) -> None:
-    for weights in (trained / "checkpoints").glob("step-*/*.safetensors"):
-        content = bytearray(weights.read_bytes())
-        content[len(content) // 2] ^= 1
-        weights.write_bytes(content)
-    before = contents(trained)
-    assert str(trained / "checkpoints") in train_here("train.steps=10", "--accept-changes").err
-    assert contents(trained) == before
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(

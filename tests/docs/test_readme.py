@@ -81,7 +81,7 @@ def test_files_and_commands_that_are_named_exist(page: Path):
     names = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w/?(?:\.\w+)?(?![\w*<])", text)) - {"docs/picture.png"}
     missing = [name for name in sorted(names) if not any(ROOT.glob(name.rstrip("/."))) and "work/" not in name]
     assert missing == []
-    assert set(re.findall(r"python -m pretrain (\w+)", text)) <= COMMANDS.keys()
+    assert page.name == "CHANGELOG.md" or set(re.findall(r"python -m pretrain (\w+)", text)) <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -19,8 +19,8 @@ from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
 from pretrain.precision.product import Operand
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.precision.transformer_engine import unavailable_because
-from tests.pretrain.verify.small_runs import build_run, on_a
+from tests.gpu.conftest import needs
+from tests.pretrain.verify.small_runs import build_run
 
 DEVICE = torch.device("cuda")
 EXPERTS, CHOICES, IN, OUT = 8, 2, 256, 384
@@ -74,8 +74,7 @@ def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
 def both_backends(request: pytest.FixtureRequest) -> Iterator[tuple[Grouped, Grouped]]:
     """A grouped product on the GPU's kernel and the emulated one; delayed scales are what one microbatch has left."""
     precision = PRECISIONS[request.param]
-    if missing := unavailable_because(precision):
-        pytest.skip(f"needs {missing}")
+    needs(precision.name)
     settings = LowPrecisionSettings(fp8_format="E4M3").resolved(precision.name)
     products, entered = [], []
     for backend in ("transformer_engine", "emulation"):
@@ -111,18 +110,10 @@ def test_fp8_experts_are_the_emulated_ones(load: str, both_backends: tuple[Group
         on_gpu.end()
 
 
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with on_a("cuda") as accelerator:
-        yield accelerator
-
-
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
 def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute: bool, accelerator: Accelerator) -> None:
-    low = PRECISIONS[precision].quantized
-    if low and (missing := unavailable_because(PRECISIONS[precision])):
-        pytest.skip(f"needs {missing}")
+    low = PRECISIONS[needs(precision)].quantized
     options = {"fp8_format": "E4M3"} if low else {}
     run = build_run(accelerator, precision, "qwen3_moe", weights="bf16_exact", recompute=recompute, **options)
     entries = {entry["name"]: entry for entry in run.audit()}
@@ -136,8 +127,7 @@ def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute
 
 
 def test_experts_stay_in_bf16_where_gradients_would_be_e5m2(accelerator: Accelerator) -> None:
-    if missing := unavailable_because(PRECISIONS["delayed"]):
-        pytest.skip(f"needs {missing}")
+    needs("delayed")
     entries = {entry["name"]: entry for entry in build_run(accelerator, "delayed", "qwen3_moe").audit()}
     expert = entries["model.layers.0.mlp.experts.down_proj"]
     assert expert["effective"] == "bf16" and expert["reason"]

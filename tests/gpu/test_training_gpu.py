@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from packing.arrow import Pack
 from packing.batch import Microbatch, build_microbatch
@@ -28,13 +27,6 @@ QWEN3 = {"model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256, "i
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
 SETTINGS = ModelSettings(config=QWEN3 | HEADS)
 DEVICE = torch.device("cuda")
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(mixed_precision="no")
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture

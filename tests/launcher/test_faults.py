@@ -10,9 +10,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from tests.conftest import write_recipe
-from tests.golden.runs import steps_logged, steps_saved
-from tests.moments import LauncherProcess, Moment
+from tests.golden.runs import steps_logged
 
 
 def test_memory_that_runs_out_is_one_message_and_leaves_what_was_saved(
@@ -34,15 +32,3 @@ def test_memory_that_runs_out_is_one_message_and_leaves_what_was_saved(
         assert remedy in run.err
     again = train_here("batch.microbatch=1", "parity=off")
     assert again.status == 0 and "at step 4" in again.output
-
-
-def test_steps_go_on_while_a_checkpoint_is_written_until_the_next_is_due(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    recipe, run_dir = small_recipe | {"evaluate": {}, "parity": "off"}, tmp_path / "run"
-    writing = Moment("os.rename", r"/step-00000004$")
-    process = LauncherProcess([str(write_recipe(recipe, tmp_path))], tmp_path / "log", writing)
-    process.wait_until_it_waits()
-    process.wait_until(lambda: steps_logged(run_dir) == 8)  # nothing but the thread is held
-    assert steps_saved(run_dir) == []
-    process.go_on()
-    assert process.end() == 0, (tmp_path / "log").read_text()
-    assert steps_saved(run_dir) == [4, 8, 12]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Finished, without_the_machines, write_recipe
+from tests.conftest import Finished, flip, without_the_machines, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
 
@@ -160,10 +160,7 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_sa
     alone: Finished, copied: Callable, run: Callable
 ) -> None:
     newest = copied() / "checkpoints" / f"step-{STEPS:08d}"
-    file = max(newest.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(max(newest.glob("*.safetensors")))
     finished = run()
     assert finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
     assert outcome(finished) == outcome(alone)
