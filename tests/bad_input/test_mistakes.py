@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pretrain.__main__ import main as pretrain
 
@@ -210,20 +209,16 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
-    vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "one", "two", "three"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
 @pytest.mark.parametrize(("content", "given", "named"), TEXTS)
 def test_text_that_gives_no_packs_is_named(
-    content: str, given: str, named: str, here: Path, refusal: Callable, small_recipe: dict[str, Any]
+    content: str, given: str, named: str, here: Path, words: Path, refusal: Callable, small_recipe: dict[str, Any]
 ) -> None:
     (here / "text.jsonl").write_text(content)
     packs = here / "prepared" / "packs"
-    data = {"source": str(here / "text.jsonl"), "tokenizer": str(here / "tokenizer.json"), "packs": str(packs), "held_out": 0.2}
+    data = {"source": str(here / "text.jsonl"), "tokenizer": str(words), "packs": str(packs), "held_out": 0.2}
     small_recipe["data"] |= data
     given = given.replace("{here}", str(here))
     assert named in refusal(*(shlex.split(given) if given.count("=") > 1 else [given] if given else []))

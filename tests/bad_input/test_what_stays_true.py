@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
 
 from pretrain.__main__ import main
 from tests.conftest import contents, write_recipe
@@ -54,14 +53,11 @@ def test_a_report_is_written_over_itself_and_over_no_other_file(tmp_path: Path, 
         assert main(["report", *runs, "--out", str(tmp_path / name)]) == 0, capsys.readouterr().err
 
 
-def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
-    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path
-) -> None:
+def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(train_here: Callable, words: Path, tmp_path: Path) -> None:
     (tmp_path / "packs").mkdir()
     (tmp_path / "packs" / "thesis.tex").write_text("years of work")
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\n' * 40)
-    Tokenizer(models.WordLevel({"<|endoftext|>": 0, "one": 1}, unk_token="one")).save(str(tmp_path / "tokenizer.json"))
-    data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={tmp_path}/tokenizer.json", f"data.packs={tmp_path}/packs")
+    data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={words}", f"data.packs={tmp_path}/packs")
     assert str(tmp_path / "packs") in train_here(*data, "evaluate.every=null").refusal
     assert contents(tmp_path / "packs") == {"thesis.tex": b"years of work"}
 

@@ -11,7 +11,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -164,21 +164,27 @@ def steps_saved(run_dir: Path) -> list[int]:
 
 
 @contextmanager
-def poisoned_once(run_dir: Path, steps_before: int) -> Iterator[None]:
-    """Multiply the loss by infinity in every backward pass of the step that follows so many, the first time that it comes."""
-    backward, state = Accelerator.backward, {"done": False, "now": False}
-
-    def poison(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
-        there = steps_logged(run_dir) == steps_before
-        state["done"] |= state["now"] and not there
-        state["now"] = there
-        backward(accelerator, loss * math.inf if there and not state["done"] else loss, **options)
-
-    Accelerator.backward = poison
+def losses_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Every backward pass is that of the `change`d loss."""
+    backward = Accelerator.backward
+    Accelerator.backward = lambda accelerator, loss, **options: backward(accelerator, change(loss), **options)
     try:
         yield
     finally:
         Accelerator.backward = backward
+
+
+def poisoned_once(run_dir: Path, steps_before: int) -> AbstractContextManager[None]:
+    """Multiply the loss by infinity in every backward pass of the step that follows so many, the first time that it comes."""
+    state = {"done": False, "now": False}
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        there = steps_logged(run_dir) == steps_before
+        state["done"] |= state["now"] and not there
+        state["now"] = there
+        return loss * math.inf if there and not state["done"] else loss
+
+    return losses_changed(poison)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:

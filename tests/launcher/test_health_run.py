@@ -12,11 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from accelerate import Accelerator
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
 from tests.conftest import without_the_machines
-from tests.golden.runs import poisoned_once, saved, steps_logged, tensors_of
+from tests.golden.runs import losses_changed, poisoned_once, saved, steps_logged, tensors_of
 
 
 @pytest.fixture
@@ -44,22 +43,19 @@ def test_a_rollback_goes_on_past_the_bad_data_and_resumes_so(
     assert again.status == 0 and without_the_machines(again.steps()) == steps and saved(run.run_dir, 6) == before
 
 
-def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
-    train_here: Callable, delayed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(train_here: Callable, delayed: dict[str, Any]) -> None:
     """Resumed at 4 it goes back to 4 and, as other data fail there too, to 2; the signal comes in step 3."""
     assert train_here("train.steps=4", recipe=delayed).status == 0
-    backward, run_dir, steps_before = Accelerator.backward, Path(delayed["run_dir"]), []
+    run_dir, steps_before = Path(delayed["run_dir"]), []
 
-    def poison(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
+    def poison(loss: torch.Tensor) -> torch.Tensor:
         if steps_before[-1:] != [logged := steps_logged(run_dir)]:
             steps_before.append(logged)
             if logged == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-        backward(accelerator, loss * math.inf if logged == 5 else loss, **options)
+        return loss * math.inf if logged == 5 else loss
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Accelerator, "backward", poison)
+    with losses_changed(poison):
         stopped = train_here("health.on_nan=rollback", "--accept-changes", recipe=delayed)
     assert stopped.status == 128 + signal.SIGTERM and steps_before == [4, 5, 4, 5, 2], stopped.output
     saved = json.loads((run_dir / "checkpoints" / "step-00000003" / "state.json").read_text())

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -19,31 +18,22 @@ from tests.conftest import write_recipe
 from tests.golden.runs import steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
-WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "into", "the", "green", "wood"]
-
 STEPS = 36
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
-    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(i % 40 + 5)) for i in range(170)]
+    texts = [" ".join(f"w{i * j % 60}" for j in range(i % 40 + 5)) for i in range(240)]
     (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    special = {"special_tokens": ["<|endoftext|>"], "initial_alphabet": pre_tokenizers.ByteLevel.alphabet()}
-    tokenizer.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=300, show_progress=False, **special))
-    tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 
 
 @pytest.fixture(scope="module")
-def recipe(folder: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def recipe(folder: Path, words: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
     small = recipe_for(folder / "run")
-    config = {key: value for key, value in small["model"]["config"].items() if key != "vocab_size"}
-    data = {"source": str(folder / "texts.jsonl"), "tokenizer": str(folder / "tokenizer.json"), "packs": str(folder / "packs")}
+    data = {"source": str(folder / "texts.jsonl"), "tokenizer": str(words), "packs": str(folder / "packs")}
     return small | {
-        "model": {"config": config},
         "data": data | {"length": 32, "held_out": 0.05, "streaming": {"disk_gb": 0.0003, "window": 3000}},
         "train": {"steps": STEPS},
         "evaluate": {"every": 15},
