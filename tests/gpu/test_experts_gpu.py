@@ -19,7 +19,7 @@ from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
 from pretrain.precision.product import Operand
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from tests.gpu.conftest import needs
+from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.verify.small_runs import build_run
 
 DEVICE = torch.device("cuda")
@@ -56,17 +56,13 @@ def three_products(product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, en
     return [y, dx, total]
 
 
-def near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    return bool((ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm())
-
-
 @pytest.mark.parametrize("load", LOADS)
 def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
     rows, stack, dy, ends = problem(load)
     plain = PlainGroupedProduct("experts")
     in_fp32 = three_products(plain, rows.float(), stack.float(), dy.float(), ends, torch.float32)
     for ours, theirs in zip(three_products(plain, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True):
-        assert near(ours, theirs, 2.0**-8) and not ours.isnan().any()
+        assert relative_error(ours, theirs) <= 2**-8 and not ours.isnan().any()
         assert torch.equal(ours == 0, theirs == 0), "experts of nobody get no gradient, and rows of nobody nothing"
 
 
@@ -102,7 +98,7 @@ def test_fp8_experts_are_the_emulated_ones(load: str, both_backends: tuple[Group
     for ours, theirs in zip(
         *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both_backends), strict=True
     ):
-        assert near(ours, theirs, 2.0**-7)
+        assert relative_error(ours, theirs) <= 2**-7
         assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
     for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
         on_gpu.begin(rows)

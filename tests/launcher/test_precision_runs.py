@@ -18,29 +18,21 @@ EXPERTS = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "n
 EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 
 
-def test_a_schedules_first_steps_are_the_plain_runs_and_it_resumes_at_its_switch_bit_for_bit(started: Callable) -> None:
-    before, after = "delayed", "bf16"
-    schedule = f"precision=[{{until: {SWITCH}, use: {before}}}, {{use: {after}}}]"
-    plain, whole = started("plain", f"precision={before}", f"train.steps={SWITCH}"), started("whole", schedule)
-    assert whole.losses()[:SWITCH] == plain.losses()
-    precisions = [step["precision"] for step in whole.steps()]
-    assert precisions == [before] * SWITCH + [after] * (5 - SWITCH)
-    assert whole.audit()["phases"] == {"1": before, "4": after}
-    again = started("again", schedule, "--resume", f"{whole.run_dir}/checkpoints/step-{SWITCH:08}")
-    assert again.losses() == whole.losses()[SWITCH:]
-    assert saved(again.run_dir, 5) == saved(whole.run_dir, 5)
-
-
-def test_a_phase_with_a_bf16_forward_has_bf16s_losses_and_a_resume_across_its_beginning_is_exact(started: Callable) -> None:
-    before = f"precision=[{{until: {SWITCH}, use: delayed}}, {{use: "
-    whole, to_bf16 = started("whole", f"{before}delayed, forward: bf16}}]"), started("to_bf16", f"{before}bf16}}]")
-    assert whole.losses()[: SWITCH + 1] == to_bf16.losses()[: SWITCH + 1], "of the same weights, the first one of the phase too"
-    assert whole.losses()[SWITCH + 1 :] != to_bf16.losses()[SWITCH + 1 :], "whose gradients are not the same"
-    assert whole.audit()["phases"] == {"1": "delayed", "4": "delayed_bf16_forward"}
-    again = started("again", f"{before}delayed, forward: bf16}}]", "--resume", f"{whole.run_dir}/checkpoints/step-00000002")
-    assert again.losses() == whole.losses()[2:]
-    assert saved(again.run_dir, 5) == saved(whole.run_dir, 5)
-    first = started("first", f"precision=[{{until: {SWITCH}, use: delayed, forward: bf16}}, {{use: delayed}}]")
+def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a_switch_bit_for_bit(started: Callable) -> None:
+    until = f"precision=[{{until: {SWITCH}, use: delayed"
+    schedules = {"bf16": f"{until}}}, {{use: bf16}}]", "delayed_bf16_forward": f"{until}}}, {{use: delayed, forward: bf16}}]"}
+    plain = started("plain", "precision=delayed", f"train.steps={SWITCH}")
+    to_bf16, low = (started(after, schedule) for after, schedule in schedules.items())
+    assert to_bf16.losses()[:SWITCH] == plain.losses()
+    assert low.losses()[: SWITCH + 1] == to_bf16.losses()[: SWITCH + 1], "of the same weights, the first one of the phase too"
+    assert low.losses()[SWITCH + 1 :] != to_bf16.losses()[SWITCH + 1 :], "whose gradients are not the same"
+    for whole, after, step in ((to_bf16, "bf16", SWITCH), (low, "delayed_bf16_forward", 2)):
+        assert [each["precision"] for each in whole.steps()] == ["delayed"] * SWITCH + [after] * (5 - SWITCH)
+        assert whole.audit()["phases"] == {"1": "delayed", "4": after}
+        again = started("again", schedules[after], "--resume", f"{whole.run_dir}/checkpoints/step-{step:08}")
+        assert again.losses() == whole.losses()[step:] and saved(again.run_dir, 5) == saved(whole.run_dir, 5)
+        shutil.rmtree(again.run_dir)
+    first = started("first", f"{until}, forward: bf16}}, {{use: delayed}}]")
     assert first.audit()["phases"] == {"1": "delayed_bf16_forward", "4": "delayed"}, "whichever is first, both find one history"
 
 
