@@ -223,12 +223,6 @@ class Finished:
         return json.loads((self.run_dir / "audit.json").read_text())
 
 
-def without_the_machines(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records without their figures of speed and memory."""
-    of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
-    return [{key: value for key, value in record.items() if not key.endswith(of_the_machine)} for record in records]
-
-
 def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "recipe.yaml"

@@ -56,11 +56,13 @@ def start_ranks(
 def environment_under(options: Sequence[str]) -> dict[str, str]:
     """What `accelerate launch` with `options` adds to the environment of the processes that it starts."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     arguments = launch_command_parser().parse_args([*options, "train_accelerate.py"])
     arguments, *_ = _validate_launch_command(arguments)
-    return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
+    several = arguments.num_processes > 1
+    environment = prepare_multi_gpu_env(arguments) if several else prepare_simple_launcher_cmd_env(arguments)[1]
+    return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 
 
 def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:

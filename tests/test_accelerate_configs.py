@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from accelerate.commands.launch import launch_command_parser
 
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
@@ -56,20 +54,6 @@ def test_accelerates_own_loader_reads_the_file_and_every_nested_key_of_it(path: 
     assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
 
 
-def environment_by(name: str) -> dict[str, str]:
-    """The variables that `accelerate launch` with a configuration would start its processes with: one, or two of this machine."""
-    if name in SEVERAL_IN_FP8:
-        return environment_under(["--config_file", str(by_name(name)), "--num_machines", "1", "--num_processes", "2"])
-    inherited = [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]
-    arguments, *_ = _validate_launch_command(
-        launch_command_parser().parse_args(["--config_file", str(by_name(name)), "script.py"])
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        for key in inherited:
-            patch.delenv(key)
-        return prepare_simple_launcher_cmd_env(arguments)[1]
-
-
 @pytest.mark.parametrize(("name", "precision"), (ONE_DEVICE | SEVERAL_IN_FP8).items())
 def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
     name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -77,7 +61,8 @@ def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
     """As far as the launcher goes with precision before it looks at the device."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
-    environment = environment_by(name)
+    several = ["--num_machines", "1", "--num_processes", "2"] if name in SEVERAL_IN_FP8 else []
+    environment = environment_under(["--config_file", str(by_name(name)), *several])
     assert "ACCELERATE_MIXED_PRECISION" in environment
     recipe = with_precision(load_recipe(tmp_path / "recipe.yaml"), environment)
     assert recipe.precision == precision

@@ -230,10 +230,3 @@ def test_what_a_command_cannot_use_is_named(given: str, here: Path, capsys: pyte
     assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
     message = capsys.readouterr().err
     assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message
-
-
-def test_every_mistake_of_a_recipe_is_named_at_once(refusal: Callable, small_recipe: dict[str, Any]) -> None:
-    small_recipe["modle"] = small_recipe.pop("model")
-    small_recipe["batch"]["microbatch"] = 0
-    message = refusal()
-    assert all(name in message for name in ("`modle`", "`model`", "`batch.microbatch`"))

@@ -22,30 +22,23 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 WIDTH = 100
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout with an environment and a folder of texts: what the block asks for."""
+@pytest.mark.long
+def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
+    """As it stands, but for the number of steps, of which a twentieth learns enough, in a copy of the checkout."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with what Python has compiled: four processes begin with it
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    texts = [document.text for document in islice(library_documents(standard_library()), 400)]
     (tmp_path / "my_text").mkdir()
-    for number, text in enumerate(texts):
-        (tmp_path / "my_text" / f"{number}.txt").write_text(text, encoding="utf-8")
-    return tmp_path
-
-
-@pytest.mark.long
-def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
-    """As it stands, but for the number of steps, of which a twentieth learns enough."""
+    for number, document in enumerate(islice(library_documents(standard_library()), 400)):
+        (tmp_path / "my_text" / f"{number}.txt").write_text(document.text, encoding="utf-8")
     (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)
     for many, few in (("train: {steps: 200}\n", "train: {steps: 10}\n"), ("warmup: 20,", "warmup: 2,")):
         assert block.count(many) == 1
         block = block.replace(many, few)
-    done = subprocess.run(["bash", "-e", "-c", block], cwd=checkout, env=forking(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env=forking(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    (run,) = (checkout / "runs").iterdir()
+    (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 8.0, "8.3 is a uniform guess over 4,000 tokens"
     assert re.search(r"sample after The$(\n +│.*)*\n +│ .*\S", done.stdout, re.MULTILINE), "the continuation, behind its prompt"
     config = json.loads((run / "final/config.json").read_text())
