@@ -15,8 +15,6 @@ from tests.golden.runs import steps_saved
 from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
 
-# ── Nothing is executed ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
 
 def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
@@ -27,9 +25,6 @@ def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, mo
     (tmp_path / "model" / "config.json").write_text(json.dumps(auto))
     assert "model.source" in train_here("model={source: model}").refusal
     assert not (tmp_path / "executed").exists()
-
-
-# ── Nothing of somebody else is written over ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict[str, Any], train_here: Callable) -> None:
@@ -60,9 +55,6 @@ def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(train_here: Call
     data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={words}", f"data.packs={tmp_path}/packs")
     assert str(tmp_path / "packs") in train_here(*data, "evaluate.every=null").refusal
     assert contents(tmp_path / "packs") == {"thesis.tex": b"years of work"}
-
-
-# ── Nothing saved is lost ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(

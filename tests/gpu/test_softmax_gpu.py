@@ -89,9 +89,6 @@ def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ign
     assert logits.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
 
-# ── In FP8 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def decoded(codes: Tensor, fp8: torch.dtype) -> Tensor:
     return codes.view(fp8).float()
 
@@ -134,9 +131,6 @@ def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
 ) -> None:
     logits, labels = draw(*shape, torch.bfloat16)
     check_quantized(logits, labels, fp8, None if scale is None else torch.tensor(scale, device=DEVICE))
-
-
-# ── At full size ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 @cuda_only

@@ -43,9 +43,6 @@ def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepte
     assert then.audit()["effective"] == "delayed"
 
 
-# ── Branches: a run that begins with another run's checkpoint ─────────────────────────────────────────────────────────────────
-
-
 def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Callable, tmp_path: Path) -> None:
     whole = started("whole", "precision=delayed", "seed=5")
     shutil.move(whole.run_dir, tmp_path / "whole-5")
@@ -58,9 +55,6 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Calla
     shutil.rmtree(tmp_path / "whole-5")  # once it has checkpoints of its own, those are gone on from
     shutil.rmtree(branch.run_dir / "checkpoints" / "step-00000005")
     assert started("branch", *begins).losses() == branch.losses()
-
-
-# ── A mixture of experts ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_mixture_trains_goes_on_from_a_checkpoint_to_the_same_bits_and_is_exported(

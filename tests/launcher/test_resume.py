@@ -74,8 +74,6 @@ def outcome(run: Finished) -> list[Any]:
     return [figures, saved(run.run_dir, STEPS), final]
 
 
-# ── Killed ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
 # Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
 # and how far that has come when a step is logged depends on the machine.
 KILLS = [
@@ -99,9 +97,6 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
     assert not list((tmp_path / "run").rglob("*partial*")) and not list((tmp_path / "run").glob(".final*"))
-
-
-# ── Made longer ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
@@ -130,9 +125,6 @@ def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     assert outcome(again)[-1] == outcome(alone)[-1]
 
 
-# ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
 def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     step: int, signal: Any, alone: Finished, start: Callable, run: Callable, tmp_path: Path
@@ -153,9 +145,6 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
     assert steps_saved(run_dir)[-1] == STEPS
     finished = run()
     assert finished.status == 0 and outcome(finished) == outcome(alone)
-
-
-# ── Damaged, sent back, repeated, changed ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_same_end(
