@@ -5,7 +5,7 @@ FP8 is for whoever has a Hopper GPU with Transformer Engine: torch's grouped pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -66,21 +66,6 @@ def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
         assert torch.equal(ours == 0, theirs == 0), "experts of nobody get no gradient, and rows of nobody nothing"
 
 
-@pytest.fixture(params=["current", "delayed"])
-def both_backends(request: pytest.FixtureRequest) -> Iterator[tuple[Grouped, Grouped]]:
-    """A grouped product on the GPU's kernel and the emulated one; delayed scales are what one microbatch has left."""
-    precision = PRECISIONS[request.param]
-    needs(precision.name)
-    settings = LowPrecisionSettings(fp8_format="E4M3").resolved(precision.name)
-    products, entered = [], []
-    for backend in ("transformer_engine", "emulation"):
-        made = make_backend(ActivePrecision(precision.name, precision, backend, settings), DEVICE)
-        products.append(made.product("experts", IN, OUT, bias=False, grouped=True))
-        entered.append(made.forward())
-    with entered[0], entered[1], torch.no_grad():
-        yield tuple(products)
-
-
 def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
     operand = product.operand(role, x)
     if isinstance(operand, BothWays):
@@ -90,20 +75,25 @@ def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
 
 
 @fp8_experts
+@pytest.mark.parametrize("precision", ["current", "delayed"])
 @pytest.mark.parametrize("load", LOADS)
-def test_fp8_experts_are_the_emulated_ones(load: str, both_backends: tuple[Grouped, Grouped]) -> None:
-    """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding."""
+def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
+    """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding.
+    Delayed scales are what one microbatch has left."""
     rows, stack, dy, ends = problem(load)
-    on_gpu, emulated = both_backends
-    for ours, theirs in zip(
-        *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both_backends), strict=True
-    ):
-        assert relative_error(ours, theirs) <= 2**-7
-        assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
-    for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
-        on_gpu.begin(rows)
-        assert torch.equal(codes_of(on_gpu, role, x), codes_of(emulated, role, x)), role
-        on_gpu.end()
+    settings, both = LowPrecisionSettings(fp8_format="E4M3").resolved(needs(precision)), []
+    with ExitStack() as entered, torch.no_grad():
+        for by in ("transformer_engine", "emulation"):
+            backend = make_backend(ActivePrecision(precision, PRECISIONS[precision], by, settings), DEVICE)
+            both.append(backend.product("experts", IN, OUT, bias=False, grouped=True))
+            entered.enter_context(backend.forward())
+        for ours, theirs in zip(*(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both), strict=True):
+            assert relative_error(ours, theirs) <= 2**-7
+            assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
+        for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
+            both[0].begin(rows)
+            assert torch.equal(*(codes_of(each, role, x) for each in both)), role
+            both[0].end()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
