@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Finished, flip, write_recipe
+from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
 
@@ -155,6 +155,16 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_sa
     finished = run()
     assert finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
     assert outcome(finished) == outcome(alone)
+
+
+def test_where_every_checkpoint_is_damaged_no_run_begins_anew(copied: Callable, run: Callable) -> None:
+    run_dir = copied()
+    (run_dir / "summary.json").unlink()  # which a run that is not finished has not
+    for file in run_dir.glob("checkpoints/*/*.safetensors"):
+        flip(file)
+    before = contents(run_dir)
+    assert f"{run_dir}/checkpoints: every checkpoint is damaged" in run().refusal
+    assert contents(run_dir) == before
 
 
 def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied: Callable, run: Callable) -> None:
