@@ -213,8 +213,14 @@ class Finished:
     def records(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
 
+    def steps(self) -> list[dict[str, Any]]:
+        return [record for record in self.records() if "loss" in record]
+
     def losses(self) -> list[float]:
-        return [record["loss"] for record in self.records() if "loss" in record]
+        return [step["loss"] for step in self.steps()]
+
+    def audit(self) -> dict[str, Any]:
+        return json.loads((self.run_dir / "audit.json").read_text())
 
 
 def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
@@ -233,6 +239,14 @@ def contents(folder: Path) -> dict[str, bytes]:
     """Every file below `folder` with its bytes; the lock file left out."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def flip(path: Path, position: int = -1) -> None:
+    """Change a bit of the byte at `position`."""
+    data, before = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    data[position] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(before, before + 10**9))  # clocks of file systems tick slower than a test writes twice
 
 
 def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
@@ -281,7 +295,6 @@ def start_here() -> Callable[..., Finished]:
     import train_accelerate
     from pretrain import __main__ as pretrain
     from pretrain.run import recording
-    from tests import blank_picture
 
     def run(recipe: dict[str, Any], folder: Path, *settings: str) -> Finished:
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
@@ -289,7 +302,7 @@ def start_here() -> Callable[..., Finished]:
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            patch.setattr(recording, "picture_of_run", blank_picture.blank)
+            patch.setattr(recording, "picture_of_run", lambda run: b"")  # drawing takes longer than such a run
             patch.setenv("ACCELERATE_USE_CPU", "true")
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
             torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts

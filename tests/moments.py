@@ -84,10 +84,9 @@ class Moment:
 class LauncherProcess:
     """The launcher with these arguments in a process of its own, which writes to `log`."""
 
-    def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment, **environment: str) -> None:
+    def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
         self._connection, theirs = fork_context.Pipe()
-        what = (list(arguments), log, moments, environment, theirs)
-        self._process = fork_context.Process(target=_launch, args=what, daemon=True)
+        self._process = fork_context.Process(target=_launch, args=(arguments, log, moments, theirs), daemon=True)
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
@@ -114,9 +113,28 @@ class LauncherProcess:
         return self._process.exitcode
 
 
-def _launch(
-    arguments: list[str], log: Path, moments: Sequence[Moment], environment: dict[str, str], connection: Connection
+def become_launcher(
+    arguments: Sequence[str], logs: tuple[Path, Path], environment: dict[str, str], main: Callable[[], int | None] | None = None
 ) -> None:
+    """What a forked process does: run the launcher, or `main` in its place, on a CPU, and exit with its status. `logs`: what it
+    appends stdout and stderr to."""
+    for stream, log in zip((1, 2), logs, strict=True):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    import torch
+
+    import train_accelerate
+    from pretrain.run import recording
+
+    recording.picture_of_run = lambda run: b""  # drawing takes longer than such a run
+    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
+        del os.environ[key]
+    os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | environment
+    torch.set_num_threads(1)
+    sys.argv = ["train_accelerate.py", *arguments]
+    sys.exit((main or train_accelerate.main)())
+
+
+def _launch(arguments: Sequence[str], log: Path, moments: Sequence[Moment], connection: Connection) -> None:
     waiting = list(moments)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
@@ -130,17 +148,8 @@ def _launch(
                     connection.recv()
                 return
 
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    import torch
-
-    import train_accelerate
     from pretrain.metrics.trackers import JsonlTracker
-    from pretrain.run import recording
-    from tests.blank_picture import blank
 
-    recording.picture_of_run = blank
     write = JsonlTracker.log
 
     def log_and_tell(tracker: JsonlTracker, values: dict[str, Any], *args: Any, **options: Any) -> None:
@@ -149,10 +158,5 @@ def _launch(
             sys.audit("logged", str(values["step"]))
 
     JsonlTracker.log = log_and_tell
-    for key in [key for key in os.environ if key.startswith("ACCELERATE_")]:
-        del os.environ[key]
-    os.environ |= {"ACCELERATE_USE_CPU": "true"} | environment
-    torch.set_num_threads(1)
-    sys.argv = ["train_accelerate.py", *arguments]
     sys.addaudithook(watch)
-    sys.exit(train_accelerate.main())
+    become_launcher(arguments, (log, log), {})

@@ -7,30 +7,24 @@ tests/golden, tests/launcher/test_matrix_run.py and tests/launcher/test_cluster.
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.moments import fork_context
-
-ROOT = Path(__file__).resolve().parents[1]
-WORLD_SIZE = 2
+from tests.moments import become_launcher, fork_context
 
 
 def start_ranks(
     arguments: Sequence[str],
     options: Sequence[str],
     folder: Path,
-    processes: int = WORLD_SIZE,
-    *,
+    processes: int = 2,
     main: Callable[[], int | None] | None = None,
-    **variables: str,
 ) -> tuple[int, str, str]:
     """Run the launcher with `arguments` in so many processes on the CPU, under the `options` of `accelerate launch`.
 
-    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `variables` are of their environment.
-    `main`: what they run in place of the launcher.
+    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `main`: what they run in place of the
+    launcher.
     """
     import torch.distributed as dist  # not above: tests of packing do without
 
@@ -42,16 +36,11 @@ def start_ranks(
         "MASTER_PORT": str(store.port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store of its own: this process has it, as torchrun does
     }
-    shared = environment_under(options) | group | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | variables
-    each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    return _run_forked(_launch, [(list(arguments), environment, main) for environment in each], folder)
-
-
-def _run_forked(target: Callable[..., None], each: Sequence[tuple[Any, ...]], folder: Path) -> tuple[int, str, str]:
-    logs = folder / "ranks.out", folder / "ranks.err"
+    shared, logs = environment_under(options) | group, (folder / "ranks.out", folder / "ranks.err")
     for log in logs:
         log.write_text("")
-    started = [fork_context.Process(target=target, args=(*arguments, logs)) for arguments in each]
+    each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
+    started = [fork_context.Process(target=become_launcher, args=(arguments, logs, environment, main)) for environment in each]
     try:
         for process in started:
             process.start()
@@ -67,35 +56,13 @@ def _run_forked(target: Callable[..., None], each: Sequence[tuple[Any, ...]], fo
 def environment_under(options: Sequence[str]) -> dict[str, str]:
     """What `accelerate launch` with `options` adds to the environment of the processes that it starts."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
+    from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     arguments = launch_command_parser().parse_args([*options, "train_accelerate.py"])
     arguments, *_ = _validate_launch_command(arguments)
-    return {key: value for key, value in prepare_multi_gpu_env(arguments).items() if os.environ.get(key) != value}
-
-
-def _launch(
-    arguments: list[str], environment: dict[str, str], main: Callable[[], int | None] | None, logs: Sequence[Path]
-) -> None:
-    _begin(environment, logs)
-    import train_accelerate
-    from pretrain.run import recording
-    from tests.blank_picture import blank
-
-    recording.picture_of_run = blank
-    sys.argv = ["train_accelerate.py", *arguments]
-    sys.exit((main or train_accelerate.main)())
-
-
-def _begin(environment: dict[str, str], logs: Sequence[Path]) -> None:
-    for stream, log in zip((1, 2), logs, strict=True):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_APPEND), stream)
-    import torch
-
-    for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
-        del os.environ[key]
-    os.environ.update(environment)
-    torch.set_num_threads(1)
+    several = arguments.num_processes > 1
+    environment = prepare_multi_gpu_env(arguments) if several else prepare_simple_launcher_cmd_env(arguments)[1]
+    return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 
 
 def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:

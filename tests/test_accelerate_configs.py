@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,7 @@ from typing import Any
 import pytest
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, load_config_from_file
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from accelerate.commands.launch import launch_command_parser
 
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
@@ -48,33 +45,13 @@ def test_every_precision_and_every_topology_is_shipped():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerates_own_loader_reads_the_file(path: Path):
+def test_accelerates_own_loader_reads_the_file_and_every_nested_key_of_it(path: Path):
     config = load_config_from_file(str(path))
     assert isinstance(config, ClusterConfig)
     assert config.num_processes >= 1
     assert config.dynamo_config == {}, "the launcher compiles by itself"
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_nested_key_is_one_that_accelerate_reads(path: Path):
-    known = {action.dest for action in launch_command_parser()._actions} | {
-        "fsdp_ignored_modules"
-    }  # read, but no option of its own
+    known = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}  # no option of its own
     assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
-
-
-def environment_by(name: str) -> dict[str, str]:
-    """The variables that `accelerate launch` with a configuration would start its processes with: one, or two of this machine."""
-    if name in SEVERAL_IN_FP8:
-        return environment_under(["--config_file", str(by_name(name)), "--num_machines", "1", "--num_processes", "2"])
-    inherited = [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]
-    arguments, *_ = _validate_launch_command(
-        launch_command_parser().parse_args(["--config_file", str(by_name(name)), "script.py"])
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        for key in inherited:
-            patch.delenv(key)
-        return prepare_simple_launcher_cmd_env(arguments)[1]
 
 
 @pytest.mark.parametrize(("name", "precision"), (ONE_DEVICE | SEVERAL_IN_FP8).items())
@@ -84,7 +61,8 @@ def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
     """As far as the launcher goes with precision before it looks at the device."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
-    environment = environment_by(name)
+    several = ["--num_machines", "1", "--num_processes", "2"] if name in SEVERAL_IN_FP8 else []
+    environment = environment_under(["--config_file", str(by_name(name)), *several])
     assert "ACCELERATE_MIXED_PRECISION" in environment
     recipe = with_precision(load_recipe(tmp_path / "recipe.yaml"), environment)
     assert recipe.precision == precision
@@ -110,6 +88,6 @@ def test_a_file_of_topology_and_precision_trains_what_its_name_says(
     del recipe["precision"], recipe["evaluate"]
     finished = start_as_ranks(recipe, tmp_path, launch=["--config_file", str(by_name(name))])
     assert finished.status == 0, finished
-    audit = json.loads((finished.run_dir / "audit.json").read_text())
+    audit = finished.audit()
     assert audit["precision"] == SEVERAL_IN_FP8[name] and audit["confirmed_in_step"] == 2
     assert {each["effective"] for each in audit["products"] if each["name"] != "lm_head"} == {SEVERAL_IN_FP8[name]}

@@ -29,18 +29,3 @@ sys.exit("torch" in sys.modules)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.count("usage: ") == len(COMMANDS), done.stderr
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["flops", "recipes/smoke.yaml", "--length", "33.7"],
-        ["matrix", "recipes/matrices/demo.yaml", "--at-once", "nan"],
-        ["phases", "phases.yaml", "--gpus", "1.5"],
-        ["tokenizer", "text", "--out", "x", "--vocabulary", "many"],
-    ],
-)
-def test_what_is_no_number_is_named(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(arguments) == 2
-    message = capsys.readouterr().err
-    assert arguments[-2] in message and arguments[-1] in message

@@ -72,13 +72,6 @@ class NoGPU:
         return lambda *arguments: None
 
 
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> NoGPU:
-    gpu = NoGPU(tmp_path)
-    monkeypatch.setattr(driver, "_active", gpu)
-    return gpu
-
-
 def bf16(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
@@ -163,8 +156,11 @@ def launched_in(file: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
-def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(name: str, no_gpu: NoGPU) -> None:
+def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "_active", gpu := NoGPU(tmp_path))
     kernel = importlib.import_module(f"pretrain.{name}")
     LAUNCHES[name](kernel)  # Triton itself refuses a kernel that wants more shared memory than there is
-    assert set(no_gpu.spilled) == launched_in(Path(kernel.__file__))
-    assert not any(no_gpu.spilled.values()), no_gpu.spilled
+    assert set(gpu.spilled) == launched_in(Path(kernel.__file__))
+    assert not any(gpu.spilled.values()), gpu.spilled

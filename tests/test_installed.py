@@ -25,11 +25,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "train_accelerate.py"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-    for command in (["wheel", ".", "--no-deps", "--no-build-isolation", "-w", "dist"], ["install", "--no-deps", "--no-index"]):
-        wheels = ["--no-compile", "--target", str(target), *map(str, source.glob("dist/*.whl"))] if "install" in command else []
-        done = subprocess.run([*pip, *command, *wheels], cwd=source, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps", "--no-index"]
+    command = [*pip, "--no-build-isolation", "--no-compile", "--target", str(target), "."]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     return target
 
 

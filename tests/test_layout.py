@@ -37,15 +37,10 @@ def relative(path: Path) -> str:
 
 
 @cache
-def nodes_of(path: Path) -> tuple[ast.AST, ...]:
-    return tuple(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-
-
-@cache
 def imports_of(path: Path) -> frozenset[str]:
     """The dotted names that `path` imports, wherever in the file: inside functions too."""
     names: set[str] = set()
-    for node in nodes_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

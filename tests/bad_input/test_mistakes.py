@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
 
-from packing.__main__ import main as packing
 from pretrain.__main__ import main as pretrain
 
 # What is given on the command line over a good recipe, and what the message must name.
@@ -155,13 +153,12 @@ COMMANDS = {
     "plan nowhere.yaml": "nowhere.yaml",
     "reprot": "report",
     "inspect nowhere": "nowhere",
-}
-PACKING = {
     "prepare nowhere.yaml": "nowhere.yaml",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
-    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary",
-    "inspect nowhere": "nowhere",
-    "prepar": "prepare",
+    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
+    "flops recipes/smoke.yaml --length 33.7": "--length: invalid int value: '33.7'",
+    "matrix recipes/matrices/demo.yaml --at-once nan": "--at-once: invalid int value: 'nan'",
+    "phases phases.yaml --gpus 1.5": "--gpus: invalid int value: '1.5'",
 }
 
 
@@ -213,20 +210,16 @@ def here(tmp_path: Path) -> Path:
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
-    vocabulary = {word: number for number, word in enumerate(["<|endoftext|>", "one", "two", "three"])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<|endoftext|>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.save(str(tmp_path / "tokenizer.json"))
     return tmp_path
 
 
 @pytest.mark.parametrize(("content", "given", "named"), TEXTS)
 def test_text_that_gives_no_packs_is_named(
-    content: str, given: str, named: str, here: Path, refusal: Callable, small_recipe: dict[str, Any]
+    content: str, given: str, named: str, here: Path, words: Path, refusal: Callable, small_recipe: dict[str, Any]
 ) -> None:
     (here / "text.jsonl").write_text(content)
     packs = here / "prepared" / "packs"
-    data = {"source": str(here / "text.jsonl"), "tokenizer": str(here / "tokenizer.json"), "packs": str(packs), "held_out": 0.2}
+    data = {"source": str(here / "text.jsonl"), "tokenizer": str(words), "packs": str(packs), "held_out": 0.2}
     small_recipe["data"] |= data
     given = given.replace("{here}", str(here))
     assert named in refusal(*(shlex.split(given) if given.count("=") > 1 else [given] if given else []))
@@ -238,17 +231,3 @@ def test_what_a_command_cannot_use_is_named(given: str, here: Path, capsys: pyte
     assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
     message = capsys.readouterr().err
     assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message
-
-
-@pytest.mark.parametrize("given", PACKING)
-def test_what_packing_cannot_use_is_named(given: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert packing(shlex.split(given.replace("{here}", str(here)))) == 2
-    message = capsys.readouterr().err
-    assert message.count("error: ") == 1 and PACKING[given] in message
-
-
-def test_every_mistake_of_a_recipe_is_named_at_once(refusal: Callable, small_recipe: dict[str, Any]) -> None:
-    small_recipe["modle"] = small_recipe.pop("model")
-    small_recipe["batch"]["microbatch"] = 0
-    message = refusal()
-    assert all(name in message for name in ("`modle`", "`model`", "`batch.microbatch`"))

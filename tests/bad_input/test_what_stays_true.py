@@ -3,45 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, models
 
 from pretrain.__main__ import main
 from tests.conftest import contents, write_recipe
+from tests.golden.runs import steps_saved
 from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
-
-
-def steps_saved(run_dir: str | Path) -> list[str]:
-    return sorted(path.name for path in (Path(run_dir) / "checkpoints").glob("step-*"))
-
-
-class Malicious:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("touch executed",)
-
-
-# ── Nothing is executed ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def test_weights_that_are_a_pickle_are_not_executed(
-    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps(small_recipe["model"]["config"] | {"architectures": ["Qwen3ForCausalLM"]}))
-    (folder / "pytorch_model.bin").write_bytes(pickle.dumps(Malicious()))
-    small_recipe["model"] = {"source": str(folder)}
-    with pytest.raises(pickle.UnpicklingError):
-        train_here()
-    assert not (tmp_path / "executed").exists()
 
 
 def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,9 +25,6 @@ def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, mo
     (tmp_path / "model" / "config.json").write_text(json.dumps(auto))
     assert "model.source" in train_here("model={source: model}").refusal
     assert not (tmp_path / "executed").exists()
-
-
-# ── Nothing of somebody else is written over ──────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict[str, Any], train_here: Callable) -> None:
@@ -79,37 +48,13 @@ def test_a_report_is_written_over_itself_and_over_no_other_file(tmp_path: Path, 
         assert main(["report", *runs, "--out", str(tmp_path / name)]) == 0, capsys.readouterr().err
 
 
-def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
-    small_recipe: dict[str, Any], train_here: Callable, tmp_path: Path
-) -> None:
+def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(train_here: Callable, words: Path, tmp_path: Path) -> None:
     (tmp_path / "packs").mkdir()
     (tmp_path / "packs" / "thesis.tex").write_text("years of work")
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\n' * 40)
-    Tokenizer(models.WordLevel({"<|endoftext|>": 0, "one": 1}, unk_token="one")).save(str(tmp_path / "tokenizer.json"))
-    data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={tmp_path}/tokenizer.json", f"data.packs={tmp_path}/packs")
+    data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={words}", f"data.packs={tmp_path}/packs")
     assert str(tmp_path / "packs") in train_here(*data, "evaluate.every=null").refusal
     assert contents(tmp_path / "packs") == {"thesis.tex": b"years of work"}
-
-
-# ── Nothing saved is lost ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@pytest.fixture
-def trained(train_here: Callable, small_recipe: dict[str, Any]) -> Path:
-    """A run with checkpoints of step 4 and step 8, its last."""
-    small_recipe["train"]["steps"] = 8
-    assert train_here("parity=off").status == 0
-    return Path(small_recipe["run_dir"])
-
-
-def test_without_any_intact_checkpoint_a_run_refuses_to_begin_anew(trained: Path, train_here: Callable) -> None:
-    for weights in (trained / "checkpoints").glob("step-*/*.safetensors"):
-        content = bytearray(weights.read_bytes())
-        content[len(content) // 2] ^= 1
-        weights.write_bytes(content)
-    before = contents(trained)
-    assert str(trained / "checkpoints") in train_here("train.steps=10", "--accept-changes").err
-    assert contents(trained) == before
 
 
 def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
@@ -130,12 +75,11 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     process.go_on()
     assert process.end() == 2, log.read_text()
     assert "No space left on device" in log.read_text()
-    saved = steps_saved(run_dir)
-    assert saved
+    saved = steps_saved(run_dir)[-1]
     (small_disk / "ballast").unlink()
     finished = start_here(small_recipe | changes, tmp_path)
-    assert finished.status == 0 and saved[-1] in finished.out, finished.err
-    assert steps_saved(run_dir) == ["step-00000012"] and (run_dir / "final" / "model.safetensors").is_file()
+    assert finished.status == 0 and f"step-{saved:08d}" in finished.out, finished.err
+    assert steps_saved(run_dir) == [12] and (run_dir / "final" / "model.safetensors").is_file()
 
 
 def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(small_disk: Path, train_here: Callable) -> None:

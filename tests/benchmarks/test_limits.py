@@ -8,18 +8,13 @@ from benchmarks.limits import floors, stacked_products
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
-from pretrain.settings.recipe import ModelSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def flops_of(config: dict[str, object]) -> ModelFlops:
-    return ModelFlops.of(build_on_meta(load_config(ModelSettings(config=config))))
-
-
 def test_the_floor_of_a_step_is_the_sum_of_its_products_at_their_own_rates():
-    tiny = load_recipe(ROOT / "benchmarks/tiny.yaml").model.config
-    products = stacked_products(flops_of(tiny))
+    tiny = load_recipe(ROOT / "benchmarks/tiny.yaml").model
+    products = stacked_products(ModelFlops.of(build_on_meta(load_config(tiny))))
     kinds = ("forward", "dgrad", "wgrad")
     seconds = {
         precision: {product.name: dict.fromkeys(kinds, each) for product in products}

@@ -99,9 +99,6 @@ def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, t
     assert losses[1] == pytest.approx(losses[0], abs=1e-5)
 
 
-# The verdict
-
-
 def run_of(losses: list[float], norms: list[float], **more: int) -> dict[str, Any]:
     counts = {"parameters": 100, "updated_parameters": 100} | more
     return {"losses": losses, "gradient_norms": norms} | counts

@@ -58,23 +58,13 @@ def exists_somewhere(name: str) -> bool:
 def missing_from(text: str) -> list[str]:
     """What the page names and the code does not have, one line each."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
-    missing, file, end = [], None, 0
-    for found in re.finditer(r"`([^`\n]+)`", text):
-        between, end, quoted = text[end : found.start()], found.end(), found[1]
-        if PATH.fullmatch(quoted):
-            file = ROOT / quoted
-            if not file.exists():
-                missing.append(f"{quoted}: there is no such file or folder")
-                file = None
-        elif NAME.fullmatch(quoted):
-            if file is not None and not re.fullmatch(r"\s*\(\s*|\s*,\s*|,?\s*and\s+", between):
-                file = None  # the parentheses are closed
-            name = quoted.removesuffix("()")
-            if file is not None and file.suffix == ".py":
-                if name not in defined_in(file):
-                    missing.append(f"{quoted}: is not defined in {file.relative_to(ROOT)}")
-            elif not exists_somewhere(name):
-                missing.append(f"{quoted}: is nowhere in the code")
+    quoted = re.findall(r"`([^`\n]+)`", text)
+    missing = [f"{path}: is not there" for path in quoted if PATH.fullmatch(path) and not (ROOT / path).exists()]
+    names = [name.removesuffix("()") for name in quoted if NAME.fullmatch(name) and not PATH.fullmatch(name)]
+    missing += [f"{name}: is nowhere in the code" for name in names if not exists_somewhere(name)]
+    for path, several in re.findall(r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)", text):
+        named = {name for name in re.findall(r"`([^`]+?)(?:\(\))?`", several) if not PATH.fullmatch(name)}
+        missing += [f"{name}: is not defined in {path}" for name in named - defined_in(ROOT / path)]
     return missing
 
 

@@ -1,4 +1,4 @@
-"""README: its block for one's own text works. Of all pages: links lead somewhere, files that are named exist."""
+"""README: its block for one's own text works. Of all pages: links lead somewhere, files and commands that are named exist."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from demo.corpus import library_documents, standard_library
+from pretrain.__main__ import COMMANDS
 from tests.forked_commands import forking
 
 ROOT = Path(__file__).parents[2]
@@ -21,30 +22,23 @@ PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchma
 WIDTH = 100
 
 
-@pytest.fixture
-def checkout(tmp_path: Path) -> Path:
-    """A copy of the checkout with an environment and a folder of texts: what the block asks for."""
+@pytest.mark.long
+def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
+    """As it stands, but for the number of steps, of which a twentieth learns enough, in a copy of the checkout."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
         shutil.copytree(ROOT / name, tmp_path / name)  # with what Python has compiled: four processes begin with it
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
-    texts = [document.text for document in islice(library_documents(standard_library()), 400)]
     (tmp_path / "my_text").mkdir()
-    for number, text in enumerate(texts):
-        (tmp_path / "my_text" / f"{number}.txt").write_text(text, encoding="utf-8")
-    return tmp_path
-
-
-@pytest.mark.long
-def test_the_block_for_your_own_text_trains_and_generates(checkout: Path):
-    """As it stands, but for the number of steps, of which a twentieth learns enough."""
+    for number, document in enumerate(islice(library_documents(standard_library()), 400)):
+        (tmp_path / "my_text" / f"{number}.txt").write_text(document.text, encoding="utf-8")
     (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)
     for many, few in (("train: {steps: 200}\n", "train: {steps: 10}\n"), ("warmup: 20,", "warmup: 2,")):
         assert block.count(many) == 1
         block = block.replace(many, few)
-    done = subprocess.run(["bash", "-e", "-c", block], cwd=checkout, env=forking(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env=forking(), capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    (run,) = (checkout / "runs").iterdir()
+    (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 8.0, "8.3 is a uniform guess over 4,000 tokens"
     assert re.search(r"sample after The$(\n +│.*)*\n +│ .*\S", done.stdout, re.MULTILINE), "the continuation, behind its prompt"
     config = json.loads((run / "final/config.json").read_text())
@@ -73,13 +67,14 @@ def anchors(page: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_that_are_named_exist(page: Path):
-    """In backticks, or in commands: what looks like a file or folder of this repository."""
+def test_files_and_commands_that_are_named_exist(page: Path):
+    """In backticks, or in commands: what looks like a file or folder of this repository, and commands of it."""
     text = page.read_text(encoding="utf-8")
     folders = "foundation|packing|pretrain|demo|benchmarks|tests|docs|recipes|accelerate_configs"
     names = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w/?(?:\.\w+)?(?![\w*<])", text)) - {"docs/picture.png"}
     missing = [name for name in sorted(names) if not any(ROOT.glob(name.rstrip("/."))) and "work/" not in name]
     assert missing == []
+    assert page.name == "CHANGELOG.md" or set(re.findall(r"python -m pretrain (\w+)", text)) <= COMMANDS.keys()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import hashlib
 import os
-import signal
 import socket
 import stat
 import subprocess
@@ -71,13 +70,6 @@ def test_whoever_waits_gets_the_lock_when_it_is_released_and_holds_it_alone(hold
     with pytest.raises(InputError, match=f"process {second.pid}"), locked(tmp_path / "lock", refuse):
         pass
     second.communicate("done\n")
-
-
-def test_a_killed_holder_leaves_no_lock_behind(holder, tmp_path: Path) -> None:
-    os.kill(holder.pid, signal.SIGKILL)
-    holder.wait()
-    with locked(tmp_path / "lock", refuse):
-        pass
 
 
 def cannot(number: int):

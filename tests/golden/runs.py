@@ -11,7 +11,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,22 +159,32 @@ def steps_logged(run_dir: Path) -> int:
     return sum("loss" in json.loads(line) for line in metrics.read_text().splitlines()) if metrics.exists() else 0
 
 
+def steps_saved(run_dir: Path) -> list[int]:
+    return sorted(int(folder.name.removeprefix("step-")) for folder in (run_dir / "checkpoints").glob("step-*"))
+
+
 @contextmanager
-def poisoned_once(run_dir: Path, steps_before: int) -> Iterator[None]:
-    """Multiply the loss by infinity in every backward pass of the step that follows so many, the first time that it comes."""
-    backward, state = Accelerator.backward, {"done": False, "now": False}
-
-    def poison(accelerator: Accelerator, loss: torch.Tensor, **options: Any) -> None:
-        there = steps_logged(run_dir) == steps_before
-        state["done"] |= state["now"] and not there
-        state["now"] = there
-        backward(accelerator, loss * math.inf if there and not state["done"] else loss, **options)
-
-    Accelerator.backward = poison
+def losses_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
+    """Every backward pass is that of the `change`d loss."""
+    backward = Accelerator.backward
+    Accelerator.backward = lambda accelerator, loss, **options: backward(accelerator, change(loss), **options)
     try:
         yield
     finally:
         Accelerator.backward = backward
+
+
+def poisoned_once(run_dir: Path, steps_before: int) -> AbstractContextManager[None]:
+    """Multiply the loss by infinity in every backward pass of the step that follows so many, the first time that it comes."""
+    state = {"done": False, "now": False}
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        there = steps_logged(run_dir) == steps_before
+        state["done"] |= state["now"] and not there
+        state["now"] = there
+        return loss * math.inf if there and not state["done"] else loss
+
+    return losses_changed(poison)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
@@ -190,6 +200,11 @@ def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
         about = f"{name if named else ''} {tensor.dtype} {list(tensor.shape)}".encode()
         each.append(hashlib.sha256(about + content).hexdigest())
     return hashlib.sha256("".join(sorted(each)).encode()).hexdigest()
+
+
+def saved(run_dir: Path, step: int) -> str:
+    """The digest of the checkpoint after `step`."""
+    return digest(tensors_of(run_dir / "checkpoints" / f"step-{step:08d}"), named=True)
 
 
 def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:

@@ -12,13 +12,33 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
+from torch import Tensor
 
 from pretrain.precision.quantizers import E4M3, E5M2
 from pretrain.precision.quantizers.tensor import round_to_grid
+from pretrain.precision.selection import missing_on
+from pretrain.precision.settings import precision_called
+from tests.pretrain.verify.small_runs import on_a
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
+ROUNDED = 2**-7 if INTERPRETED else 2**-8  # of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off
 cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
+
+
+def needs(name: str) -> str:
+    """`name` of a precision, or the test is skipped where this machine cannot run it."""
+    precision = precision_called(name)
+    if precision.quantized and (missing := missing_on("cuda")(precision)):
+        pytest.skip(f"{name} {missing}")
+    return name
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """By norms, in FP64. Zero of two tensors that are wholly zero."""
+    difference = float((actual.detach().double() - expected.double()).norm())
+    return difference and difference / float(expected.double().norm())
 
 
 class WithoutGPU(pytest.Module):
@@ -37,6 +57,12 @@ def transformer_engine_is_imported_first() -> None:
     """As in a run. Where the system has a cuDNN of another version than torch's, it cannot be once torch has used its own."""
     with suppress(ImportError):
         importlib.import_module("transformer_engine.pytorch")
+
+
+@pytest.fixture
+def accelerator() -> Iterator[Accelerator]:
+    with on_a("cuda") as accelerator:
+        yield accelerator
 
 
 @pytest.fixture

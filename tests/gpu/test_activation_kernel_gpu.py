@@ -37,9 +37,6 @@ def close(ours: Tensor, theirs: Tensor, share: float = FLIPPED) -> bool:
     return ours.shape == theirs.shape and int(apart.max()) <= 1 and int((apart > 0).sum()) <= 2 + share * apart.numel()
 
 
-# ── SwiGLU ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def inputs(tokens: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """hidden [tokens, 2 width] and the gradient of the activated values [tokens, width], BF16."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
@@ -133,9 +130,6 @@ def test_extreme_gates_give_what_torchs_own_operations_give():
     codes, expected = written.rows.view(TORCH["E4M3"]).float(), tensor.quantize(values, written.scale, E4M3).codes
     torch.testing.assert_close(codes, expected, rtol=0, atol=0, equal_nan=True)
     assert written.amax.item() == torch.inf
-
-
-# ── Beside Transformer Engine ─────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def quantizer(te: Any, recipe: str, role: str) -> Any:

@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 
 from benchmarks.machine import LAUNCH, finish, start
 from pretrain.model import attention as packed_attention
 from pretrain.precision import transformer_engine
-from pretrain.precision.selection import missing_on
-from pretrain.precision.settings import PRECISIONS
 from tests.conftest import ROOT, write_packs
+from tests.golden.runs import tensors_of
+from tests.gpu.conftest import needs
 
 STEPS, SAVED = 80, 20
 # Documents of many blocks, four query heads to a key head, four packs at once: much to add up for a backward without an order.
@@ -87,8 +86,7 @@ def figures_of(run_dir: Path) -> list[list[Any]]:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
-    last = sorted((run_dir / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"))
-    tensors = {key: tensor for path in last for key, tensor in load_file(path).items()}
+    tensors = tensors_of(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     return {"figures": figures_of(run_dir), "tensors": tensors, "audit": json.loads((run_dir / "audit.json").read_text())}
 
 
@@ -107,9 +105,7 @@ def test_fused_layers_repeat_their_bits_and_resume_with_them(
         pytest.skip(f"fused layers need {missing}")
     if attention == "flash_attn" and (obstacle := packed_attention._obstacle("fa4", "cuda", 64, torch.bfloat16)):
         pytest.skip(f"flash_attn {obstacle}")
-    quantized = PRECISIONS[precision.removesuffix("_head")]
-    if quantized.quantized and (missing := missing_on("cuda")(quantized)):
-        pytest.skip(f"{precision} {missing}")
+    needs(precision.removesuffix("_head"))
     alone = train(*FUSED[precision], f"model.attention={attention}")
     assert alone["audit"]["deterministic"] == "yes" and alone["audit"]["fused"].startswith("2 of 2 layers")
     assert alone["figures"][0][1] > 1.2 * alone["figures"][-1][1], "nothing was learnt"

@@ -21,6 +21,7 @@ from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import fp8_format
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend, unavailable_because
+from tests.gpu.conftest import needs
 
 DEVICE = torch.device("cuda", 0)
 AVAILABLE = {
@@ -48,9 +49,7 @@ def test_a_recipe_runs_where_transformer_engine_says_that_it_does(name: str) -> 
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(name: str) -> None:
     """Each operand of a product along each axis that is summed over, rounded to nearest, as chance cannot be compared."""
-    precision = PRECISIONS[name]
-    if missing := unavailable_because(precision):
-        pytest.skip(f"{name} needs {missing}")
+    precision = PRECISIONS[needs(name)]
     nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in precision.options else {}
     settings = LowPrecisionSettings(**nearest).resolved(name)
     backend = TransformerEngineBackend(ActivePrecision(name, precision, "transformer_engine", settings), DEVICE)

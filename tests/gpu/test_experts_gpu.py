@@ -5,7 +5,7 @@ FP8 is for whoever has a Hopper GPU with Transformer Engine: torch's grouped pro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
 from pretrain.precision.product import Operand
 from pretrain.precision.selection import make_backend
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.precision.transformer_engine import unavailable_because
-from tests.pretrain.verify.small_runs import build_run, on_a
+from tests.gpu.conftest import needs, relative_error
+from tests.pretrain.verify.small_runs import build_run
 
 DEVICE = torch.device("cuda")
 EXPERTS, CHOICES, IN, OUT = 8, 2, 256, 384
@@ -56,34 +56,14 @@ def three_products(product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, en
     return [y, dx, total]
 
 
-def near(ours: Tensor, theirs: Tensor, tolerance: float) -> bool:
-    return bool((ours.float() - theirs.float()).norm() <= tolerance * theirs.float().norm())
-
-
 @pytest.mark.parametrize("load", LOADS)
 def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
     rows, stack, dy, ends = problem(load)
     plain = PlainGroupedProduct("experts")
     in_fp32 = three_products(plain, rows.float(), stack.float(), dy.float(), ends, torch.float32)
     for ours, theirs in zip(three_products(plain, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True):
-        assert near(ours, theirs, 2.0**-8) and not ours.isnan().any()
+        assert relative_error(ours, theirs) <= 2**-8 and not ours.isnan().any()
         assert torch.equal(ours == 0, theirs == 0), "experts of nobody get no gradient, and rows of nobody nothing"
-
-
-@pytest.fixture(params=["current", "delayed"])
-def both_backends(request: pytest.FixtureRequest) -> Iterator[tuple[Grouped, Grouped]]:
-    """A grouped product on the GPU's kernel and the emulated one; delayed scales are what one microbatch has left."""
-    precision = PRECISIONS[request.param]
-    if missing := unavailable_because(precision):
-        pytest.skip(f"needs {missing}")
-    settings = LowPrecisionSettings(fp8_format="E4M3").resolved(precision.name)
-    products, entered = [], []
-    for backend in ("transformer_engine", "emulation"):
-        made = make_backend(ActivePrecision(precision.name, precision, backend, settings), DEVICE)
-        products.append(made.product("experts", IN, OUT, bias=False, grouped=True))
-        entered.append(made.forward())
-    with entered[0], entered[1], torch.no_grad():
-        yield tuple(products)
 
 
 def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
@@ -95,34 +75,31 @@ def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
 
 
 @fp8_experts
+@pytest.mark.parametrize("precision", ["current", "delayed"])
 @pytest.mark.parametrize("load", LOADS)
-def test_fp8_experts_are_the_emulated_ones(load: str, both_backends: tuple[Grouped, Grouped]) -> None:
-    """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding."""
+def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
+    """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding.
+    Delayed scales are what one microbatch has left."""
     rows, stack, dy, ends = problem(load)
-    on_gpu, emulated = both_backends
-    for ours, theirs in zip(
-        *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both_backends), strict=True
-    ):
-        assert near(ours, theirs, 2.0**-7)
-        assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
-    for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
-        on_gpu.begin(rows)
-        assert torch.equal(codes_of(on_gpu, role, x), codes_of(emulated, role, x)), role
-        on_gpu.end()
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    with on_a("cuda") as accelerator:
-        yield accelerator
+    settings, both = LowPrecisionSettings(fp8_format="E4M3").resolved(needs(precision)), []
+    with ExitStack() as entered, torch.no_grad():
+        for by in ("transformer_engine", "emulation"):
+            backend = make_backend(ActivePrecision(precision, PRECISIONS[precision], by, settings), DEVICE)
+            both.append(backend.product("experts", IN, OUT, bias=False, grouped=True))
+            entered.enter_context(backend.forward())
+        for ours, theirs in zip(*(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both), strict=True):
+            assert relative_error(ours, theirs) <= 2**-7
+            assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
+        for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
+            both[0].begin(rows)
+            assert torch.equal(*(codes_of(each, role, x) for each in both)), role
+            both[0].end()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
 def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute: bool, accelerator: Accelerator) -> None:
-    low = PRECISIONS[precision].quantized
-    if low and (missing := unavailable_because(PRECISIONS[precision])):
-        pytest.skip(f"needs {missing}")
+    low = PRECISIONS[needs(precision)].quantized
     options = {"fp8_format": "E4M3"} if low else {}
     run = build_run(accelerator, precision, "qwen3_moe", weights="bf16_exact", recompute=recompute, **options)
     entries = {entry["name"]: entry for entry in run.audit()}
@@ -136,8 +113,7 @@ def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute
 
 
 def test_experts_stay_in_bf16_where_gradients_would_be_e5m2(accelerator: Accelerator) -> None:
-    if missing := unavailable_because(PRECISIONS["delayed"]):
-        pytest.skip(f"needs {missing}")
+    needs("delayed")
     entries = {entry["name"]: entry for entry in build_run(accelerator, "delayed", "qwen3_moe").audit()}
     expert = entries["model.layers.0.mlp.experts.down_proj"]
     assert expert["effective"] == "bf16" and expert["reason"]

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from accelerate import Accelerator
 
 from tests.pretrain.verify.mutations import UNFUSED, caught_by, faults_on, objections_to
-from tests.pretrain.verify.small_runs import ARCHITECTURES, build_run, on_a
+from tests.pretrain.verify.small_runs import ARCHITECTURES, build_run
 
 pytest.importorskip("transformer_engine")
 
 HOPPER = ("bf16", "delayed", "current", "block")
 
 
-@pytest.fixture
-def on_a_gpu() -> Iterator[Accelerator]:
-    with on_a("cuda") as accelerator:
-        yield accelerator
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("precision", HOPPER)
-def test_every_fault_is_caught(precision: str, fused: bool, on_a_gpu: Accelerator) -> None:
+def test_every_fault_is_caught(precision: str, fused: bool, accelerator: Accelerator) -> None:
     passed, made = [], 0
     for fault in faults_on("cuda"):
         for weights in fault.weights:
-            run = build_run(on_a_gpu, precision, fused=fused, recompute=fault.recompute, weights=weights)
+            run = build_run(accelerator, precision, fused=fused, recompute=fault.recompute, weights=weights)
             if fault.applies(run):
                 made += 1
                 if not caught_by(run, fault):

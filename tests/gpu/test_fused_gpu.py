@@ -26,8 +26,8 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backends
 from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
-from pretrain.precision.transformer_engine import unavailable_because
 from pretrain.settings.recipe import LossSettings, ModelSettings
+from tests.gpu.conftest import needs
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
 
 ON_TE = [name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available]
@@ -56,11 +56,9 @@ def assemble(
     keep: tuple[str, ...] = (),
     scope: str = "linear",
 ) -> PackedLanguageModel:
-    if precision_called(recipe).quantized and (missing := unavailable_because(precision_called(recipe))):
-        pytest.skip(f"{recipe} needs {missing}")
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
-    backend = "transformer_engine" if precision_called(recipe).quantized else "torch"
+    backend = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
     active = ActivePrecision(recipe, precision_called(recipe), backend, settings_of(recipe, keep, scope))
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.golden.runs import tensors_of
+from tests.golden.runs import saved
 
 
 @pytest.mark.parametrize(
@@ -28,10 +27,8 @@ def test_a_run_with_a_meter_has_the_bits_of_one_without(
         assert run.status == 0, run.output
         runs.append(run)
     without, measured = runs
-    saved = [tensors_of(run.run_dir / "checkpoints" / "step-00000012") for run in runs]
-    assert measured.losses() == without.losses() and saved[0].keys() == saved[1].keys()
-    assert all(torch.equal(saved[0][name], saved[1][name]) for name in saved[0])
-    steps = [step for step in measured.records() if "loss" in step]
+    assert measured.losses() == without.losses() and saved(measured.run_dir, 12) == saved(without.run_dir, 12)
+    steps = measured.steps()
     assert all(("gap/loss" in step) == (step["step"] % 2 == 0) and step["recompiles"] == 0 for step in steps)
     assert all(0.9 < step["gap/cosine"] < 1 and step.get("gap/moved", 0) < 0.25 for step in steps[1::2])
     looked, others = (statistics.median(step["step_ms"] for step in steps[first::2]) for first in (3, 2))

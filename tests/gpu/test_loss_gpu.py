@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
 from pretrain.settings.recipe import LossSettings
+from tests.gpu.conftest import relative_error
 
 
 def problem(tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = torch.bfloat16) -> tuple[Tensor, nn.Linear, Tensor]:
@@ -23,10 +24,6 @@ def problem(tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = to
     labels = torch.randint(vocabulary, (1, tokens), device="cuda")
     labels[:, ::10] = IGNORE
     return states, linear, labels
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.detach().double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])

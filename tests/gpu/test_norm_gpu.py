@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from pretrain.model.fused.norm_kernel import rms_norm, rms_norm_backward
-from tests.gpu.conftest import DEVICE, INTERPRETED
+from tests.gpu.conftest import DEVICE, INTERPRETED, ROUNDED
 
-ROUNDED = 2**-7 if INTERPRETED else 2**-8  # BF16 keeps 8 bits and rounds, the interpreter cuts off
 EPS = 1e-6
 TOKENS = 150 if INTERPRETED else 3000
 

@@ -13,11 +13,10 @@ from pretrain.model.fused import rotary_kernel
 from pretrain.model.fused.formulas import HeadNorms, Heads, rotate, rotate_backward
 from pretrain.model.fused.fp8_tile import TensorScaled
 from pretrain.precision.quantizers import E5M2, tensor
-from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
+from tests.gpu.conftest import DEVICE, ROUNDED, cuda_only
 
 FP32, BF16 = torch.float32, torch.bfloat16
-# Of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off.
-RELATIVE = (2**-7 if INTERPRETED else 2**-8) * 1.01
+RELATIVE = 1.01 * ROUNDED
 SMALL = [Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32)]
 # Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and one with no power of two in its heads.
 REAL = [(32_768, Heads(16, 8, 128)), (8_191, Heads(32, 8, 128)), (4_097, Heads(14, 2, 64)), (1_001, Heads(15, 5, 64))]

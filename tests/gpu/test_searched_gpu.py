@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pretrain.precision import searched
 from pretrain.precision.searched import CublasLtError, Products, add_product_, products_on
+from tests.gpu.conftest import relative_error
 from tests.gpu.test_fused_gpu import assemble, larger
 from tests.pretrain.model.fused.fused_models import inputs
 
@@ -46,10 +47,6 @@ def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
     return te.Float8TensorStorage(**parts, fp8_dtype=name, fake_dtype=BF16), codes.float() * scale_inv
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.to(expected.dtype) - expected).norm() / expected.norm()).item()
-
-
 def only() -> Products:
     """Those of this GPU."""
     made = products_on(torch.device("cuda", torch.cuda.current_device()))
@@ -70,7 +67,7 @@ def test_in_bf16_it_is_the_product_in_fp32(layout: str, adds: bool):
     expected = (right.t() if layout[1] == "T" else right).float() @ matrix.float() + (residual.float() if adds else 0)
     for _ in range(2):  # searched, and then known
         y = searched.multiply(left, right, layout=layout, residual=residual)
-        assert y is not None and y.shape == (N, M) and relative(y, expected) < ROUNDING
+        assert y is not None and y.shape == (N, M) and relative_error(y, expected) < ROUNDING
     assert before is None or torch.equal(residual, before)
     assert len(only().chosen) == 1
 
@@ -83,12 +80,12 @@ def test_in_fp8_it_is_the_product_of_the_decoded_operands(types: tuple[torch.dty
     residual = 10 * draw(N, M, seed=2) if adds else None
     expected = b @ a.t() + (residual.float() if adds else 0)
     y = searched.multiply(left, right, fast_accumulation=fast, residual=residual)
-    assert y is not None and relative(y, expected) < ROUNDING
+    assert y is not None and relative_error(y, expected) < ROUNDING
     from transformer_engine.pytorch.cpp_extensions import general_gemm
 
     theirs = general_gemm(left, right, out_dtype=BF16, layout="TN", use_split_accumulator=not fast)[0]
     theirs = theirs if residual is None else theirs + residual
-    assert relative(y, theirs.float()) < ROUNDING
+    assert relative_error(y, theirs.float()) < ROUNDING
 
 
 @pytest.mark.parametrize("adds", [False, True])
@@ -108,7 +105,7 @@ def test_in_blocks_it_is_transformer_engines_product_and_where_there_is_none_it_
     theirs = general_gemm(weight, x, out_dtype=BF16, layout="TN", use_split_accumulator=True)[0].float()
     for _ in range(2):  # searched, and then known
         y = searched.multiply(weight, x, residual=residual)
-        assert y is not None and relative(y, theirs if residual is None else theirs + residual) < ROUNDING
+        assert y is not None and relative_error(y, theirs if residual is None else theirs + residual) < ROUNDING
     assert searched.multiply(weight, weight) is None  # two tensors in squares of 128 x 128
 
 
@@ -118,10 +115,10 @@ def test_scales_that_change_between_calls_are_honoured():
     for factor in (1.0, 4.0, 0.5):
         left._scale_inv = left._scale_inv * factor  # another place
         expected = expected * factor
-        assert relative(searched.multiply(left, right), expected) < ROUNDING
+        assert relative_error(searched.multiply(left, right), expected) < ROUNDING
         right._scale_inv.mul_(2)  # another number in the same place
         expected = expected * 2
-        assert relative(searched.multiply(left, right), expected) < ROUNDING
+        assert relative_error(searched.multiply(left, right), expected) < ROUNDING
     assert len(only().chosen) == 1
 
 
@@ -131,7 +128,7 @@ def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing(monke
     expected = dy.double().t() @ x.double()
     for count in (1, 2):
         assert searched.multiply(x, dy, layout="NT", total=total) is total
-        assert relative(total.double(), count * expected) < 1e-5
+        assert relative_error(total.double(), count * expected) < 1e-5
     assert len(only().chosen) == 1
     for by_torch in (False, True):
         if by_torch:
@@ -139,9 +136,9 @@ def test_a_gradient_of_weights_adds_up_in_fp32_and_the_search_adds_nothing(monke
         products_on.cache_clear()
         total = torch.full((N, M), torch.nan, device="cuda")
         add_product_(total, dy.t(), x, overwrite=True)
-        assert relative(total.double(), expected) < 1e-5
+        assert relative_error(total.double(), expected) < 1e-5
         add_product_(total, dy.t(), x)
-        assert relative(total.double(), 2 * expected) < 1e-5  # rounded to BF16 on the way it would be 2e-3
+        assert relative_error(total.double(), 2 * expected) < 1e-5  # rounded to BF16 on the way it would be 2e-3
 
 
 @pytest.mark.parametrize("best", [1, 2, 3])

@@ -89,35 +89,8 @@ def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ign
     assert logits.isnan().any(1).tolist() == [False, False, True, False, False, False]
 
 
-# ── In FP8 ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 def decoded(codes: Tensor, fp8: torch.dtype) -> Tensor:
     return codes.view(fp8).float()
-
-
-def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Tensor | None) -> None:
-    """Against the gradient that the other kernel writes in BF16, quantized apart: rows with a scale each, columns with one."""
-    grid: Grid = GRIDS[fp8]
-    plain = logits.clone()
-    expected_losses = softmax_loss(plain, labels, IGNORE, with_gradient=True)
-    before = 0.0 if scale is None else 1e-3
-    amax = torch.full((1,), before, device=DEVICE)
-    losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, scale)
-    assert torch.equal(losses, expected_losses)
-    assert amax.item() == max(before, absolute_maximum(plain).item())
-    used = scale_from_amax(amax, grid.maximum) if scale is None else scale
-    assert torch.equal(gradient.scale_inv, decode_scale(used).reshape(1))
-    columns = quantize(plain, used, grid).operand.t()
-    torch.testing.assert_close(decoded(gradient.columns, fp8), columns, rtol=0, atol=0, equal_nan=True)
-    of_rows = scale_from_amax(plain.abs().amax(1).float(), grid.maximum)
-    assert torch.equal(gradient.rows_scale_inv, decode_scale(of_rows))
-    rows = torch.stack([quantize(*row, grid).operand for row in zip(plain, of_rows, strict=True)])
-    torch.testing.assert_close(decoded(gradient.rows, fp8), rows, rtol=0, atol=0, equal_nan=True)
-    # What the label's entry loses is less than BF16 would lose, and it is the largest code.
-    tokens = (labels != IGNORE).nonzero()[:, 0]
-    entry = decoded(gradient.rows, fp8)[tokens, labels[tokens]]
-    assert (entry == -grid.maximum).all()
 
 
 @pytest.mark.parametrize(
@@ -132,11 +105,29 @@ def check_quantized(logits: Tensor, labels: Tensor, fp8: torch.dtype, scale: Ten
 def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
     fp8: torch.dtype, shape: tuple[int, int], scale: float | None
 ) -> None:
+    """It is the gradient that the other kernel writes in BF16: rows with a scale each, columns with one."""
     logits, labels = draw(*shape, torch.bfloat16)
-    check_quantized(logits, labels, fp8, None if scale is None else torch.tensor(scale, device=DEVICE))
-
-
-# ── At full size ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    given = None if scale is None else torch.tensor(scale, device=DEVICE)
+    grid: Grid = GRIDS[fp8]
+    plain = logits.clone()
+    expected_losses = softmax_loss(plain, labels, IGNORE, with_gradient=True)
+    before = 0.0 if scale is None else 1e-3
+    amax = torch.full((1,), before, device=DEVICE)
+    losses, gradient = quantized_softmax_gradient(logits, labels, IGNORE, fp8, amax, given)
+    assert torch.equal(losses, expected_losses)
+    assert amax.item() == max(before, absolute_maximum(plain).item())
+    used = scale_from_amax(amax, grid.maximum) if given is None else given
+    assert torch.equal(gradient.scale_inv, decode_scale(used).reshape(1))
+    columns = quantize(plain, used, grid).operand.t()
+    torch.testing.assert_close(decoded(gradient.columns, fp8), columns, rtol=0, atol=0, equal_nan=True)
+    of_rows = scale_from_amax(plain.abs().amax(1).float(), grid.maximum)
+    assert torch.equal(gradient.rows_scale_inv, decode_scale(of_rows))
+    rows = torch.stack([quantize(*row, grid).operand for row in zip(plain, of_rows, strict=True)])
+    torch.testing.assert_close(decoded(gradient.rows, fp8), rows, rtol=0, atol=0, equal_nan=True)
+    # What the label's entry loses is less than BF16 would lose, and it is the largest code.
+    tokens = (labels != IGNORE).nonzero()[:, 0]
+    entry = decoded(gradient.rows, fp8)[tokens, labels[tokens]]
+    assert (entry == -grid.maximum).all()
 
 
 @cuda_only

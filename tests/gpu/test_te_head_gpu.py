@@ -12,8 +12,9 @@ from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.precision.transformer_engine import TransformerEngineBackend, unavailable_because
+from pretrain.precision.transformer_engine import TransformerEngineBackend
 from pretrain.settings.recipe import LossSettings
+from tests.gpu.conftest import needs, relative_error
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
 
@@ -22,8 +23,7 @@ class Model:
     """A linear and the head, in low precision, as a model has them: what comes first is not the head."""
 
     def __init__(self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any) -> None:
-        if missing := unavailable_because(PRECISIONS[recipe]):
-            pytest.skip(f"{recipe} needs {missing}")
+        needs(recipe)
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
         settings = LowPrecisionSettings(**options).resolved(recipe)
@@ -64,12 +64,6 @@ class Model:
                 with torch.no_grad():
                     self.head.weight.mul_(1.01)
         return found, states
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Zero of two gradients that are wholly zero, as under a first scale of 1 in E4M3."""
-    difference = float((actual.double() - expected.double()).norm())
-    return difference and difference / float(expected.double().norm())
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])

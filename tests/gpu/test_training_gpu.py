@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 
 from packing.arrow import Pack
 from packing.batch import Microbatch, build_microbatch
@@ -28,13 +27,6 @@ QWEN3 = {"model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256, "i
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
 SETTINGS = ModelSettings(config=QWEN3 | HEADS)
 DEVICE = torch.device("cuda")
-
-
-@pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(mixed_precision="no")
-    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
@@ -105,7 +97,7 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     summary = json.loads((finished.run_dir / "summary.json").read_text())
     assert summary["steps"] == 12 and summary["recompiles"] == 0
     assert summary["held_out_loss"] < finished.losses()[0]
-    audit = json.loads((finished.run_dir / "audit.json").read_text())
+    audit = finished.audit()
     kind = attention.choose("auto", "cuda", 64, torch.bfloat16).name
     assert (audit["precision"], audit["attention"]["kind"], audit["compiled"]) == ("bf16", kind, "nothing")
     assert audit["fused"].startswith("2 of 2 layers")
@@ -122,7 +114,7 @@ def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, l
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
     assert summary["recompiles"] == 0 and summary["held_out_loss"] < finished.losses()[0]
-    audit = json.loads((finished.run_dir / "audit.json").read_text())
+    audit = finished.audit()
     assert audit["backend"] in ("transformer_engine", "emulation") and not audit["parity"]["failures"]
     assert audit["parity"]["products_compared"] >= 3 * 2 * 4, "every product of every layer, stacked or not"
     assert {each["effective"] for each in audit["products"]} == {precision}
@@ -148,9 +140,9 @@ def test_the_launcher_changes_its_precision_on_the_way(
     whole = train(*options, recipe=recipe, launch=launch)
     assert whole.status == 0, whole.output
     after = after.replace(", forward: bf16", PLAIN_FORWARD)
-    assert [step["precision"] for step in whole.records() if "loss" in step] == [before] * 6 + [after] * 6
+    assert [step["precision"] for step in whole.steps()] == [before] * 6 + [after] * 6
     assert whole.losses()[-1] < 0.5 * whole.losses()[0]
-    audit = json.loads((whole.run_dir / "audit.json").read_text())
+    audit = whole.audit()
     assert audit["fused"] == "2 of 2 layers" and audit["effective"] == after
     for name, precision in audit["precisions"].items():
         assert (

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.product import Backend, PrecisionContext, Product
-from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend
+from tests.gpu.conftest import needs, relative_error
 
 DEVICE = torch.device("cuda")
 TOKENS, IN, OUT = 512, 256, 384
@@ -27,13 +27,6 @@ QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 # Both sides round the same operands' products to BF16. Tensor cores add up in another order, which decides a rounding now and
 # then; the forward of per-tensor scaling adds up in fewer bits as well.
 SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
-
-
-def needs(name: str) -> str:
-    """`name`, or the test is skipped where this machine cannot run it."""
-    if missing := missing_on("cuda")(PRECISIONS[name]):
-        pytest.skip(f"{name} {missing}")
-    return name
 
 
 @pytest.fixture(params=QUANTIZED)
@@ -88,10 +81,6 @@ def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[st
     """Names of what is not bit-equal."""
     assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
     return [name for name, other in expected.items() if not torch.equal(actual[name], other)]
-
-
-def relative_error(actual: Tensor, expected: Tensor) -> float:
-    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("bias", [False, True])

@@ -14,6 +14,7 @@ from pretrain.compare import which
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.conftest import write_recipe
+from tests.gpu.conftest import needs
 
 
 @pytest.fixture
@@ -33,8 +34,7 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
     """One round, as the hours are over then: some 80 s, most of it four starts."""
     monkeypatch.setattr(which, "GPU_IS_FREE", 1e3)  # tests before this one may hold some of it
     pytest.importorskip("plotly", reason="the page draws with it")
-    if missing := unavailable_because(PRECISIONS["delayed"]):
-        pytest.skip(f"delayed scaling needs {missing}")
+    needs("delayed")
     folder = tmp_path / "which"
     command = [str(recipe), "--run_dir", str(folder), "--precisions", "bf16,delayed", "--steps", "80", "--hours", "0.001"]
     assert which.main(command) == 1

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.checkpoint.format import step_folders
 from tests.conftest import write_recipe
 from tests.forked_commands import forking
+from tests.golden.runs import steps_saved
 from tests.moments import WAIT_IN_SAVING
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -92,8 +92,7 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued_again(
     assert first.process.wait() == 0, first.log.read_text()
     job = f"requeue {os.getpid()}\n"
     assert first.scontrol.read_text() == job and "2 x CPU" in first.log.read_text()
-    checkpoints = Path(small_recipe["run_dir"]) / "checkpoints"
-    newest, *_, older = (int(path.name.removeprefix("step-")) for path in step_folders(checkpoints))
+    older, *_, newest = steps_saved(Path(small_recipe["run_dir"]))
     assert 4 <= older < newest < 12  # training goes on while step 4 is written, so the signal comes in one of the next steps
 
 

@@ -12,10 +12,7 @@ import pytest
 
 from pretrain.__main__ import main
 from tests.conftest import Finished, contents
-
-
-def kept(run_dir: Path) -> list[int]:
-    return sorted(int(folder.name.removeprefix("step-")) for folder in (run_dir / "checkpoints").glob("step-*"))
+from tests.golden.runs import steps_saved
 
 
 def evaluations(finished: Finished) -> dict[int, float]:
@@ -36,12 +33,12 @@ def test_the_best_checkpoint_is_kept_and_exported(
     recipe = small_recipe | changed | {"evaluate": {"every": 2}, "checkpoint": {"best": True, "keep": 2, "every": 1}}
     run = train_here("parity=off", recipe=recipe)
     losses = evaluations(run)
-    assert run.status == 0 and min(losses, key=losses.get) == 6 and kept(run.run_dir) == [6, 7, 8]
+    assert run.status == 0 and min(losses, key=losses.get) == 6 and steps_saved(run.run_dir) == [6, 7, 8]
 
     shutil.rmtree(run.run_dir / "final")  # as after a kill between steps 7 and 8: the best is none of the newest two any more
     shutil.rmtree(run.run_dir / "checkpoints" / "step-00000008")
     resumed = train_here("parity=off", recipe=recipe)
-    assert resumed.status == 0 and evaluations(resumed) == losses and kept(run.run_dir) == [6, 7, 8]
+    assert resumed.status == 0 and evaluations(resumed) == losses and steps_saved(run.run_dir) == [6, 7, 8]
     assert main(["export", str(run.run_dir), str(tmp_path / "out"), "--best"]) == 0
     assert "step-00000006" in capsys.readouterr().out
     source = ("evaluate", f"model.source={tmp_path / 'out'}", "model.config=null", f"run_dir={tmp_path / 'none'}")

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from pretrain.__main__ import main
-from tests.conftest import contents
+from tests.conftest import contents, flip
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_what_exists_is_not_written_over_and_damage_is_named(exact: Path, tmp_pa
     assert status == 2 and str(tmp_path / "out") in output and [*contents(tmp_path / "out")] == ["thesis.tex"]
     run = shutil.copytree(exact, tmp_path / "run")
     for file in (run / "checkpoints").glob("*/model*.safetensors"):
-        file.write_bytes(file.read_bytes()[:-1] + b"\xff")
+        flip(file)
     status, output = command(capsys, "export", run, tmp_path / "other")
     assert status == 2 and "damaged" in output and not (tmp_path / "other").exists()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,39 +21,17 @@ from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.settings.recipe import HealthSettings, Recipe
 from tests.conftest import Finished
-from tests.golden.runs import poisoned_once, steps_logged, tensors_of
+from tests.golden.runs import poisoned_once, saved, steps_logged, steps_saved
 
 STEPS = 4
 BROKEN = "model.layers.1.mlp.down_proj"
 
 
 @pytest.fixture
-def changes(small_recipe: dict[str, Any]) -> dict[str, Any]:
-    """Four steps of two microbatches and two layers, in low precision."""
+def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, Any]:
+    """Four steps of two layers, in low precision."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    changes = {"train": {"steps": STEPS}, "evaluate": {}, "checkpoint": {"every": 2, "keep": 9}, "weights": "bf16_exact"}
-    changes |= {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}, "parity": "off"}
-    return changes | {"schedule": {"kind": "constant"}, "precision": "current"}
-
-
-@pytest.fixture
-def started(
-    start_here: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
-) -> Callable[..., Finished]:
-    def start(folder: str, *arguments: str, status: int = 0) -> Finished:
-        run = start_here(small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
-        assert run.status == status and "Traceback" not in run.output, run.output
-        return run
-
-    return start
-
-
-def checkpoint(run: Finished, step: int = STEPS) -> dict[str, torch.Tensor]:
-    return tensors_of(run.run_dir / "checkpoints" / f"step-{step:08}")
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    return changes | {"train": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 9}, "precision": "current"}
 
 
 def looks(run: Finished) -> list[dict[str, Any]]:
@@ -81,7 +58,7 @@ def test_losses_and_weights_are_those_of_a_run_without_a_meter(started: Callable
     gpt2 = "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 32, attn_pdrop: 0.0}"
     options = (gpt2, "precision=mxfp4", "weights=bf16", "batch.microbatch=4")
     without, measured = started("without", *options), started("with", *options, "log.gap=2")
-    assert measured.losses() == without.losses() and same(checkpoint(measured), checkpoint(without))
+    assert measured.losses() == without.losses() and saved(measured.run_dir, STEPS) == saved(without.run_dir, STEPS)
     first, second = looks(measured)
     assert (first["step"], second["step"]) == (2, 4) and not looks(without)
     for step in (first, second):
@@ -95,7 +72,7 @@ def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_up
     first, second = looks(run)
     assert "gap/worst" not in first and second["gap/worst"] == f"{BROKEN}.weight" and second["gap/moved"] > 0.5
     assert "halted: step 4" in run.err and BROKEN in run.err and BROKEN in second["halted"]
-    assert [path.name for path in (run.run_dir / "checkpoints").iterdir()] == ["step-00000002"]
+    assert steps_saved(run.run_dir) == [2]
     assert run.out.count("gap to BF16") == 2
     drawn = [line for line in pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"].data if len(line.x) == 2]
     assert drawn[0].y.tolist() == [step["gap/loss"] for step in looks(run)]
@@ -125,14 +102,14 @@ def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(s
         again = started("again", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000004")
     (rollback,) = [record for record in run.records() if record.get("event") == "rollback"]
     assert rollback["resumed_from"] == 2 and [step["precision"] for step in rollback["abandoned"]] == ["delayed", "bf16"]
-    steps = [step for step in run.records() if "loss" in step]
+    steps = run.steps()
     assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
     assert [step["step"] for step in looks(run)] == [1, 2, 3]
-    audit = json.loads((run.run_dir / "audit.json").read_text())
+    audit = run.audit()
     assert audit["effective"] == "bf16" and audit["phases"] == {"1": "delayed", "4": "bf16"}
     assert {product["effective"] for product in audit["products"]} == {"bf16"}
-    assert again.losses() == run.losses()[4:] and same(checkpoint(again, 6), checkpoint(run, 6))
-    assert json.loads((again.run_dir / "audit.json").read_text())["phases"] == audit["phases"]
+    assert again.losses() == run.losses()[4:] and saved(again.run_dir, 6) == saved(run.run_dir, 6)
+    assert again.audit()["phases"] == audit["phases"]
 
 
 @pytest.mark.multi
@@ -147,7 +124,7 @@ def test_two_processes_train_as_without_a_meter(
     ]
     assert [run.status for run in runs] == [0, 0], runs
     without, measured = runs
-    assert measured.losses() == without.losses() and same(checkpoint(measured, 2), checkpoint(without, 2))
+    assert measured.losses() == without.losses() and saved(measured.run_dir, 2) == saved(without.run_dir, 2)
     assert all(0.9 < step["gap/cosine"] < 1 and step["gap/loss"] for step in looks(measured)) and len(looks(measured)) == 2
 
 

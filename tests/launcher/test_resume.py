@@ -14,12 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Finished, write_recipe
-from tests.golden.runs import digest, steps_logged, tensors_of
+from tests.conftest import Finished, contents, flip, write_recipe
+from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
 
 STEPS = 12  # with checkpoints after 4, 8 and 12
-OF_THE_MACHINE = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
 
 
 @pytest.fixture(scope="module")
@@ -67,18 +66,13 @@ def copied(alone: Finished, tmp_path: Path) -> Callable[..., Path]:
     return copy
 
 
-def checkpoints(run_dir: Path) -> list[int]:
-    return sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-????????"))
-
-
 def outcome(run: Finished) -> list[Any]:
     """All figures that do not depend on the machine, and hashes of the last checkpoint and the exported model."""
-    figures = [{key: each for key, each in record.items() if not key.endswith(OF_THE_MACHINE)} for record in run.records()]
-    folders = (run.run_dir / "final", run.run_dir / "checkpoints" / f"step-{STEPS:08d}")
-    return [figures, *(digest(tensors_of(folder), named=True) for folder in folders)]
+    final = digest(tensors_of(run.run_dir / "final"), named=True)
+    of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
+    figures = [{key: each for key, each in record.items() if not key.endswith(of_the_machine)} for record in run.records()]
+    return [figures, saved(run.run_dir, STEPS), final]
 
-
-# ── Killed ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 # Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
 # and how far that has come when a step is logged depends on the machine.
@@ -98,14 +92,11 @@ def test_a_run_killed_again_and_again_equals_the_run_left_alone(
 ) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
-        assert max(checkpoints(tmp_path / "run"), default=None) in newest, moment
+        assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
     assert not list((tmp_path / "run").rglob("*partial*")) and not list((tmp_path / "run").glob(".final*"))
-
-
-# ── Made longer ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
@@ -134,9 +125,6 @@ def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     assert outcome(again)[-1] == outcome(alone)[-1]
 
 
-# ── Stopped ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
 def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     step: int, signal: Any, alone: Finished, start: Callable, run: Callable, tmp_path: Path
@@ -144,7 +132,7 @@ def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     assert start(Moment("logged", f"^{step}$", signal)).end() == 128 + signal
     output = (tmp_path / "log").read_text()
     assert signal.name in output and "Traceback" not in output
-    assert checkpoints(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
+    assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
     finished = run()
     assert finished.status == 0 and f"at step {step}" in finished.output and outcome(finished) == outcome(alone)
 
@@ -154,25 +142,29 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
 ) -> None:
     run_dir = copied(STEPS)
     assert start(Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM)).end() == 128 + SIGTERM
-    assert checkpoints(run_dir)[-1] == STEPS
+    assert steps_saved(run_dir)[-1] == STEPS
     finished = run()
     assert finished.status == 0 and outcome(finished) == outcome(alone)
-
-
-# ── Damaged, sent back, repeated, changed ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_same_end(
     alone: Finished, copied: Callable, run: Callable
 ) -> None:
     newest = copied() / "checkpoints" / f"step-{STEPS:08d}"
-    file = max(newest.glob("*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-1] ^= 1
-    file.write_bytes(content)
+    flip(max(newest.glob("*.safetensors")))
     finished = run()
     assert finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
     assert outcome(finished) == outcome(alone)
+
+
+def test_where_every_checkpoint_is_damaged_no_run_begins_anew(copied: Callable, run: Callable) -> None:
+    run_dir = copied()
+    (run_dir / "summary.json").unlink()  # which a run that is not finished has not
+    for file in run_dir.glob("checkpoints/*/*.safetensors"):
+        flip(file)
+    before = contents(run_dir)
+    assert f"{run_dir}/checkpoints: every checkpoint is damaged" in run().refusal
+    assert contents(run_dir) == before
 
 
 def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied: Callable, run: Callable) -> None:

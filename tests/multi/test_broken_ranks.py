@@ -6,8 +6,9 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from accelerate import Accelerator
@@ -20,10 +21,6 @@ from tests.pretrain.verify import update_faults
 from tests.pretrain.verify.small_runs import SmallRun, build_run
 from tests.pretrain.verify.update_faults import after_update
 from tests.ranks import start_ranks
-
-
-def nothing(run: SmallRun) -> None:
-    pass
 
 
 def gradient_of_a_rank_lost(run: SmallRun) -> None:
@@ -47,7 +44,7 @@ def weight_of_a_rank_stands_still(run: SmallRun, patch: pytest.MonkeyPatch) -> N
 
 
 FAULTS = {
-    "nothing": nothing,
+    "nothing": lambda run: None,
     "a rank's gradient is lost": gradient_of_a_rank_lost,
     "the loss is averaged over ranks": averaged_over_ranks,
 }
@@ -61,7 +58,7 @@ ALWAYS = {"nothing": lambda run, patch: None, "a rank's weight stands still": we
 
 
 def find_faults() -> None:
-    """What each process does; the first prints what was found."""
+    """What each process does, and prints."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
     found: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
@@ -69,8 +66,7 @@ def find_faults() -> None:
             run = build_run(accelerator, precision, layers=1)
             make(run)
             found.setdefault(what, {})[precision] = run.parity().failures
-    if accelerator.is_main_process:
-        os.write(1, f"FOUND {json.dumps(found)}\n".encode())  # whole, though ranks write at once
+    os.write(1, f"FOUND {json.dumps(found)}\n".encode())  # whole, though ranks write at once
     accelerator.end_training()
 
 
@@ -90,14 +86,18 @@ def find_faults_of_updates() -> None:
     accelerator.end_training()
 
 
-def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
-    """What two processes found: by fault and precision, the failures that parity names."""
+def found_by_two(main: Callable[[], None], topology: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """What each of two processes that do `main` has found."""
     with tempfile.TemporaryDirectory() as folder:
         launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
-        status, out, err = start_ranks(precisions, launch, Path(folder), main=find_faults)
+        status, out, err = start_ranks(arguments, launch, Path(folder), main=main)
     assert status == 0, out + err
-    (line,) = [line for line in out.splitlines() if line.startswith("FOUND ")]
-    return json.loads(line.removeprefix("FOUND "))
+    return [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
+
+
+def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
+    """By fault and precision, the failures that parity names."""
+    return found_by_two(find_faults, topology, precisions)[0]
 
 
 @pytest.mark.multi
@@ -110,11 +110,8 @@ def test_what_is_lost_between_two_processes_is_found() -> None:
 
 @pytest.mark.multi
 @pytest.mark.parametrize("topology", OF_UPDATES)
-def test_a_wrong_update_of_one_rank_stops_both(topology: str, tmp_path: Path) -> None:
-    launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
-    status, out, err = start_ranks(OF_UPDATES[topology], launch, tmp_path, main=find_faults_of_updates)
-    assert status == 0, out + err
-    each = [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
+def test_a_wrong_update_of_one_rank_stops_both(topology: str) -> None:
+    each = found_by_two(find_faults_of_updates, topology, OF_UPDATES[topology])
     assert all(len(ranks) == len(ALWAYS) + len(OF_UPDATES[topology]) and ranks.pop("nothing") == "" for ranks in each)
     assert all(message for ranks in each for message in ranks.values())
     of_one = [ranks["a rank's weight stands still"] for ranks in each]

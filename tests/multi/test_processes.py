@@ -5,7 +5,6 @@ What each topology computes to the bit is kept by tests/golden.
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -79,8 +78,7 @@ def test_two_processes_have_the_loss_curve_of_one_pass_parity_and_are_exported_w
     one: Finished, two: Finished, tmp_path: Path
 ) -> None:
     assert_same_curve(two, one)
-    parity = json.loads((two.run_dir / "audit.json").read_text())["parity"]
-    assert parity["failures"] == []
+    assert two.audit()["parity"]["failures"] == []
     assert main(["export", str(two.run_dir), str(tmp_path / "out")]) == 0
     exported, final = tensors_of(tmp_path / "out"), tensors_of(two.run_dir / "final")
     assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)
@@ -122,8 +120,7 @@ def test_a_mixture_in_low_precision_is_the_same_over_shards_of_two_processes(
         del recipe["model"]["config"]["head_dim"]
         runs.append(start(recipe, tmp_path, *low))
         assert runs[-1].status == 0, runs[-1].output
-        audit = json.loads((runs[-1].run_dir / "audit.json").read_text())
-        assert {each["effective"] for each in audit["products"] if ".experts." in each["name"]} == {"current"}
+        assert {each["effective"] for each in runs[-1].audit()["products"] if ".experts." in each["name"]} == {"current"}
     alone, shards = runs
     for key in ("loss", "router_loss", "held_out_loss"):
         assert figures(shards, key) == pytest.approx(figures(alone, key), rel=2e-3), key

@@ -97,9 +97,6 @@ def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-# ---- one microbatch ----
-
-
 def plain_rows(packs: list[Pack], mask_boundaries: bool) -> tuple[list[int], list[int], list[int], list[int]]:
     """Token ids, positions, labels and document ends, token by token."""
     ids, positions, labels, ends = [], [], [], []
@@ -139,9 +136,6 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
     assert batch.valid_tokens == sum(label != IGNORE for label in labels)
     counted = [count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) for pack in packs]
     assert sum(counted) == batch.valid_tokens
-
-
-# ---- steps ----
 
 
 @pytest.mark.parametrize("mask_boundaries", [True, False])
@@ -215,9 +209,6 @@ def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():
         with pytest.raises(ZeroDivisionError):
             next(steps)
         assert steps.ready(0), "there is none to come"
-
-
-# ---- evaluation ----
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 1000])

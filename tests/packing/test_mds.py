@@ -22,6 +22,7 @@ from packing.arrow import Packs
 from packing.other_formats import decoder, documents, read_index
 from packing.settings import DataSettings
 from packing.store import open_packs
+from tests.conftest import flip
 
 FIXTURES = Path(__file__).parents[1] / "data" / "mds"
 EXPECTED: dict[str, list[dict[str, Any]]] = json.loads((FIXTURES / "expected.json").read_text())
@@ -36,12 +37,6 @@ def fixture(tmp_path: Path):
 
 def open_mds(path: Path, length: int = LENGTH) -> Packs:
     return open_packs(DataSettings(packs=path, length=length), "train")
-
-
-def flip(path: Path, position: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[position] ^= 1
-    path.write_bytes(data)
 
 
 def change_index(folder: Path, old: str, new: str) -> None:

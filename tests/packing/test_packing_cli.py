@@ -33,13 +33,7 @@ def test_prepare_takes_a_recipes_data_section_and_keys_over_it(recipe: Path, tmp
     assert main(["prepare", str(recipe), "train.steps=3"]) == 2 and "train.steps" in capsys.readouterr().err
 
 
-def test_a_folder_or_an_option_in_a_recipes_place_names_the_key(recipe: Path, capsys) -> None:
+def test_a_mistyped_command_and_a_folder_or_an_option_in_a_recipes_place_are_named(recipe: Path, capsys) -> None:
+    assert main(["prepar"]) == 2 and "prepare" in capsys.readouterr().err
     for wrong in ([str(recipe.parent)], [str(recipe), "--source", "x"]):
         assert main(["prepare", *wrong]) == 2 and "data.source=" in capsys.readouterr().err
-
-
-def test_a_tokenizer_is_learnt_and_packs_the_text_that_it_is_of(recipe: Path, tmp_path: Path) -> None:
-    made = tmp_path / "made"
-    assert main(["tokenizer", str(tmp_path / "x.jsonl"), "--vocabulary", "400", "--out", str(made), "--special", "<|x|>"]) == 0
-    assert main(["prepare", str(recipe), f"data.tokenizer={made}"]) == 0
-    assert ArrowPacks(tmp_path / "packs").tokenizer["vocab_size"] == 400

@@ -64,23 +64,23 @@ def test_the_answers_of_a_chat_and_their_ends_are_trained_on(template: str, tmp_
         assert rendered[whole].replace("�", "") == answers
 
 
-def test_prompt_and_response_are_a_chat_of_two(tmp_path: Path, tokenizer_file: Path) -> None:
-    keys = {"messages": ["{q}?", "a"], "chat_template": CHATML}
-    ((ids, trained),) = packed(tmp_path, tokenizer_file, [{"q": "why", "a": "so"}], **keys)
+TURNS = {"system": "Be kind.", "human": "why?", "gpt": "so"}
+SHAREGPT = {"conversations": [{"from": role, "value": text} for role, text in TURNS.items()]}
+
+
+@pytest.mark.parametrize(
+    ("record", "keys", "before"),
+    [
+        ({"q": "why", "a": "so"}, {"messages": ["{q}?", "a"], "chat_template": CHATML}, ""),
+        (SHAREGPT, {"messages": "conversations", "chat_template": "chatml"}, "<|im_start|>system\nBe kind.<|im_end|>\n"),
+    ],
+    ids=["prompt and response", "ShareGPT's names, and a template by name"],
+)
+def test_a_chat_in_other_columns_is_one(record: dict, keys: dict, before: str, tmp_path: Path, tokenizer_file: Path) -> None:
+    ((ids, trained),) = packed(tmp_path, tokenizer_file, [record], **keys)
     decode = Tokenizer.from_file(str(tokenizer_file)).decode
-    assert decode(ids) == "<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
+    assert decode(ids) == f"{before}<|im_start|>user\nwhy?<|im_end|>\n<|im_start|>assistant\nso<|im_end|>\n"
     assert decode(ids[trained]) == "so<|im_end|>\n"
-
-
-def test_sharegpts_names_are_read_as_those_of_messages_and_chatml_is_a_template_by_name(tmp_path: Path, tokenizer_file: Path):
-    chat = [{"from": "system", "value": "Be kind."}, {"from": "human", "value": "why?"}, {"from": "gpt", "value": "so"}]
-    keys = {"messages": "conversations", "chat_template": "chatml"}
-    ((ids, trained),) = packed(tmp_path, tokenizer_file, [{"conversations": chat}], **keys)
-    decode = Tokenizer.from_file(str(tokenizer_file)).decode
-    turns = ["system\nBe kind.", "user\nwhy?", "assistant\nso"]
-    assert (
-        decode(ids) == "".join(f"<|im_start|>{turn}<|im_end|>\n" for turn in turns) and decode(ids[trained]) == "so<|im_end|>\n"
-    )
 
 
 def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -126,6 +126,7 @@ def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:
         **common, sources=[{"source": "a", "weight": 1}, {"source": "b", "text": "t", "weight": 1}, {"name": "made", "weight": 1}]
     )
     first, second, made = several.sources
+    assert [each.weight for each in several.sources] == pytest.approx([1 / 3] * 3, abs=1e-12), "shares of their sum"
     assert first.messages == "m" and first.chat_template == CHATML and first.split == "train_1M"
     assert second.messages is None and second.text == "t" and second.chat_template is None
     assert made.source is None and made.messages is None
@@ -136,9 +137,3 @@ def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:
     other = DataSettings(**common, source="a", validation={"source": "b"})
     assert other.validation.split == "train" and other.validation.messages == "m"
     assert DataSettings(**other.model_dump(mode="json")) == other
-
-
-def test_weights_are_shares_of_their_sum() -> None:
-    thirds = [{"source": name, "weight": 0.333333} for name in "abc"]
-    settings = DataSettings(packs="p", tokenizer="t", sources=thirds)
-    assert [each.weight for each in settings.sources] == pytest.approx([1 / 3] * 3, abs=1e-12)

@@ -54,16 +54,13 @@ def written(folder: Path, kind: str, documents: list[str]) -> Path:
 KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "dataset", "text files"]
 
 
-@pytest.mark.parametrize("size", [None, 3000])
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_yields_the_same_documents(kind: str, size: int | None, documents: list[str], tmp_path: Path) -> None:
-    assert texts_of(written(tmp_path, kind, documents), size) == documents
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_reading_goes_on_behind_any_chunk(kind: str, documents: list[str], tmp_path: Path) -> None:
-    path = written(tmp_path, kind, documents)
-    source, before = opened(path), 0
+def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_any_chunk(
+    kind: str, documents: list[str], tmp_path: Path
+) -> None:
+    path, before = written(tmp_path, kind, documents), 0
+    assert texts_of(path) == texts_of(path, 3000) == documents
+    source = opened(path)
     for chunk in source.chunks(size=20_000):
         before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
