@@ -97,9 +97,11 @@ class ModelFlops:
         attention = sum(w.numel() for name, w in linears.items() if "attn" in name or "attention" in name)
         inside = sum(map(torch.numel, linears.values()))
         known = {*embeddings, *map(id, linears.values()), id(getattr(head, "weight", None))}
-        unknown = {name: p for name, p in model.named_parameters() if p.ndim >= 2 and id(p) not in known}
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        unknown = {name: p for name, p in trained.items() if p.ndim >= 2 and id(p) not in known}
         chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # experts a token
-        stacks = {name: p for name, p in unknown.items() if chosen and ".experts." in name}
+        chosen = chosen if type(chosen) is int else None  # it may differ by layer
+        stacks = {name: p for name, p in unknown.items() if chosen and (p.ndim == 3 or ".experts." in name)}
         routers = {name: p for name, p in unknown.items() if name not in stacks and len(p) in map(len, stacks.values())}
         products = [p for p in stacks.values() if p.ndim == 3]  # without their biases
         active = sum(chosen * p[0].numel() for p in products)

@@ -163,7 +163,8 @@ class Health:
             and "no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)",
             "starved": starved > STARVED_SHARE
             and f"{percent(starved)} of the experts get less than a tenth of what their layer's get on average; "
-            "`model.config.output_router_logits: true` trains their balance, a larger `router_aux_loss_coef` more of it",
+            "where the architecture has a loss for their balance, `model.config.output_router_logits: true` trains it, and a "
+            "larger `router_aux_loss_coef` more of it",
         }
         for name, text in found.items():
             if text and name not in self._warned:

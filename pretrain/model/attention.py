@@ -173,7 +173,7 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
     """
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
     ) -> tuple[Tensor, None]:
         longest, window, scale = (options.get(name) for name in ("max_seqlen", "sliding_window", "scaling"))
         if longest is None:

@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +35,6 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
-# Read by an architecture's layers and stated by its published models, though its config class does not list them.
-_UNLISTED_KEYS = {"qwen3_moe": {"head_dim"}}
 # What transformers and torch raise for values that they did not expect.
 _WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
@@ -82,9 +80,8 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
             config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
-    known = set(dir(config)) | _RENAMED_KEYS | _UNLISTED_KEYS.get(config.model_type, set())
-    if unknown := [key for key in changes if key not in known]:
-        key = unknown[0]
+    known = set(dir(config)) | _RENAMED_KEYS
+    if key := next((key for key in changes if key not in known and not _model_reads(key, type(config), changes)), None):
         raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{_nearest(key, known)}")
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
@@ -95,6 +92,20 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             "true` trains the loss that it multiplies"
         )
     return config
+
+
+def _model_reads(key: str, kind: type[PretrainedConfig], values: dict[str, Any]) -> bool:
+    """Whether the model of a `kind` of configuration with these `values` reads `key`, though the class does not list it, as
+    qwen3_moe's layers do `head_dim`."""
+    seen: list[str] = []
+    with suppress(InputError), _refusing(key):
+        config = kind.from_dict(values)
+        setattr(kind, key, property(lambda self: seen.append(key) or vars(self)[key]))
+        try:
+            build_on_meta(config)
+        finally:
+            delattr(kind, key)
+    return bool(seen)
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
@@ -169,6 +180,8 @@ def build(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
             "them; fetch it again, or take out what `model.config` changes about its shape"
         )
+    for name, parameter in build_on_meta(config).named_parameters():  # which transformers forgets as it loads
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
 
 

@@ -15,14 +15,15 @@ from pretrain.metrics.flops import FORMULAS, ModelFlops
 from pretrain.run.doctor import QWEN3_1_7B
 from tests.pretrain.plan.plan_recipe import on_meta
 
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+
 
 def test_weights_in_no_known_product_are_named() -> None:
     model = on_meta({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 96})
     model.register_parameter("more", torch.nn.Parameter(torch.empty(4, 4, device="meta")))
     assert ModelFlops.of(model).uncounted == ("more",)
-
-
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+    by_layer = on_meta(TINY | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16})
+    assert all(".experts." in name for name in ModelFlops.of(by_layer).uncounted) and ModelFlops.of(by_layer).uncounted
 
 
 COUNTED_BY_TORCH = [
@@ -31,6 +32,10 @@ COUNTED_BY_TORCH = [
     {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True, **TINY},
     {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8, **TINY},
     {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, **TINY},
+    {"model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
+    | {**TINY, "num_key_value_heads": 2},
+    {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+    | {**TINY, "num_key_value_heads": 4, "pad_token_id": 0},
     {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
 ]
 
@@ -42,6 +47,7 @@ def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(
         AutoConfig.for_model(values.pop("model_type"), **values), attn_implementation="eager", experts_implementation="eager"
     )
     flops = ModelFlops.of(model)
+    assert not flops.uncounted
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None], use_cache=False).logits.sum().backward()
     mm, addmm, bmm = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm

@@ -96,10 +96,20 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("sizes", [{"moe_intermediate_size": 20}, {"hidden_size": 36}])
-def test_sizes_that_grouped_products_do_not_take_are_refused(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"moe_intermediate_size": 20}, "multiples of 8"),
+        ({"hidden_size": 36}, "multiples of 8"),
+        ({"num_experts_per_tok": EXPERTS + 1}, "5 of the 4 experts"),
+        ({"num_experts_per_tok": 0}, "0 of the 4 experts"),
+    ],
+)
+def test_sizes_that_grouped_products_do_not_take_and_more_experts_than_there_are_are_refused(
+    sizes: dict[str, int], said: str
+) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
-    with pytest.raises(InputError, match="multiples of 8"):
+    with pytest.raises(InputError, match=said):
         check_architecture(build_on_meta(config), 32, LossSettings())
 
 

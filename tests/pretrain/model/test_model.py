@@ -34,6 +34,7 @@ UNLIKE = {  # models whose layers attend within a window, or are computed again
     "llama": {"kind": "llama", "recompute": "full"},
     "qwen2": {"kind": "qwen2", "recompute": 2, "use_sliding_window": False},
     "gpt2": {"kind": "gpt2", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
+    "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},  # which names its attention's mask
 }
 
 
@@ -53,7 +54,7 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     model.check_architecture(packed.hf, LENGTH, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
-        assert bool(packed.fused.left_out) == (name in ("gemma3", "gpt2"))
+        assert bool(packed.fused.left_out) == (name in ("gemma3", "gpt2", "afmoe"))
     microbatch = build_microbatch(packs := random_packs(DOCUMENTS, LENGTH), mask_boundaries=True)
     loss = packed(**inputs_of(microbatch, CPU))
     loss.backward()
@@ -141,6 +142,23 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
     assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in hf.named_buffers())
     assert hf.generation_config.to_dict() == whole.generation_config.to_dict()
     assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
+def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(kind: str) -> None:
+    config = model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
+    assert model.decoder_layers(model.build_on_meta(config))["model.layers.0"].self_attn.q_proj.out_features == 4 * 24
+    with pytest.raises(InputError, match=r"`model\.config\.head_dmi`.* no such key"):
+        model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
+
+
+def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(build_model: Callable, tmp_path: Path) -> None:
+    built = build_model("ernie4_5_moe", **SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, pad_token_id=0).hf
+    built.save_pretrained(tmp_path)
+    source = ModelSettings(source=str(tmp_path))
+    loaded = model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+    kept = {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad}
+    assert kept == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name} != set()
 
 
 def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(build_model: Callable, tmp_path: Path) -> None:

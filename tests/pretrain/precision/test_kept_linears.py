@@ -65,6 +65,21 @@ def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -
     assert {kept[name] for name in of_last} == {"keep_bf16_layers, by default the last 2 of 12"}
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("phimoe", {"num_local_experts": 16, "num_experts_per_tok": 2}),  # a class of linears with a forward of its own
+        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}),  # a linear within
+    ],
+)
+def test_a_router_stays_unquantized_whatever_it_consists_of(kind: str, sizes: dict[str, int]) -> None:
+    config = QWEN3 | {"model_type": kind, "num_hidden_layers": 1} | sizes
+    hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
+    decisions = decide(hf, list(model.decoder_layers(hf).values()), active())
+    kept = [name for name, each in decisions.items() if each.reason and ".experts." not in name]
+    assert kept == [{"phimoe": "model.layers.0.mlp.router", "hunyuan_v1_moe": "model.layers.0.mlp.gate.wg"}[kind], "lm_head"]
+
+
 @given(layers=st.integers(1, 200), first=st.integers(0, 3))
 def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, first: int) -> None:
     kept = active(precision="nvfp4", keep_bf16_layers={"first": first}).kept_layers(layers)
