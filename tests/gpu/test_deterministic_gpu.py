@@ -27,6 +27,7 @@ LENGTH = 1024
 QWEN3 = {
     "hidden_size": 256,
     "intermediate_size": 512,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 64,

@@ -46,7 +46,8 @@ def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tenso
 def three_products(product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype) -> list[Tensor]:
     product.ends = ends
     product.begin(rows)
-    x, weight = product.operand("input", rows), product.operand("weight", stack)
+    x = product.operand("input", rows)
+    weight = product.weight_operand(lambda: stack, refresh=True, differentiable=True)
     y = product.multiply("forward", x, weight, dtype)
     product.end()
     saved, gradient = product.save(x), product.operand("grad_output", dy)
