@@ -24,7 +24,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ import yaml
 
 from benchmarks.machine import command, environment_from_elsewhere, processor
 from benchmarks.throughput_run import Bench, Settings
-from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS
+from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS, Entry
 from foundation.command import run_command
 from foundation.errors import InputError
 from foundation.files import replace_file
@@ -40,6 +40,7 @@ from foundation.units import TERA, markdown, percent
 from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.peaks import peak
 from pretrain.model.huggingface import build_on_meta, load_config
+from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import load_recipe, resolved
 
 WAYS = (BASELINE, "bf16_exact", "delayed_exact", "delayed_exact_head")
@@ -54,9 +55,18 @@ class Shape:
     config: Mapping[str, Any] | None = None
     microbatch: int = 32_768  # tokens
     more: tuple[str, ...] = ()  # settings
+    low: tuple[str, ...] = ()  # and those of its low precisions
     whole_documents: bool = False
     warm_up: int = 2  # steps before those that are timed
     steps: int = 3  # timed ones
+
+    def entries(self, model: str, ways: Sequence[str]) -> list[Entry]:
+        """Those ways of `model`, with this shape's settings."""
+        low = (
+            replace(each, overrides=(*each.overrides, *self.low)) if is_quantized(each.precision) else each
+            for each in MODELS[model].entries
+        )
+        return [entry for entry in low if entry.name in ways]
 
     def settings(self, tokens: int) -> list[str]:
         """What is changed in the recipe of `benchmarks.throughput` to measure it in steps of so many `tokens`."""
@@ -107,8 +117,8 @@ SHAPES = {
         more=("optimizer.moments=bf16",),
         whole_documents=True,
     ),
-    "OLMoE-1B-7B (6 of 16 layers)": Shape("benchmarks/olmoe_6_layers.yaml", more=(E4M3,)),
-    "Qwen3-30B-A3B (4 of 48 layers)": Shape("benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, microbatch=16_384, more=(E4M3,)),
+    "OLMoE-1B-7B (6 of 16 layers)": Shape("benchmarks/olmoe_6_layers.yaml", low=(E4M3,)),
+    "Qwen3-30B-A3B (4 of 48 layers)": Shape("benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, microbatch=16_384, low=(E4M3,)),
 }
 
 
@@ -166,7 +176,7 @@ def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.N
         ways = ("hf_eager", "fp32") if arguments.tiny else arguments.ways
         if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
             bench.result["ways"] = {name: way for name, way in before["ways"].items() if name not in ways}
-        bench.run([entry for entry in MODELS[model].entries if entry.name in ways])
+        bench.run(shape.entries(model, ways))
         result = json.loads(json.dumps(bench.result).replace(f"{folder}/", ""))
     most = peak(next(iter(arguments.environment["gpus"]), None), "bf16")
     squares = result["packs"]["sum_squared_lengths_per_token"]

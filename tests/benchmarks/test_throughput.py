@@ -20,6 +20,7 @@ from benchmarks.ways.judge import LOSES, RIGHT, UNKNOWN, WRONG, judge
 from benchmarks.ways.task import Task
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
+from pretrain.settings.launch import with_precision
 from tests.forked_commands import forking
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -131,6 +132,14 @@ def test_a_run_is_judged_by_eagers_losses_and_norms_as_its_precision_allows(
 ):
     entry = Entry("way", "a way", precision, weights)
     assert judge(entry, run, EAGER)[0] == verdict and judge(entry, EAGER, None)[0] == UNKNOWN
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_settings_of_a_shape_are_ones_that_its_runs_take(name: str) -> None:
+    shape, model = shapes.SHAPES[name], "qwen3_1_7b"
+    for entry in shape.entries(model, shapes.WAYS[1:]):
+        recipe = load_recipe(MODELS[model].recipe, [*shape.settings(65_536), *entry.overrides])
+        assert with_precision(recipe, {}).precision == entry.precision and "vocab_size" in recipe.model.config
 
 
 def test_the_table_of_shapes_has_gains_over_bf16_and_how_far_apart_steps_are() -> None:
