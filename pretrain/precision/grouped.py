@@ -51,7 +51,8 @@ def check_experts(model: PreTrainedModel) -> None:
         for key in STACKS:
             experts, width, features = module.get_parameter(key).shape
             if type(chosen) is int and not 0 < chosen <= experts:
-                raise InputError(f"`model.config`: a token takes {chosen} of the {experts} experts of {name}; choose 1 or more")
+                taken = f"a token takes {chosen} of the {experts} experts of {name}"
+                raise InputError(f"`model.config.num_experts_per_tok`: {taken}; choose 1 to {experts}")
             if width % MULTIPLE_OF or features % MULTIPLE_OF:
                 raise InputError(
                     f"`model.config`: {name}.{key} has experts of {width} x {features}; grouped products take sizes that are "
