@@ -6,6 +6,7 @@ import difflib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -96,16 +97,24 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
 def _model_reads(key: str, kind: type[PretrainedConfig], values: dict[str, Any]) -> bool:
     """Whether the model of a `kind` of configuration with these `values` reads `key`, though the class does not list it, as
-    qwen3_moe's layers do `head_dim`."""
-    seen: list[str] = []
+    qwen3_moe's layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
+    readers: list[str] = []
+
+    def read(config: PretrainedConfig) -> Any:
+        frame = sys._getframe(1)
+        while frame.f_code.co_name == "__getattribute__":  # the configuration's own
+            frame = frame.f_back
+        readers.append(frame.f_globals["__name__"])
+        return vars(config)[key]
+
     with suppress(InputError), _refusing(key):
         config = kind.from_dict(values)
-        setattr(kind, key, property(lambda self: seen.append(key) or vars(self)[key]))
+        setattr(kind, key, property(read))
         try:
             build_on_meta(config)
         finally:
             delattr(kind, key)
-    return bool(seen)
+    return any(reader.startswith("transformers.models.") for reader in readers)
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:

@@ -25,14 +25,13 @@ from transformers import PreTrainedModel
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.experts import GroupedExperts
-from pretrain.precision.grouped import routers_of
 
 STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets fewer learns little
 
 
 def check(hf: PreTrainedModel) -> None:
     """InputError where a model that is to balance its experts has no loss for it that is known here."""
-    if _balancing_loss(hf) is None or not routers_of(hf):
+    if _balancing_loss(hf) is None or not _routers(hf):
         raise InputError(
             f"`model.config.output_router_logits: true`: {type(hf).__name__} has no loss that balances experts by their router's "
             "logits, or one of its own; set it to false"
@@ -43,7 +42,7 @@ class Routing:
     """The routers of one model, of which there are some."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
-        self.routers, self._hf = routers_of(hf), hf
+        self.routers, self._hf = _routers(hf), hf
         self.coefficient: float | None = hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
         self._sums: dict[str, Tensor] = {}
         for router, index in self.routers.items():
@@ -52,7 +51,7 @@ class Routing:
     @classmethod
     def of(cls, hf: PreTrainedModel) -> Routing | None:
         """None where the model has no routers."""
-        return cls(hf) if routers_of(hf) else None
+        return cls(hf) if _routers(hf) else None
 
     def add_loss(self, loss: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         """The summed `loss` of a forward that has ended, over labels [...] int64; in training with the balance of its experts,
@@ -119,6 +118,13 @@ def _keeping_logits(index: int) -> Callable[..., None]:
         router.router_logits = output[index] if isinstance(output, tuple) else output
 
     return keep
+
+
+def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
+    """Its routers in order, each with the place of its logits in what it returns, as transformers says it."""
+    recorded = (getattr(hf.base_model, "_can_record_outputs", None) or {}).get("router_logits")
+    kind = getattr(recorded, "target_class", None)
+    return {module: recorded.index for module in hf.modules() if isinstance(module, kind)} if kind else {}
 
 
 def _balancing_loss(hf: PreTrainedModel) -> Callable[..., Tensor] | None:

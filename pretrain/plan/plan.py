@@ -249,11 +249,11 @@ LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072
 
 
 def fits_gathered(plan: Plan) -> bool:
-    """Returns what `fsdp_reshard_after_forward: auto` means: whether a device has the memory to gather its shards once a step,
-    with the recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what fills a device
-    well."""
-    if plan.devices.memory is None:
-        return True
+    """Returns what `fsdp_reshard_after_forward: auto` means: whether there are shards, and a device has the memory to gather them
+    once a step, with the recipe's microbatch; where that is `auto`, with what fits when they are gathered for each use, or what
+    fills a device well."""
+    if plan.devices.memory is None or not plan.devices.sharded:
+        return plan.devices.sharded
     gathered = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))

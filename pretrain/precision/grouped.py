@@ -43,13 +43,6 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, module
 
 
-def routers_of(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """Its routers in order, each with the place of its logits in what it returns, as transformers says it."""
-    recorded = (getattr(model.base_model, "_can_record_outputs", None) or {}).get("router_logits")
-    kind = getattr(recorded, "target_class", None)
-    return {module: recorded.index for module in model.modules() if isinstance(module, kind)} if kind else {}
-
-
 def check_experts(model: PreTrainedModel) -> None:
     """InputError for stacked experts of sizes that no grouped product takes, and for fewer of them than a token is to have; a
     model on the meta device is enough."""
@@ -58,7 +51,8 @@ def check_experts(model: PreTrainedModel) -> None:
         for key in STACKS:
             experts, width, features = module.get_parameter(key).shape
             if type(chosen) is int and not 0 < chosen <= experts:
-                raise InputError(f"`model.config`: a token takes {chosen} of the {experts} experts of {name}; choose 1 or more")
+                taken = f"a token takes {chosen} of the {experts} experts of {name}"
+                raise InputError(f"`model.config.num_experts_per_tok`: {taken}; choose 1 to {experts}")
             if width % MULTIPLE_OF or features % MULTIPLE_OF:
                 raise InputError(
                     f"`model.config`: {name}.{key} has experts of {width} x {features}; grouped products take sizes that are "

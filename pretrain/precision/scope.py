@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
-from pretrain.precision.grouped import STACKS, routers_of, stacked_experts
+from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
+_ROUTERS = ("gate", "gate.*", "router*")  # as transformers calls a mixture's, and what they consist of
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,6 @@ def decide(
     by_default = settings.keep_bf16_layers.last is None and last
     why_kept = f"keep_bf16_layers{f', by default the last {last} of {len(layers)}' if by_default else ''}"
     inside = {module for layer in outer_layers for module in layer.modules()}
-    of_routers = {module for router in routers_of(hf) for module in router.modules()}
     decisions, groups, no_groups = {}, {}, None
     for name, module in stacked_experts(hf):
         groups |= {f"{name}.{key}": (module, module.get_parameter(key).shape[1:]) for key in STACKS}
@@ -53,7 +53,7 @@ def decide(
     for name, (module, features) in (linears | groups).items():
         if module is head and settings.scope == "linear":
             reason = "scope linear leaves the LM head out"
-        elif module in of_routers:
+        elif any(is_called(name, pattern) for pattern in _ROUTERS):
             reason = "routers stay out"
         elif module in inside:
             reason = why_kept

@@ -7,7 +7,7 @@ Where they lie apart (FSDP2 gathers them so), the matrix is put together when it
 
 Between the products stand torch's own operations (`pretrain.model.fused.formulas`), Triton kernels for BF16 on a GPU, or
 Transformer Engine, whose norms add the residual's gradient in backward and in low precision write quantized operands, as SwiGLU
-does there.
+does there. Under delayed scaling the rotation's backward does so too.
 """
 
 from __future__ import annotations

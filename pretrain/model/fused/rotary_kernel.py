@@ -5,9 +5,9 @@ against each other lies in the same registers. A block holds only query heads, o
 norm weight and one tensor to write to. Blocks of the same tokens run side by side, and share cos and sin in the cache.
 
 Backward's tile is some tokens of one head. It writes the gradient in BF16, or under delayed scaling, whose scale is known, as the
-codes that the products read, by rows and by columns: BF16 between two kernels cost 0.7 % of a step of Qwen3-1.7B. Every
-multiplication and addition is rounded as it is written, so that all lanes of a tile have the same bits, and both forms: left to
-the compiler, some would fuse two operations and others not.
+codes that the products read, by rows and by columns, without BF16 between two kernels. Every multiplication and addition is
+rounded as it is written, so that all lanes of a tile have the same bits, and both forms: left to the compiler, some would fuse
+two operations and others not.
 
 Backward adds up the gradients of the norms' weights in registers over all the tiles of a program, and the programs' sums are
 added by torch, in an order that depends on the shapes alone. So backward with norms starts only as many programs as run at once,

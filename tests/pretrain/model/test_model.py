@@ -152,6 +152,12 @@ def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_li
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
+@pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
+def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(key: str) -> None:
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
+        model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
+
+
 def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(build_model: Callable, tmp_path: Path) -> None:
     built = build_model("ernie4_5_moe", **SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, pad_token_id=0).hf
     built.save_pretrained(tmp_path)

@@ -56,6 +56,12 @@ def test_several_devices_that_do_not_hold_the_whole_model_have_shards_of_it(job:
         assert (alone.takes(1) > alone.devices.memory) == sharded
 
 
+def test_a_device_that_holds_the_whole_model_keeps_the_gradients_of_the_gap(job: Callable) -> None:
+    """2 bytes a parameter, as the sums are."""
+    there = Target("NVIDIA H200").plan(job("delayed", log={"gap": 10}))
+    assert not there.devices.sharded and there.memory(1)["gradients in BF16 for log.gap"] == there.memory(1)["gradients"]
+
+
 @pytest.mark.parametrize("text", ["Q9", "8x", "0xH200"])
 def test_devices_that_are_none_are_refused(text: str) -> None:
     assert [Target.parse(known) for known in ("H200", " 8 X b200")] == [Target("H200"), Target("b200", 8)]

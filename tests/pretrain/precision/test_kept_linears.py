@@ -66,18 +66,29 @@ def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"),
+    ("kind", "sizes", "routers"),
     [
-        ("phimoe", {"num_local_experts": 16, "num_experts_per_tok": 2}),  # a class of linears with a forward of its own
-        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}),  # a linear within
+        (
+            "phimoe",
+            {"num_local_experts": 16, "num_experts_per_tok": 2},
+            {"mlp.router"},
+        ),  # a class of linears with its own forward
+        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}, {"mlp.gate.wg"}),  # a linear within
+        ("jetmoe", {"num_local_experts": 16, "kv_channels": 32}, {"mlp.router.layer", "self_attention.experts.router.layer"}),
+        # What records its logits is the whole block, whose other linears are no router.
+        ("doge", {"is_moe": True, "num_experts": 64, "num_attention_heads": 16, "num_key_value_heads": 16}, {"mlp.router_gate"}),
     ],
 )
-def test_a_router_stays_unquantized_whatever_it_consists_of(kind: str, sizes: dict[str, int]) -> None:
-    config = QWEN3 | {"model_type": kind, "num_hidden_layers": 1} | sizes
+def test_a_router_stays_unquantized_whatever_it_consists_of_and_nothing_beside_it(
+    kind: str, sizes: dict[str, int], routers: set[str]
+) -> None:
+    config = {**QWEN3, "model_type": kind, "num_hidden_layers": 1, **sizes}
+    if kind == "jetmoe":  # which has another key for it
+        del config["head_dim"]
     hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
     decisions = decide(hf, list(model.decoder_layers(hf).values()), active())
-    kept = [name for name, each in decisions.items() if each.reason and ".experts." not in name]
-    assert kept == [{"phimoe": "model.layers.0.mlp.router", "hunyuan_v1_moe": "model.layers.0.mlp.gate.wg"}[kind], "lm_head"]
+    kept = {name for name, each in decisions.items() if each.reason and not name.endswith((".gate_up_proj", ".down_proj"))}
+    assert kept == {"lm_head", *(f"model.layers.0.{name}" for name in routers)}
 
 
 @given(layers=st.integers(1, 200), first=st.integers(0, 3))
