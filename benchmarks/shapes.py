@@ -35,7 +35,7 @@ from benchmarks.throughput_run import Bench, Settings
 from benchmarks.ways.entries import BASELINE, CPU, GPU, MODELS, Entry
 from foundation.command import run_command
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import write_json
 from foundation.units import TERA, markdown, percent
 from pretrain.metrics.flops import ModelFlops, nanogpt
 from pretrain.metrics.peaks import peak
@@ -159,7 +159,7 @@ def measure(arguments: argparse.Namespace) -> None:
         print(f"── {name}", flush=True)
         result["shapes"][name] = measured = measure_shape(shape, result["shapes"].get(name, {}), arguments)
         measured["environment"] = arguments.environment
-        replace_file(arguments.out, json.dumps(result, indent=1).encode() + b"\n")
+        write_json(arguments.out, result)
     print(table(result))
 
 

@@ -183,7 +183,6 @@ class Bench:
         described = dataclasses.asdict(entry) | {"ours": entry.ours, "floor": entry.floor, "date": time.strftime("%Y-%m-%d")}
         self.result["ways"][entry.name] = described | measured
         finish(self.result, self.settings)
-        self.out.parent.mkdir(parents=True, exist_ok=True)
         write_json(self.out, self.result)
         print(line(self.result["ways"][entry.name]), flush=True)
 

@@ -100,7 +100,7 @@ class Cell:
     @property
     def settings(self) -> Values:
         """The settings that decide which training this is, on which text, how it is measured and how fast it is."""
-        return settings_without(self.recipe, (*_IDLE, "data.packs" if self.recipe.data.prepares else "data.tokenizer"))
+        return settings_without(self.recipe, (*_IDLE, "data.packs") if self.recipe.data.prepares else _IDLE)
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:

@@ -435,8 +435,6 @@ def check(question: Question, options: argparse.Namespace) -> None:
 
 def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
     """Train what is not finished. InputError where the recipe has changed since some of it was trained."""
-    for cell in matrix.cells:
-        cell.check_folder()
     if not all(cell.is_finished() for cell in matrix.cells):
         check_speeds(matrix)
     return run_all(matrix, matrix.cells, stop)

@@ -126,6 +126,7 @@ def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matri
     leave_behind(cell)
     assert cell.is_finished()
     assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), "which say nothing of what it trains"
+    assert not matrix("data.tokenizer=mine").cells[2].is_finished(), "whose EOS token ends the documents of a token .bin"
 
 
 SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "data.held_out=0.1", "data.text='{a}/{b}'")

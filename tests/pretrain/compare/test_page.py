@@ -64,6 +64,9 @@ def test_the_page_asks_the_network_for_nothing_and_has_all_as_text(tmp_path):
     for heading in ("Against a", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
     assert "http-equiv" not in page and 'content="7"' in page_of(runs, tmp_path, every=7)
+    for step in runs[1].steps[9::10]:
+        step |= {"gap/loss": 0.001, "gap/cosine": 0.99}
+    assert "The gap to BF16" not in page and "The gap to BF16" in page_of(runs, tmp_path), "where one was measured"
 
 
 def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
