@@ -35,6 +35,8 @@ def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict
     before = contents(folder)
     assert str(folder) in train_here().refusal and "run_dir" in train_here("--plan").refusal
     assert contents(folder) == before
+    (empty := folder.parent / "made by hand").mkdir()
+    assert train_here(f"run_dir={empty}", "train.begin_with=nowhere").refusal and empty.is_dir()
 
 
 def test_a_report_is_written_over_itself_and_over_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
