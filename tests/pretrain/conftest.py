@@ -46,6 +46,11 @@ def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> 
     )
 
 
+def to_nearest(precision: str) -> dict[str, bool]:
+    """The option of a precision that rounds by chance not to do so."""
+    return dict.fromkeys({"disable_stochastic_rounding"} & precision_called(precision).options.keys(), True)
+
+
 def emulation_of(precision: str, **fp8_config: Any) -> EmulationBackend:
     return EmulationBackend(active_in(precision, **fp8_config), torch.device("cpu"))
 
