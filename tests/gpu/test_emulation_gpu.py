@@ -11,14 +11,13 @@ from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend, multiply
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from tests.pretrain.conftest import active_in
 
 PRECISE = {"nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True}}  # without chance, nor sums of transforms
 
 
 def backend(name: str, device: str) -> EmulationBackend:
-    settings = LowPrecisionSettings(**PRECISE.get(name, {})).resolved(name)
-    return EmulationBackend(ActivePrecision(name, PRECISIONS[name], "emulation", settings), torch.device(device))
+    return EmulationBackend(active_in(name, **PRECISE.get(name, {})), torch.device(device))
 
 
 def tensors(*shapes: tuple[int, int]) -> list[Tensor]:
