@@ -31,7 +31,8 @@ def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
     is kept there. The signal comes in step 3."""
     shorter = {"train": {"steps": 6}, "evaluate": {}, "batch": {"tokens": 2 * 32, "microbatch": 1}, "parity": "off"}
     phases = {"precision": [{"until": 3, "use": "bf16"}, {"use": "delayed"}], "fp8_config": {"on_unsupported": "emulate"}}
-    recipe = small_recipe | shorter | phases | {"checkpoint": {"every": 2}, "schedule": {"kind": "constant"}}
+    every = {"checkpoint": {"every": 2}, "log": {"fp8_statistics": 1}}
+    recipe = small_recipe | shorter | phases | every | {"schedule": {"kind": "constant"}}
     assert train_here("train.steps=4", recipe=recipe).status == 0
     run_dir, steps_before, kept = Path(recipe["run_dir"]), [], [copies_in_fp8()]
 
@@ -47,6 +48,7 @@ def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
         stopped = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
     assert stopped.status == 128 + signal.SIGTERM and steps_before == [4, 5, 4, 5, 2], stopped.output
     assert kept[5] == kept[0] < min(kept[1:5])
+    assert (run_dir / "fp8_statistics.jsonl").read_text() == "", "the steps in FP8 were taken back"
     saved = json.loads((run_dir / "checkpoints" / "step-00000003" / "state.json").read_text())
     assert (saved["progress"]["left_out"], saved["health"]["rollbacks"]) == (6, 2)
     finished = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
