@@ -102,9 +102,10 @@ class LauncherProcess:
         os.kill(self.pid, number)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Return once `condition` holds, which the process is to bring about; fails where it ends before."""
+        """Return once `condition` holds, which the process is to bring about; fails where it ends before or waits for good."""
+        end = time.monotonic() + 120
         while not condition():
-            assert self._process.is_alive(), "the process ended before"
+            assert self._process.is_alive() and time.monotonic() < end, "the process ended before, or stands still"
             time.sleep(0.01)
 
     def end(self) -> int:

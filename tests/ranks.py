@@ -60,7 +60,7 @@ def environment_under(options: Sequence[str]) -> dict[str, str]:
 
     arguments = launch_command_parser().parse_args([*options, "train_accelerate.py"])
     arguments, *_ = _validate_launch_command(arguments)
-    several = arguments.num_processes > 1
+    several = arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm
     environment = prepare_multi_gpu_env(arguments) if several else prepare_simple_launcher_cmd_env(arguments)[1]
     return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 

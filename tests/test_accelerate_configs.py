@@ -14,10 +14,9 @@ from accelerate.commands.launch import launch_command_parser
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
-from tests.conftest import Finished
+from tests.conftest import ROOT, Finished
 from tests.ranks import environment_under
 
-ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 
 RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.conftest import ROOT
+
 INTERPRETED = ["softmax", "norm", "activation_kernel", "rotary", "triton_arithmetic", "exact_adamw", "experts_kernel"]
 
 

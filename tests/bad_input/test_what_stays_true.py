@@ -11,7 +11,7 @@ import pytest
 
 from pretrain.__main__ import main
 from tests.conftest import contents, write_recipe
-from tests.golden.runs import steps_saved
+from tests.golden.runs import steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
 
@@ -35,6 +35,8 @@ def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict
     before = contents(folder)
     assert str(folder) in train_here().refusal and "run_dir" in train_here("--plan").refusal
     assert contents(folder) == before
+    (empty := folder.parent / "made by hand").mkdir()
+    assert train_here(f"run_dir={empty}", "train.begin_with=nowhere").refusal and empty.is_dir()
 
 
 def test_a_report_is_written_over_itself_and_over_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -63,9 +65,9 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     run_dir, path, log = small_disk / "run", tmp_path / "recipe.yaml", tmp_path / "log"
     changes = {"run_dir": str(run_dir), "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}, "parity": "off"}
     write_recipe(small_recipe | changes, tmp_path)
-    process = LauncherProcess([str(path)], log, Moment("logged", "^3$"))  # one checkpoint later
+    process = LauncherProcess([str(path)], log, Moment("os.rename", r"/step-00000002$"))
     process.wait_until_it_waits()
-    process.wait_until((run_dir / "checkpoints" / "step-00000002").is_dir)  # its thread may not be through
+    process.wait_until(lambda: steps_logged(run_dir) == 4)  # a checkpoint is written behind the steps, until the next is due
     with open(small_disk / "ballast", "wb", buffering=0) as ballast:
         try:
             while ballast.write(bytes(4096)):
@@ -75,10 +77,10 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     process.go_on()
     assert process.end() == 2, log.read_text()
     assert "No space left on device" in log.read_text()
-    saved = steps_saved(run_dir)[-1]
+    assert steps_saved(run_dir) == [2]
     (small_disk / "ballast").unlink()
     finished = start_here(small_recipe | changes, tmp_path)
-    assert finished.status == 0 and f"step-{saved:08d}" in finished.out, finished.err
+    assert finished.status == 0 and "step-00000002" in finished.out, finished.err
     assert steps_saved(run_dir) == [12] and (run_dir / "final" / "model.safetensors").is_file()
 
 

@@ -21,9 +21,9 @@ from benchmarks.ways.task import Task
 from pretrain.metrics.run_folder import describe_environment
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
+from tests.conftest import ROOT
 from tests.forked_commands import forking
 
-ROOT = Path(__file__).resolve().parents[2]
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
 BROKEN = Entry("broken", "labels shifted twice", "bf16", "fp32", module="tests.benchmarks.shifted_labels")
 

@@ -14,11 +14,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tests.conftest import write_recipe
+from tests.conftest import ROOT, write_recipe
 from tests.launcher.entered_files import watched_run
 from tests.moments import fork_context
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architecture.md"
 PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
 PATH = re.compile(r"[\w./-]+(/|\.(py|md|yaml|toml|txt|json|jsonl))")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from docs.settings_page import rows
 from pretrain.settings.recipe import Recipe
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
 OURS = [line.rstrip(" |").split(" | ")[-1] for line in PAGE.splitlines() if line.startswith("| ") and " | " in line]
 

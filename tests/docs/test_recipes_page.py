@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from docs.recipes_page import FOLDER, page
 from pretrain.metrics.flops import ModelFlops
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 # Billions of parameters, by the arithmetic of the documents' own shapes.
 SIZES = {
     "gpt2_fineweb_edu": 0.124,

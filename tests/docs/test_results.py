@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -21,8 +20,8 @@ from benchmarks.evidence.tables import (
     share,
 )
 from benchmarks.machine import with_tables
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
 INDEX = (RESULTS / "INDEX.md").read_text(encoding="utf-8")
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in INDEX.splitlines() if line.startswith("| [")]

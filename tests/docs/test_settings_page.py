@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from docs import settings_page as page
 from pretrain.settings.config import flatten, load_recipe, resolved
-
-ROOT = Path(__file__).parents[2]
+from tests.conftest import ROOT
 
 
 def test_the_settings_page_is_current():

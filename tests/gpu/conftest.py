@@ -19,7 +19,7 @@ from pretrain.precision.quantizers import E4M3, E5M2
 from pretrain.precision.quantizers.tensor import round_to_grid
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import precision_called
-from tests.pretrain.verify.small_runs import on_a
+from tests.pretrain.conftest import on_a
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"

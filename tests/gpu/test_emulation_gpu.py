@@ -7,30 +7,24 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend, multiply
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from tests.pretrain.conftest import active_in
 
 PRECISE = {"nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True}}  # without chance, nor sums of transforms
 
 
 def backend(name: str, device: str) -> EmulationBackend:
-    settings = LowPrecisionSettings(**PRECISE.get(name, {})).resolved(name)
-    return EmulationBackend(ActivePrecision(name, PRECISIONS[name], "emulation", settings), torch.device(device))
-
-
-def tensors(*shapes: tuple[int, int]) -> list[Tensor]:
-    """BF16 on the CPU, of magnitudes that differ from block to block, zeros among them."""
-    torch.manual_seed(0)
-    values = [torch.randn(shape) * torch.exp2(torch.randint(-8, 9, shape).float()) for shape in shapes]
-    return [x.masked_fill(torch.rand(x.shape) < 0.1, 0).bfloat16() for x in values]
+    return EmulationBackend(active_in(name, **PRECISE.get(name, {})), torch.device(device))
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) -> None:
-    (x,) = tensors((1024, 768))
+    """Of magnitudes that differ from block to block, zeros among them."""
+    torch.manual_seed(0)
+    x = torch.randn(1024, 768) * torch.exp2(torch.randint(-8, 9, (1024, 768)).float())
+    x = x.masked_fill(torch.rand(x.shape) < 0.1, 0).bfloat16()
     scale = torch.tensor(1.7)
     on_cpu, on_gpu = backend(name, "cpu"), backend(name, "cuda")
     for role, along in itertools.product(get_args(Role), get_args(Along)):

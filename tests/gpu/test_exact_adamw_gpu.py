@@ -62,14 +62,6 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     return gradient.to(dtype).to(DEVICE)
 
 
-def master_of(optimizer: ExactAdamW, parameter: Tensor) -> Tensor:
-    return join(parameter.detach(), optimizer.state[parameter]["remainder"])
-
-
-def same(ours: Tensor | None, theirs: Tensor | None) -> bool:
-    return ours is theirs is None or torch.equal(ours.cpu(), theirs)
-
-
 @pytest.mark.parametrize(
     ("weight", "exact", "moment"),
     [
@@ -91,7 +83,7 @@ def test_it_does_what_torchs_operations_do_bit_for_bit(
         expected = [reference(o, hyper, 0.37) for o in operands]
         lost = update_by_kernel([(each, hyper) for each in operands], torch.tensor(0.37, device=DEVICE))
         for ours, (theirs, _) in zip(operands, expected, strict=True):
-            assert all(same(a, b) for a, b in zip(ours, theirs, strict=True))
+            assert all(a is b is None or torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True))
         assert lost == sum(frozen for _, frozen in expected)
 
 
@@ -108,7 +100,7 @@ def test_special_masters_are_read_and_written_whole() -> None:
     optimizer.set_master(parameter, master.to(DEVICE))
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    assert torch.equal(master_of(optimizer, parameter).cpu(), master)
+    assert torch.equal(join(parameter.detach(), optimizer.state[parameter]["remainder"]).cpu(), master)
     parameter.grad.fill_(torch.nan)
     optimizer.step()
     assert parameter.isnan().all(), "a GPU's own NaN would have been stored as -0.0"

@@ -18,8 +18,9 @@ from pretrain.precision.formats.definition import HOPPER
 from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
 from pretrain.precision.product import Operand
 from pretrain.precision.selection import make_backend
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
+from pretrain.precision.settings import PRECISIONS
 from tests.gpu.conftest import needs, relative_error
+from tests.pretrain.conftest import active_in
 from tests.pretrain.verify.small_runs import build_run
 
 DEVICE = torch.device("cuda")
@@ -82,10 +83,10 @@ def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
     """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding.
     Delayed scales are what one microbatch has left."""
     rows, stack, dy, ends = problem(load)
-    settings, both = LowPrecisionSettings(fp8_format="E4M3").resolved(needs(precision)), []
+    both = []
     with ExitStack() as entered, torch.no_grad():
         for by in ("transformer_engine", "emulation"):
-            backend = make_backend(ActivePrecision(precision, PRECISIONS[precision], by, settings), DEVICE)
+            backend = make_backend(active_in(needs(precision), by, fp8_format="E4M3"), DEVICE)
             both.append(backend.product("experts", IN, OUT, bias=False, grouped=True))
             entered.enter_context(backend.forward())
         for ours, theirs in zip(*(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both), strict=True):
@@ -122,10 +123,9 @@ def test_experts_stay_in_bf16_where_gradients_would_be_e5m2(accelerator: Acceler
 
 def test_emulated_experts_are_the_same_on_a_gpu() -> None:
     rows, stack, dy, ends = problem("some for nobody", aligned=32)
-    settings, results = LowPrecisionSettings(backend="emulation").resolved("mxfp8"), []
+    results = []
     for device in ("cuda", "cpu"):
-        active = ActivePrecision("mxfp8", PRECISIONS["mxfp8"], "emulation", settings)
-        product = EmulationBackend(active, torch.device(device)).product("experts", IN, OUT, bias=False, grouped=True)
+        product = EmulationBackend(active_in("mxfp8"), torch.device(device)).product("experts", IN, OUT, bias=False, grouped=True)
         inputs = (each.to(device) for each in (rows, stack, dy, ends))
         results.append([each.cpu() for each in three_products(product, *inputs, torch.float32)])
     for on_gpu, on_cpu in zip(*results, strict=True):

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend
 from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs, relative_error
+from tests.pretrain.conftest import active_in
 
 TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
 
@@ -26,9 +26,7 @@ class Model:
         needs(recipe)
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
-        settings = LowPrecisionSettings(**options).resolved(recipe)
-        self.active = ActivePrecision(recipe, PRECISIONS[recipe], "transformer_engine", settings)
-        self.backend = TransformerEngineBackend(self.active, torch.device("cuda"))
+        self.backend = TransformerEngineBackend(active_in(recipe, "transformer_engine", **options), torch.device("cuda"))
         self.context = PrecisionContext(self.backend, torch.bfloat16)
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
         self.below = LowPrecisionLinear(below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context)

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from pretrain.precision.emulation import EmulationBackend
 from pretrain.precision.product import Backend, PrecisionContext, Product
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import TransformerEngineBackend
 from tests.gpu.conftest import needs, relative_error
+from tests.pretrain.conftest import QUANTIZED, active_in
 
 DEVICE = torch.device("cuda")
 TOKENS, IN, OUT = 512, 256, 384
-QUANTIZED = [name for name, recipe in PRECISIONS.items() if recipe.quantized]
 # Both sides round the same operands' products to BF16. Tensor cores add up in another order, which decides a rounding now and
 # then; the forward of per-tensor scaling adds up in fewer bits as well.
 SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
@@ -41,7 +40,7 @@ def delayed() -> str:
 
 def make(kind: type[Any], name: str, **options: Any) -> Backend:
     by = "transformer_engine" if kind is TransformerEngineBackend else "emulation"
-    return kind(ActivePrecision(name, PRECISIONS[name], by, LowPrecisionSettings(**options).resolved(name)), DEVICE)
+    return kind(active_in(name, by, **options), DEVICE)
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,11 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import write_recipe
+from tests.conftest import ROOT, write_recipe
 from tests.forked_commands import forking
 from tests.golden.runs import steps_saved
 from tests.moments import WAIT_IN_SAVING
 
-ROOT = Path(__file__).resolve().parents[2]
 CLUSTER = ROOT / "cluster"
 
 # Starts its command once a node, each in a process group of its own, and signals these groups whole, as slurmstepd may.

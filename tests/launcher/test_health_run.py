@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -14,35 +15,43 @@ import pytest
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
+from pretrain.precision.emulation import BothWays
 from tests.golden.runs import losses_changed, steps_logged, tensors_of
 
 
-@pytest.fixture
-def delayed(small_recipe: dict[str, Any]) -> dict[str, Any]:
-    """6 steps of 2 packs, with histories that a bad step must not enter."""
+def copies_in_fp8() -> int:
+    gc.collect()
+    return sum(isinstance(each, BothWays) for each in gc.get_objects())
+
+
+def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
+    train_here: Callable, small_recipe: dict[str, Any]
+) -> None:
+    """Resumed at 4 it goes back to 4 and, as other data fail there too, to 2, before it was in FP8: no copy of a weight in FP8
+    is kept there. The signal comes in step 3."""
     shorter = {"train": {"steps": 6}, "evaluate": {}, "batch": {"tokens": 2 * 32, "microbatch": 1}, "parity": "off"}
-    precision = {"precision": "delayed", "fp8_config": {"on_unsupported": "emulate", "amax_history_len": 64}}
-    return small_recipe | shorter | precision | {"checkpoint": {"every": 2}, "schedule": {"kind": "constant"}}
-
-
-def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(train_here: Callable, delayed: dict[str, Any]) -> None:
-    """Resumed at 4 it goes back to 4 and, as other data fail there too, to 2; the signal comes in step 3."""
-    assert train_here("train.steps=4", recipe=delayed).status == 0
-    run_dir, steps_before = Path(delayed["run_dir"]), []
+    phases = {"precision": [{"until": 3, "use": "bf16"}, {"use": "delayed"}], "fp8_config": {"on_unsupported": "emulate"}}
+    every = {"checkpoint": {"every": 2}, "log": {"fp8_statistics": 1}}
+    recipe = small_recipe | shorter | phases | every | {"schedule": {"kind": "constant"}}
+    assert train_here("train.steps=4", recipe=recipe).status == 0
+    run_dir, steps_before, kept = Path(recipe["run_dir"]), [], [copies_in_fp8()]
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
         if steps_before[-1:] != [logged := steps_logged(run_dir)]:
             steps_before.append(logged)
             if logged == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
+            kept.append(copies_in_fp8())
         return loss * math.inf if logged == 5 else loss
 
     with losses_changed(poison):
-        stopped = train_here("health.on_nan=rollback", "--accept-changes", recipe=delayed)
+        stopped = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
     assert stopped.status == 128 + signal.SIGTERM and steps_before == [4, 5, 4, 5, 2], stopped.output
+    assert kept[5] == kept[0] < min(kept[1:5])
+    assert (run_dir / "fp8_statistics.jsonl").read_text() == "", "the steps in FP8 were taken back"
     saved = json.loads((run_dir / "checkpoints" / "step-00000003" / "state.json").read_text())
     assert (saved["progress"]["left_out"], saved["health"]["rollbacks"]) == (6, 2)
-    finished = train_here("health.on_nan=rollback", "--accept-changes", recipe=delayed)
+    finished = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
     assert finished.status == 0 and "at step 3" in finished.output, finished.output
 
 

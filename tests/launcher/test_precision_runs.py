@@ -37,9 +37,12 @@ def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a
 
 
 def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(started: Callable) -> None:
-    first = started("run", "precision=bf16", "train.steps=3").losses()
-    then = started("run", "precision=delayed", "weights=fp32", "train.steps=5", "--accept-changes")
-    assert then.losses()[:3] == first and len(then.losses()) == 5
+    whole = started("run", "precision=bf16")
+    options = ("weights=fp32", "--accept-changes")
+    fp32 = started("fp32", "precision=bf16", *options, "--resume", f"{whole.run_dir}/checkpoints/step-00000003")
+    assert (losses := whole.losses())[3:] == fp32.losses(), "of the weights nothing is lost"
+    then = started("run", "precision=delayed", *options, "train.steps=6")
+    assert then.losses()[:5] == losses and len(then.losses()) == 6
     assert then.audit()["effective"] == "delayed"
 
 

@@ -40,10 +40,15 @@ def test_autotokenizer_loads_the_folder_and_encodes_alike(tokenizer: Tokenizer, 
     assert (loaded.eos_token_id, len(loaded)) == (0, VOCABULARY)
 
 
-def test_a_tokenizer_is_never_written_over_and_has_room_for_words(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_a_tokenizer_is_never_written_over_and_has_room_for_words_and_the_tokens_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
     source = tmp_path / "texts.jsonl"
     source.write_text('{"text": "words"}\n')
     for vocabulary, out, message in (("200", "new", "--vocabulary"), ("300", ".", "--out"), ("300", "texts.jsonl", "--out")):
         assert main(["tokenizer", str(source), "--out", str(tmp_path / out), "--vocabulary", vocabulary]) == 2
         assert message in capsys.readouterr().err
     assert source.read_text() == '{"text": "words"}\n' and not (tmp_path / "new").exists()
+    asked = ["--vocabulary", "300", "--special", "<|x|>"]
+    assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *asked]) == 0
+    assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1

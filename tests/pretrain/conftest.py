@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -46,16 +47,27 @@ def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> 
     )
 
 
+def to_nearest(precision: str) -> dict[str, bool]:
+    """The option of a precision that rounds by chance not to do so."""
+    return dict.fromkeys({"disable_stochastic_rounding"} & precision_called(precision).options.keys(), True)
+
+
 def emulation_of(precision: str, **fp8_config: Any) -> EmulationBackend:
     return EmulationBackend(active_in(precision, **fp8_config), torch.device("cpu"))
 
 
+@contextmanager
+def on_a(device: str) -> Iterator[Accelerator]:
+    """ "cpu" or "cuda". accelerate keeps its state in the process: begun anew here, and not left behind."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield Accelerator(cpu=device == "cpu", mixed_precision="no")
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
 @pytest.fixture
 def accelerator() -> Iterator[Accelerator]:
-    """accelerate keeps its state in the process: begun anew here, and not left behind for a test that wants the GPU."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=True, mixed_precision="no")
-    AcceleratorState._reset_state(reset_partial_state=True)
+    with on_a("cpu") as accelerator:
+        yield accelerator
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from foundation.errors import InputError
 from pretrain.checkpoint import format
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import step_seed
+from tests.conftest import flip
 
 MODEL, OPTIMIZER = (f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer"))
 
@@ -60,12 +61,6 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def flip_bit(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 0x10
-    path.write_bytes(data)
-
-
 def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, monkeypatch):
     path = save(Checkpoints(tmp_path, keep=2), 100)
     assert names(tmp_path) == ["step-00000100"]
@@ -100,9 +95,9 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
 
 
 HARMS = {
-    "bit of a weight": lambda path: flip_bit(path / MODEL, -1),
-    "bit of the state": lambda path: flip_bit(path / "state.json", 3),
-    "bit of the manifest": lambda path: flip_bit(path / "manifest.json", 200),
+    "bit of a weight": lambda path: flip(path / MODEL),
+    "bit of the state": lambda path: flip(path / "state.json", 3),
+    "bit of the manifest": lambda path: flip(path / "manifest.json", 200),
     "truncated": lambda path: os.truncate(path / OPTIMIZER, 100),
     "missing file": lambda path: (path / OPTIMIZER).unlink(),
     "no manifest": lambda path: (path / "manifest.json").unlink(),

@@ -38,6 +38,7 @@ def begin_and_change(checkpoints: Checkpoints, step: int) -> None:
     """Begin to save `step`, and let the tensors change at once, as training does."""
     tensors = tensors_of(step)
     checkpoints.save(step, *tensors, {"step": step}, behind=True)
+    assert checkpoints.latest == step_folder(checkpoints.folder, step), "a run can go back to it"
     for tensor in (*tensors[0].values(), *tensors[1].values()):
         tensor.fill_(7)
 
@@ -51,7 +52,7 @@ NEXT = {
 
 
 @pytest.mark.parametrize("what", NEXT)
-def test_whatever_comes_next_waits_for_the_save_under_way(tmp_path: Path, held: threading.Event, what: str):
+def test_whatever_comes_next_waits_for_the_save_under_way(tmp_path: Path, held: threading.Event, what: str, capsys):
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
     thread = threading.Thread(target=NEXT[what], args=(checkpoints,))
@@ -61,7 +62,8 @@ def test_whatever_comes_next_waits_for_the_save_under_way(tmp_path: Path, held: 
     held.set()
     thread.join()
     checkpoints.wait()
-    assert_holds(step_folder(tmp_path, 1), 1)
+    assert_holds(path := step_folder(tmp_path, 1), 1)
+    assert f"saved {path} in" in capsys.readouterr().out
     assert what not in ("behind", "save") or assert_holds(step_folder(tmp_path, 2), 2) is None
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from pretrain.compare.comparison import RunComparison
 from pretrain.metrics.run_record import read_run
-from tests.pretrain.compare.made_runs import make_run, noisy, trained
+from tests.pretrain.compare.made_runs import make_run, noisy, note, trained
 
 
 def test_a_run_has_its_verdict_by_where_its_whole_interval_lies(tmp_path):
@@ -23,6 +23,19 @@ def test_a_run_has_its_verdict_by_where_its_whole_interval_lies(tmp_path):
     assert verdicts == ["baseline", "within", "below", "above", "cannot tell", "not paired"]
     assert "below: lower; above: higher" in comparison.answer()
     assert any("other is not paired with base" in each and "cd34" in each for each in comparison.notes())
+
+
+def test_a_run_that_was_broken_off_has_no_end_and_is_named(tmp_path):
+    base = noisy(3.0, 1)
+    paths = [make_run(tmp_path / "base", base), make_run(tmp_path / "cut", [base[0], 1.0]), make_run(tmp_path / "lost", base)]
+    note(paths[1], halted="step 2: the gradient norm is nan")
+    note(paths[2], loss=None)
+    runs = [read_run(path) for path in paths]
+    comparison, backwards = RunComparison.over(runs), RunComparison.over(runs[::-1])
+    _, cut, lost = comparison.standings
+    assert (cut.gap, cut.verdict) == (None, "was halted at step 2") and "no finite loss from step 400" in lost.verdict
+    assert "the gradient norm is nan" in " ".join(comparison.notes())
+    assert "the baseline has no finite loss" in backwards.standings[2].not_paired
 
 
 def test_held_out_losses_are_subtracted_where_both_were_evaluated_last_in_one_step(tmp_path):

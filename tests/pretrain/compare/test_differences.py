@@ -15,7 +15,6 @@ from pretrain.compare.differences import (
     CANNOT_TELL,
     EQUIVALENCE,
     EQUIVALENT,
-    FEWEST_SEEDS,
     WORSE,
     Gap,
     SeedDifference,
@@ -23,8 +22,6 @@ from pretrain.compare.differences import (
     within,
 )
 from pretrain.metrics.run_record import at_the_end
-
-LOSSES = st.lists(st.floats(1.0, 12.0), min_size=FEWEST_SEEDS, max_size=12)
 
 
 def difference(values: list[float], level: float = 2.0) -> SeedDifference:

@@ -54,12 +54,13 @@ def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
     assert stop.action == "stop" and "3 times already" in stop.reason
 
 
-def test_spikes_that_are_left_out_never_become_usual():
-    watched = fed(noisy(2, 100, 0.05), on_spike="skip")
+@pytest.mark.parametrize(("key", "bad"), [("on_spike", 4.0), ("on_nan", math.nan)])
+def test_steps_that_are_left_out_never_become_usual_and_are_so_many_in_a_row_only(key, bad):
+    watched = fed(noisy(2, 100, 0.05), **{key: "skip"})
     before = watched.state.losses
-    decisions = [watched.check(101 + i, 4.0, 1.0).action for i in range(CONSECUTIVE_SKIPS + 1)]
-    assert decisions == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
-    assert watched.state.losses == before
+    decisions = [watched.check(101 + i, bad, 1.0) for i in range(CONSECUTIVE_SKIPS + 1)]
+    assert [each.action for each in decisions] == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
+    assert "weights are those of step 100" in decisions[-1].reason and watched.state.losses == before
 
 
 @given(

@@ -91,30 +91,20 @@ def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals()
 # Gradients
 
 
-def small_model() -> nn.Module:
-    model = nn.Module()
-    model.embed = nn.Embedding(7, 4)
-    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(12))
-    model.norm = nn.LayerNorm(4)
-    generator = torch.Generator().manual_seed(3)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.grad = torch.randn(parameter.shape, generator=generator) * 10.0 ** (-number % 5) + 0.01
-    return model
-
-
-def ranks_that_hold(same: int) -> SimpleNamespace:
-    """In place of so many processes whose values are this one's."""
-    return SimpleNamespace(reduce=lambda table, reduction: table * same)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("same", [1, 4])
 def test_they_are_those_of_all_values_together(dtype: torch.dtype, same: int) -> None:
-    model = small_model().to(dtype)
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad.to(dtype)
-    layers = [f"layers.{number}" for number in range(12)]
-    found = gradient_statistics(model, layers, ranks_that_hold(same))
+    model = nn.Module()
+    model.embed, model.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+    model.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(12))
+    generator = torch.Generator().manual_seed(3)
+    for number, parameter in enumerate(model.to(dtype).parameters()):
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 10.0 ** (-number % 5) + 0.01).to(dtype)
+    layers, of_as_many = (
+        [f"layers.{number}" for number in range(12)],
+        SimpleNamespace(reduce=lambda table, reduction: table * same),
+    )
+    found = gradient_statistics(model, layers, of_as_many)
     for layer in [*layers, "embed", "norm"]:
         values = np.concatenate([p.grad.double().numpy().ravel() for p in model.get_submodule(layer).parameters()])
         assert found[f"grad_mean/{layer}"] == pytest.approx(values.mean(), rel=1e-5, abs=1e-7 * np.abs(values).max())

@@ -20,9 +20,9 @@ from pretrain.model import gradients
 from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
-from pretrain.optimizer import exact_weights
 from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
 from pretrain.settings.recipe import OptimizerSettings
+from tests.pretrain.optimizer.test_exact_adamw import master
 from tests.pretrain.verify.small_runs import step_of
 from tests.ranks import in_ranks
 
@@ -198,15 +198,11 @@ def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: to
 # ── Trajectories ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def master_of(adamw: ExactAdamW, parameter: Tensor) -> Tensor:
-    return exact_weights.master_of(parameter.detach(), adamw.state[parameter].get("remainder"))
-
-
 def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:
     """Masters halfway between two BF16 numbers, one in 65,536, move on by a unit in their last place: a working copy of an FP32
     weight rounds them to even and a BF16 weight with a remainder up, which is no matter of gradients."""
     for parameter in model.parameters():
-        bits = master_of(adamw, parameter).clone().view(torch.int32)
+        bits = master(adamw, parameter).clone().view(torch.int32)
         adamw.set_master(parameter, (bits + ((bits & 0xFFFF) == 0x8000)).view(FP32))
 
 
@@ -216,8 +212,8 @@ def trajectory(model: PackedLanguageModel, steps: Sequence[StepBatches], acceler
     settings = OptimizerSettings(learning_rate=1e-3)
     adamw = build_optimizer(model, settings, exact=exact)
     attach_main_gradients(model, FP32)
-    for name, master in masters.items():
-        adamw.set_master(model.hf.get_parameter(name), master)
+    for name, values in masters.items():
+        adamw.set_master(model.hf.get_parameter(name), values)
     leave_ties(adamw, model)
     figures = []
     for step in steps:
@@ -226,7 +222,7 @@ def trajectory(model: PackedLanguageModel, steps: Sequence[StepBatches], acceler
         adamw.step(clip_coefficient=clip_coefficient(norm, settings.clip))
         clear_gradients(adamw, model)
         leave_ties(adamw, model)
-    return [*figures, *(master_of(adamw, parameter) for parameter in model.parameters())]
+    return [*figures, *(master(adamw, parameter) for parameter in model.parameters())]
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])

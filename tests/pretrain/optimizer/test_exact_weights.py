@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.optimizer.exact_weights import join, master_of, split
+from pretrain.optimizer.exact_weights import join, split
 
 # Zeros, subnormals, the smallest normal, ones, ties above even and odd, the largest, what rounds to infinity, infinities.
 SPECIAL = [0x0, 0x1, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF, 0x800000, 0x3F800000, 0x3F808000, 0x3F818000, 0x3F80FFFF]
@@ -54,9 +54,3 @@ def test_every_nan_stays_a_nan_that_the_model_sees() -> None:
     weight, remainder = split(floats(NANS))
     assert weight.isnan().all()
     assert join(weight, remainder).isnan().all()
-
-
-def test_the_master_of_a_weight_is_what_was_split_or_the_weight_itself() -> None:
-    master = torch.randn(1000)
-    assert same_bits(master_of(*split(master)), master) and same_bits(master_of(master, None), master)
-    assert same_bits(master_of(master.bfloat16(), None), master.bfloat16().float())

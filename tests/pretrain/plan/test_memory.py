@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,10 @@ from transformers import PreTrainedModel
 from foundation.units import GIB
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import Plan
+from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in
 from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
 
-ROOT = Path(__file__).parents[3]
 EXACT = {"weights": "bf16_exact"}
 HEAD = {"fp8_config": {"scope": "linear+head"}}
 LAYER = 50_331_648  # weights of a layer's linears

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,8 +10,8 @@ from transformers import LlamaConfig
 from foundation.errors import InputError
 from pretrain.plan.tokenizer import tokens_of
 from pretrain.settings.config import load_recipe
+from tests.conftest import ROOT
 
-ROOT = Path(__file__).parents[3]
 DEMO = {"name": "demo", "fingerprint": "f", "vocab_size": 4096, "bos_id": None, "eos_id": 0, "pad_id": 0}
 
 

@@ -14,9 +14,9 @@ from foundation.errors import InputError
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.selection import Missing, missing_on, select_precision
 from pretrain.precision.settings import OPTIONS, PRECISIONS, ActivePrecision, LowPrecisionSettings
+from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED
 
-ROOT = Path(__file__).parents[3]
 ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 
 # ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────

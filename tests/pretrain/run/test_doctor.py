@@ -5,17 +5,13 @@ from __future__ import annotations
 import pytest
 
 from pretrain import __main__ as commands
-
-
-def cells_of(table: str, precision: str) -> list[str]:
-    (line,) = [line for line in table.splitlines() if line.startswith(f"| {precision} ")]
-    return [cell.strip() for cell in line.strip("|").split("|")]
+from tests.pretrain.compare.made_runs import rows_of
 
 
 @pytest.mark.long
 def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(capsys: pytest.CaptureFixture[str]) -> None:
     """By a trainer that is started as users start it: nothing is forked."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
-    row = cells_of(capsys.readouterr().out, "nvfp4")
-    assert row[1] == "emulation" and "compute capability 10.0" in row[-1]
-    assert float(row[2]) > 0 and int(row[3].replace(",", "")) > 0
+    (row,) = rows_of(capsys.readouterr().out)["nvfp4"]
+    assert row[0] == "emulation" and "compute capability 10.0" in row[-1]
+    assert float(row[1]) > 0 and int(row[2].replace(",", "")) > 0

@@ -13,9 +13,7 @@ import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import ClusterConfig
-from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.state import AcceleratorState
-from accelerate.utils import launch as accelerate_launch
 
 from foundation.errors import InputError
 from foundation.settings import parse
@@ -23,13 +21,14 @@ from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.launch import Launch, take_requested_precision, with_precision, with_topology
 from pretrain.settings.recipe import Recipe
+from tests.ranks import environment_under
 
 SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(accelerate_launch, "is_fp8_available", lambda: True)  # without a library for FP8 it stops
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library for FP8 it stops
     for key in list(os.environ):
         if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "MASTER_")):
             monkeypatch.delenv(key)
@@ -208,15 +207,10 @@ def written(folder: Path, processes: int, *, machines: int = 1, **answers: Any) 
     values |= {"main_process_ip": "h1" if machines > 1 else None, "main_process_port": 29999}
     values |= {"num_processes": processes} | answers
     ClusterConfig(compute_environment="LOCAL_MACHINE", **values).to_yaml_file(path)
-    command = launch_command_parser().parse_args(["--config_file", str(path), "train_accelerate.py"])
-    command = _validate_launch_command(command)[0]
-    if command.multi_gpu or command.use_fsdp or command.use_megatron_lm:
-        environ = accelerate_launch.prepare_multi_gpu_env(command)
-        environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines)}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
-    else:
-        _, environ = accelerate_launch.prepare_simple_launcher_cmd_env(command)
-    return environ
+    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines)}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
+    alone = answers["distributed_type"] in ("NO", "MULTI_CPU")
+    return environment_under(["--config_file", str(path)]) | ({} if alone else group)
 
 
 def settle(environ: dict[str, str], *, has_gpu: bool = True) -> Launch:

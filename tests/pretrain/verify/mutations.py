@@ -27,9 +27,10 @@ from pretrain.metrics.health import TrainingHalted
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.multi import test_broken_ranks as broken_ranks
+from tests.pretrain.conftest import on_a
 from tests.pretrain.verify import update_faults  # noqa: F401
 from tests.pretrain.verify.faults import FAULTS, Fault
-from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run, on_a
+from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
 
 DEPTHS = (4, 12, 28)
 NOTHING = "**nothing**"

@@ -3,15 +3,13 @@ Transformer Engine."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from packing.arrow import Pack
@@ -29,11 +27,12 @@ from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backends
-from pretrain.precision.settings import ActivePrecision, LowPrecisionSettings, precision_called
+from pretrain.precision.settings import ActivePrecision, precision_called
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity
 from pretrain.verify.update import StepCheck
+from tests.pretrain.conftest import active_in
 
 CPU = torch.device("cpu")
 RATE, CLIP = 1e-3, 1e-3  # so low that it cuts
@@ -114,14 +113,6 @@ class SmallRun:
         return check_parity(self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator)
 
 
-@contextmanager
-def on_a(device: str) -> Iterator[Accelerator]:
-    """ "cpu" or "cuda". accelerate keeps its state in the process: begun anew here, and not left behind."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    yield Accelerator(cpu=device == "cpu", mixed_precision="no")
-    AcceleratorState._reset_state(reset_partial_state=True)
-
-
 def build_run(
     accelerator: Accelerator,
     precision: str = "bf16",
@@ -143,11 +134,10 @@ def build_run(
         config={"model_type": kind, **(ARCHITECTURES | MIXTURES)[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
         gradient_checkpointing="full" if recompute else "none",
     )
-    wanted = precision_called(precision)
-    options = LowPrecisionSettings(**({"keep_bf16_layers": {"last": 0}} | fp8_config)).resolved(precision)
-    device = accelerator.device
+    device, wanted = accelerator.device, precision_called(precision)
     low = "emulation" if device.type == "cpu" else "transformer_engine"
-    active = ActivePrecision(precision, wanted, low if wanted.quantized else "torch", options)
+    everywhere = {"keep_bf16_layers": {"last": 0}}
+    active = active_in(precision, low if wanted.quantized else "torch", **(everywhere | fp8_config))
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(settings, model.load_config(settings), weights=stored_in, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)

@@ -14,8 +14,9 @@ from packing.arrow import Pack
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import forward_backward
 from pretrain.optimizer.adamw import clear_gradients
+from tests.pretrain.conftest import on_a
 from tests.pretrain.verify.faults import FAULTS
-from tests.pretrain.verify.small_runs import VOCABULARY, SmallRun, build_run, on_a, rehearse, step_of
+from tests.pretrain.verify.small_runs import VOCABULARY, SmallRun, build_run, rehearse, step_of
 
 SHARPER = 2.0  # times the head's weights: as long training would do it
 STEPS, RATE = 30, 3e-3

@@ -26,10 +26,10 @@ from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backends
-from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision, precision_called
+from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.audit import _is_expected
-from tests.pretrain.conftest import active_in
+from tests.pretrain.conftest import active_in, to_nearest
 from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients, that_count
 from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
@@ -47,8 +47,8 @@ def b200(references: Path) -> Iterator[None]:
 
 
 def computing_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
-    options = dict.fromkeys(precision_called(precision).options.keys() & {"disable_stochastic_rounding"}, True)
-    return active_in(precision, backend, scope="linear+head", keep_bf16_layers={"last": 0}, keep_bf16=keep, **options)
+    every = {"scope": "linear+head", "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
+    return active_in(precision, backend, **every, **to_nearest(precision))
 
 
 def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
