@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from packing.__main__ import main as packing
-from pretrain.__main__ import COMMANDS, PACKS
+from pretrain.__main__ import COMMANDS
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("foundation", "packing", "pretrain")
@@ -52,10 +51,3 @@ def test_every_file_of_the_packages_is_installed(installed: Path):
     files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
     names = [path.relative_to(ROOT) for path in files]
     assert [name for name in names if not (installed / name).is_file()] == []
-
-
-def test_one_command_has_all_commands_of_packing(capsys):
-    with pytest.raises(SystemExit):
-        packing(["--help"])
-    usage = capsys.readouterr().out.splitlines()[0]
-    assert usage.split("[-h] ")[1].removesuffix(" ...").split(" | ") == list(PACKS)

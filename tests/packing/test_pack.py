@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from packing.arrow import Pack
@@ -81,16 +80,11 @@ def test_truncate_is_concatenate_and_reshape(lengths: list[int], length: int) ->
     assert all(int(pack.lengths.sum()) == length for pack in packs[:-1])
 
 
+@example(np.random.default_rng(1).integers(1, 4096, 4000).tolist(), 4096)
+@example(np.random.default_rng(1).integers(1, 200_000, 300).tolist(), 100_000)
 @given(document_lengths, pack_lengths)
 def test_best_fit_is_the_textbooks_and_cuts_only_what_is_longer_than_a_pack(lengths: list[int], length: int) -> None:
     layout = best_fit(lengths, length)
     assert layout.cut_documents == sum(size > length for size in lengths)
     assert not np.any(layout.start % length)
     assert room_left(layout) == naive_best_fit([min(length, n - start) for n in lengths for start in range(0, n, length)], length)
-
-
-@pytest.mark.parametrize("longest, length, count", [(4096, 4096, 4000), (200_000, 100_000, 300)])
-def test_best_fit_is_the_textbooks_on_many_and_on_long_documents(longest: int, length: int, count: int) -> None:
-    lengths = np.random.default_rng(1).integers(1, longest, count)
-    sizes = [min(length, size - start) for size in lengths.tolist() for start in range(0, size, length)]
-    assert room_left(best_fit(lengths, length)) == naive_best_fit(sizes, length)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,13 +16,6 @@ from pretrain.compare.matrix import write_report
 from pretrain.compare.matrix_run import StartedCell, command_of, environment_on, mark, next_of
 from tests.conftest import ROOT
 from tests.pretrain.compare.made_runs import leave_behind, rows_of
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def test_a_run_that_ever_shared_its_machine_stays_marked(matrix):
@@ -42,7 +34,10 @@ def test_a_cell_has_ended_when_nothing_of_its_group_runs_any_more(matrix):
     one.process.wait()
     assert not one.has_ended()
     one.signal(signal.SIGTERM)
-    wait_until(one.has_ended)
+    deadline = time.monotonic() + 120
+    while not one.has_ended():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
     one.signal(signal.SIGTERM)  # to nobody: no error
 
 

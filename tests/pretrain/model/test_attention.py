@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -104,14 +105,10 @@ def chosen(requested: Any = "auto", dim: int = 128, dtype: torch.dtype = torch.b
     return attention.choose(requested, "cuda", dim, dtype).name.removeprefix("packed_")
 
 
-def fails_to_import() -> None:
-    raise ImportError
-
-
 def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.MonkeyPatch) -> None:
     assert {chosen(dim=dim) for dim in (64, 128, 136, 192, 248, 256)} == {"fa4"}
     assert chosen(dtype=torch.float32) == "sdpa"
-    on_an_h200.setattr(attention, "_flash", fails_to_import)
+    on_an_h200.setattr(attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there"))
     assert chosen() == chosen(dim=32) == "varlen"
     with pytest.raises(InputError, match=r"model.attention: flash_attn"):
         chosen("flash_attn")

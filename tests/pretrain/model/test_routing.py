@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from accelerate import Accelerator
-from torch import Tensor
 
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
@@ -26,11 +25,6 @@ KINDS = {
 }
 
 
-def of_transformers(plain: torch.nn.Module, ids: Tensor) -> Tensor:
-    """The mean loss of one document each of whose tokens has a label, the token itself."""
-    return plain(input_ids=ids[None], labels=ids[None], shift_labels=ids[None], use_cache=False).loss
-
-
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trained_loss_and_its_gradients_are_those_of_transformers(
@@ -39,8 +33,8 @@ def test_the_trained_loss_and_its_gradients_are_those_of_transformers(
     packed = build_model(kind, recompute=recompute, **MIXTURE | KINDS[kind]).train()
     plain = plain_copy(packed)
     batch = inputs_of(build_microbatch(random_packs([[32]], 32), mask_boundaries=True), torch.device("cpu"))
-    batch["labels"] = batch["input_ids"].clone()
-    theirs, ours = of_transformers(plain, batch["input_ids"][0]), packed(**batch) / 32
+    batch["labels"] = ids = batch["input_ids"].clone()  # each token is its own label
+    theirs, ours = plain(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss, packed(**batch) / 32
     torch.testing.assert_close(ours, theirs)
     theirs.backward()
     ours.backward()

@@ -43,20 +43,15 @@ def refused(fault: Fault, run: SmallRun) -> None:
         run.train()
 
 
-@pytest.mark.parametrize(("number", "what"), enumerate(what for what in LINES if what != STALE))
+@pytest.mark.parametrize(("number", "what"), list(enumerate(what for what in LINES if what != STALE)))
 def test_a_fault_in_the_update_is_named(accelerator: Accelerator, number: int, what: str) -> None:
     """Each in one way to store weights, and all ways among them; `tests.pretrain.verify.mutations` makes each in all."""
     weights = BY_NAME[what].weights
     refused(BY_NAME[what], built(accelerator, weights[number % len(weights)]))
 
 
-@pytest.mark.parametrize("precision", ["delayed", "mxfp8", "nvfp4"])  # with a history, in blocks, transformed
-def test_a_quantized_weight_of_an_earlier_step_is_found_and_a_new_one_passes(precision: str, accelerator: Accelerator) -> None:
-    options = {"layers": 1, "weights": "bf16_exact", "scope": "linear+head"}
-    build_run(accelerator, precision, recompute=True, **options).train()
-    refused(BY_NAME[STALE], build_run(accelerator, precision, **options))
-
-
-def test_a_cast_weight_of_an_earlier_step_is_found_and_a_new_one_passes(accelerator: Accelerator) -> None:
-    build_run(accelerator, "bf16", layers=1, fused=True).train()
-    refused(BY_NAME[STALE], build_run(accelerator, "bf16", layers=1, fused=True))
+@pytest.mark.parametrize("precision", ["bf16", "delayed", "mxfp8", "nvfp4"])  # cast; with a history, in blocks, transformed
+def test_a_weights_copy_of_an_earlier_step_is_found_and_a_new_one_passes(precision: str, accelerator: Accelerator) -> None:
+    options = {"fused": True} if precision == "bf16" else {"weights": "bf16_exact", "scope": "linear+head"}
+    build_run(accelerator, precision, layers=1, recompute=True, **options).train()
+    refused(BY_NAME[STALE], build_run(accelerator, precision, layers=1, **options))
