@@ -154,13 +154,20 @@ class Question:
         )
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
+    def values_of(self, name: str) -> Values:
+        """What a candidate sets: delayed, or delayed+head; and none of the recipe's options that its precision does not take."""
+        precision = PRECISIONS[name.removesuffix(HEAD)]
+        of_others = (key for key in self.recipe.fp8_config.options_set if key not in precision.options)
+        head: Values = {"fp8_config.scope": "linear+head"} if name.endswith(HEAD) else {}
+        return {"precision": precision.name} | head | {f"fp8_config.{key}": None for key in of_others}
+
     def trial(self) -> Matrix:
         """The first, short training of every candidate."""
         short: Values = {"train.steps": TRIAL_STEPS, "schedule.warmup": 0, "checkpoint.every": None}
         short |= {"evaluate.every": TRIAL_STEPS, "evaluate.packs": 1}  # whether any text is held out
         cells, place = dict[str, Values](), f"{self.folder}/trial/{{cell}}"
         for name in self.names:
-            group = MatrixGroup(cells=cells | {name: values_of(name)})
+            group = MatrixGroup(cells=cells | {name: self.values_of(name)})
             try:
                 matrix = self.matrix("trial", place, short, groups=[group])
             except InputError as error:
@@ -177,8 +184,8 @@ class Question:
         base = protocol.candidates[0]
         trunk = protocol.begin_with or f"{place}/checkpoints/step-{protocol.trunk:08d}".format(cell=f"{base}-seed={seed}")
         first: Values = {"train.begin_with": trunk} if protocol.begin_with else {"checkpoint.every": protocol.trunk}
-        cells = {base: values_of(base) | first}
-        cells |= {name: values_of(name) | {"train.begin_with": trunk} for name in candidates}
+        cells = {base: self.values_of(base) | first}
+        cells |= {name: self.values_of(name) | {"train.begin_with": trunk} for name in candidates}
         warmup = min(self.recipe.schedule.warmup, max(1, protocol.trunk // 2))
         common: Values = {"train.steps": protocol.steps, "schedule.warmup": warmup, "evaluate.every": protocol.steps}
         if protocol.begin_with:  # the rate falls over as large a share of what is trained here
@@ -257,7 +264,7 @@ class Question:
         base, lines = self.protocol.candidates[0], [f"{each.name}: {each.word}, {each.advice}." for each in verdicts]
         if best := next((each for each in verdicts if each.advice == USE), None):
             lines.append(f"Train in {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
-            values = values_of(best.name) | ({"train.begin_with": begin} if (begin := self.protocol.begin_with) else {})
+            values = self.values_of(best.name) | ({"train.begin_with": begin} if (begin := self.protocol.begin_with) else {})
             launch = ["accelerate", "launch", "--config_file", self.accelerate, "train_accelerate.py", self.recipe_file]
             launch += [*self.overrides, *(f"{key}={value}" for key, value in values.items())]
             lines.append(f"  {shlex.join(map(str, launch))}")
@@ -325,11 +332,6 @@ class Question:
             figure.add_scatter(x=hours, y=moving_mean(losses, window_of(len(steps))), name=escape(name), line=line)
         figure.update_layout(template="plotly_white", xaxis_title="hours of training" if timed else "tokens", yaxis_title="loss")
         return figure.to_html(full_html=False)
-
-
-def values_of(name: str) -> Values:
-    """What a candidate sets: delayed, or delayed+head."""
-    return {"precision": name.removesuffix(HEAD)} | ({"fp8_config.scope": "linear+head"} if name.endswith(HEAD) else {})
 
 
 def above(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: Callable[[RunRecord], float]) -> SeedDifference:

@@ -206,6 +206,18 @@ def test_a_precision_that_cannot_take_the_packs_is_left_out_and_named(
         question.trial()
 
 
+def test_an_option_of_the_recipe_is_given_to_the_candidates_that_take_it(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+    file = write_recipe(small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path)
+    question = Question(file, (), which.ON_CPU, tmp_path / "which", ["bf16", "delayed", "current", "nvfp4"])
+    settings = {cell.values["cell"]: cell.recipe.fp8_config for cell in question.trial().cells}
+    assert [(each.fp8_format, each.margin) for each in settings.values()] == [
+        (None, None),
+        ("E4M3", 1),
+        ("E4M3", None),
+        (None, None),
+    ]
+
+
 def test_speeds_of_a_cpu_that_others_use_are_refused(
     small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
