@@ -181,6 +181,7 @@ def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.N
     most = peak(next(iter(arguments.environment["gpus"]), None), "bf16")
     squares = result["packs"]["sum_squared_lengths_per_token"]
     for way in result["ways"].values():
+        way.setdefault("commit", arguments.environment["git"]["commit"])  # those of before have theirs
         if way["status"] == "ok" and most:
             speed = way["tokens_per_second"]["median"] / TERA / most
             way["mfu"] = flops.step(1, squares) * speed
