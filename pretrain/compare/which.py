@@ -188,7 +188,8 @@ class Question:
         common: Values = {"train.steps": protocol.steps, "schedule.warmup": warmup, "evaluate.every": protocol.steps}
         if protocol.begin_with:  # the rate falls over as large a share of what is trained here
             common["schedule.decay"] = self.recipe.schedule.decay * (1 - protocol.trunk / protocol.steps)
-        common |= {"checkpoint.every": None, "checkpoint.keep": math.ceil(1 / TRUNK) + 1, "log.fp8_statistics": None}
+        # All are kept, those of stops too: the trunk's must not make room.
+        common |= {"checkpoint.every": None, "checkpoint.keep": protocol.steps, "log.fp8_statistics": None}
         common["parity"] = False  # the trial has been held to plain transformers
         return self.matrix("round", place, common, cells, seed=[seed])
 
@@ -524,7 +525,7 @@ def steps_that_fit(
         raise InputError(f"--steps {steps}: from step {in_an_epoch} on text is seen again, which hides what a precision costs")
     if steps < (least := least_steps(done)):
         hours = options.hours + options.seeds * (least - in_hours) * whole / 3600
-        short, remedy = f"--hours {options.hours:g} hold", f"take {hours:.2g} hours"
+        short, remedy = f"--hours {options.hours:g} hold", f"take {1.05 * hours:.2g} hours"  # as two digits may be 5 % fewer
         if steps != in_hours:
             short, remedy = "the recipe or its text has", "set more `train.steps` in the recipe, or take more text"
         raise InputError(f"{short} {max(steps, 0)} steps a training; {least} are the least: {remedy}")

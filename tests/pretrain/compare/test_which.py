@@ -169,8 +169,10 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
     assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
     with pytest.raises(InputError, match="seen again"):
         fit(8, steps=1001)
-    with pytest.raises(InputError, match="80 are the least"):
+    seconds["delayed"] = 0.45  # 0.143 hours
+    with pytest.raises(InputError, match="80 are the least") as refused:
         fit(0.1)
+    assert fit(float(str(refused.value).split()[-2]))[0] >= 80
 
 
 @pytest.mark.parametrize(
@@ -215,6 +217,8 @@ def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(small_
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
     assert {(each.on_unsupported, each.scope) for each in settings.values()} == {("emulate", "linear")}, "no override's"
     question.protocol = Protocol(str(file), list(given), None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    kept = question.round(42, ["current"]).cells[0].recipe.checkpoint
+    assert kept.every == 80 and kept.keep == 400, "what is saved where it is stopped, however often, leaves the trunk's"
     answer = question.answer([Verdict("current", speedup=1.2, tokens=1.0, word=EQUIVALENT, advice=which.USE)])
     assert load_recipe(file, answer.splitlines()[-1].split()[6:]).fp8_config.margin is None
 
