@@ -383,7 +383,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
     add = parser.add_argument
     add("recipe", type=Path, help="what you want to train")
-    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every training")
+    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, where this command sets none")
     add("--hours", type=float, default=4.0, metavar="H", help="no round begins that would not end within these; default: 4")
     add("--margin", type=float, default=0.3, metavar="PERCENT", help="of the loss, within which a difference is none; 0.3")
     listed = "the baseline first; +head behind one: its head too. Default: all that this machine computes, else emulated ones"
