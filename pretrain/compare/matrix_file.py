@@ -191,12 +191,12 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
     if told_apart_by := [key for values, _ in combinations for key in values if key in given]:
         only = f"to run some cells only, use `--only {told_apart_by[0]}=VALUE`, once for each value"
         raise InputError(f"{path}: `{told_apart_by[0]}` tells cells apart, so it is no override; {only}")
-    common = [*_as_overrides(flatten(settings.overrides)), *overrides]
+    common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells = []
     for values, own in combinations:
         name = _name_of(values)
         try:
-            own_overrides = [*common, *_as_overrides(own)]
+            own_overrides = [*common, *as_overrides(own)]
             if any(text.startswith("run_dir=") for text in own_overrides):
                 raise InputError("`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`")
             run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
@@ -251,7 +251,7 @@ def _name_of(values: Values) -> str:
     return "-".join(parts)
 
 
-def _as_overrides(values: Values) -> list[str]:
+def as_overrides(values: Values) -> list[str]:
     return [f"{key}={_text(key, value)}" for key, value in values.items()]
 
 

@@ -23,7 +23,7 @@ import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -31,7 +31,6 @@ from html import escape
 from multiprocessing import get_context
 from operator import truediv
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -45,7 +44,7 @@ from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash
 from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
 from pretrain.compare.figures import moving_mean, window_of
-from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettings, Values, make_matrix
+from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettings, Values, as_overrides, make_matrix
 from pretrain.compare.matrix_run import DEVICES, Outcome, run_all, say, stopped
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, at_the_end
@@ -62,7 +61,7 @@ MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that
 USE = "use this"
 HEAD = "+head"  # behind a candidate's precision: its head too
 ON_GPU, ON_CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
-# Over the recipe in every training. A precision that the machine lacks is emulated, and all are evaluated in BF16.
+# Over recipe and overrides in every training. A precision that the machine lacks is emulated, and all are evaluated in BF16.
 COMMON: Values = {
     "fp8_config.on_unsupported": "emulate",
     "fp8_config.use_autocast_during_eval": False,
@@ -148,18 +147,17 @@ class Question:
     def recipe(self) -> Recipe:
         return load_recipe(self.recipe_file, self.overrides)
 
-    def matrix(self, name: str, run_dir: str, overrides: Values, **cells: Any) -> Matrix:
-        settings = MatrixSettings(
-            name=name, recipe=self.recipe_file, accelerate=self.accelerate, run_dir=run_dir, overrides=COMMON | overrides, **cells
-        )
+    def matrix(self, name: str, run_dir: str, common: Values, cells: Mapping[str, Values], **axes: list[int]) -> Matrix:
+        ours = MatrixGroup(axes=axes, cells={name: COMMON | common | values for name, values in cells.items()})  # over overrides
+        settings = MatrixSettings(name=name, recipe=self.recipe_file, accelerate=self.accelerate, run_dir=run_dir, groups=[ours])
         return make_matrix(str(self.recipe_file), settings, self.overrides)
 
     def values_of(self, name: str) -> Values:
         """What a candidate sets: delayed, or delayed+head; and none of the recipe's options that its precision does not take."""
         precision = PRECISIONS[name.removesuffix(HEAD)]
         of_others = (key for key in self.recipe.fp8_config.options_set if key not in precision.options)
-        head: Values = {"fp8_config.scope": "linear+head"} if name.endswith(HEAD) else {}
-        return {"precision": precision.name} | head | {f"fp8_config.{key}": None for key in of_others}
+        scope: Values = {"fp8_config.scope": "linear+head" if name.endswith(HEAD) else "linear"}
+        return {"precision": precision.name} | scope | {f"fp8_config.{key}": None for key in of_others}
 
     def trial(self) -> Matrix:
         """The first, short training of every candidate."""
@@ -167,15 +165,15 @@ class Question:
         short |= {"evaluate.every": TRIAL_STEPS, "evaluate.packs": 1}  # whether any text is held out
         cells, place = dict[str, Values](), f"{self.folder}/trial/{{cell}}"
         for name in self.names:
-            group = MatrixGroup(cells=cells | {name: self.values_of(name)})
+            tried = cells | {name: self.values_of(name)}
             try:
-                matrix = self.matrix("trial", place, short, groups=[group])
+                matrix = self.matrix("trial", place, short, tried)
             except InputError as error:
                 if not cells:  # the baseline: a mistake of the recipe's own
                     raise
                 say(f"left out: {error}")  # as it takes no packs of this length, say
             else:
-                cells = group.cells
+                cells = tried
         return matrix
 
     def round(self, seed: int, candidates: Sequence[str]) -> Matrix:
@@ -190,9 +188,10 @@ class Question:
         common: Values = {"train.steps": protocol.steps, "schedule.warmup": warmup, "evaluate.every": protocol.steps}
         if protocol.begin_with:  # the rate falls over as large a share of what is trained here
             common["schedule.decay"] = self.recipe.schedule.decay * (1 - protocol.trunk / protocol.steps)
-        common |= {"checkpoint.every": None, "checkpoint.keep": math.ceil(1 / TRUNK) + 1, "log.fp8_statistics": None}
+        # All are kept, those of stops too: the trunk's must not make room.
+        common |= {"checkpoint.every": None, "checkpoint.keep": protocol.steps, "log.fp8_statistics": None}
         common["parity"] = False  # the trial has been held to plain transformers
-        return self.matrix("round", place, common, groups=[MatrixGroup(axes={"seed": [seed]}, cells=cells)])
+        return self.matrix("round", place, common, cells, seed=[seed])
 
     # ── What the rounds have told ─────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -266,7 +265,7 @@ class Question:
             lines.append(f"Train in {best.name}: {best.gain:.2f} times {base}'s speed at equal loss.")
             values = self.values_of(best.name) | ({"train.begin_with": begin} if (begin := self.protocol.begin_with) else {})
             launch = ["accelerate", "launch", "--config_file", self.accelerate, "train_accelerate.py", self.recipe_file]
-            launch += [*self.overrides, *(f"{key}={value}" for key, value in values.items())]
+            launch += [*self.overrides, *as_overrides(values)]
             lines.append(f"  {shlex.join(map(str, launch))}")
         elif all(not each.is_open and (each.gain <= 1 if each.gain else not each.served) for each in verdicts):
             lines.append(f"Stay with {base}.")
@@ -384,7 +383,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
     add = parser.add_argument
     add("recipe", type=Path, help="what you want to train")
-    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every training")
+    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, where this command sets none")
     add("--hours", type=float, default=4.0, metavar="H", help="no round begins that would not end within these; default: 4")
     add("--margin", type=float, default=0.3, metavar="PERCENT", help="of the loss, within which a difference is none; 0.3")
     listed = "the baseline first; +head behind one: its head too. Default: all that this machine computes, else emulated ones"
@@ -526,7 +525,7 @@ def steps_that_fit(
         raise InputError(f"--steps {steps}: from step {in_an_epoch} on text is seen again, which hides what a precision costs")
     if steps < (least := least_steps(done)):
         hours = options.hours + options.seeds * (least - in_hours) * whole / 3600
-        short, remedy = f"--hours {options.hours:g} hold", f"take {hours:.2g} hours"
+        short, remedy = f"--hours {options.hours:g} hold", f"take {1.05 * hours:.2g} hours"  # as two digits may be 5 % fewer
         if steps != in_hours:
             short, remedy = "the recipe or its text has", "set more `train.steps` in the recipe, or take more text"
         raise InputError(f"{short} {max(steps, 0)} steps a training; {least} are the least: {remedy}")

@@ -16,7 +16,7 @@ from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
 from pretrain.compare import which
 from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
-from pretrain.compare.which import Protocol, Question
+from pretrain.compare.which import Protocol, Question, Verdict
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -169,8 +169,10 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
     assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
     with pytest.raises(InputError, match="seen again"):
         fit(8, steps=1001)
-    with pytest.raises(InputError, match="80 are the least"):
+    seconds["delayed"] = 0.45  # 0.143 hours
+    with pytest.raises(InputError, match="80 are the least") as refused:
         fit(0.1)
+    assert fit(float(str(refused.value).split()[-2]))[0] >= 80
 
 
 @pytest.mark.parametrize(
@@ -206,16 +208,19 @@ def test_a_precision_that_cannot_take_the_packs_is_left_out_and_named(
         question.trial()
 
 
-def test_an_option_of_the_recipe_is_given_to_the_candidates_that_take_it(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     file = write_recipe(small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path)
-    question = Question(file, (), which.ON_CPU, tmp_path / "which", ["bf16", "delayed", "current", "nvfp4"])
+    given, names = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head"), ["bf16", "delayed", "current", "nvfp4"]
+    question = Question(file, given, which.ON_CPU, tmp_path / "which", names)
     settings = {cell.values["cell"]: cell.recipe.fp8_config for cell in question.trial().cells}
-    assert [(each.fp8_format, each.margin) for each in settings.values()] == [
-        (None, None),
-        ("E4M3", 1),
-        ("E4M3", None),
-        (None, None),
-    ]
+    options = [(each.fp8_format, each.margin) for each in settings.values()]
+    assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
+    assert {(each.on_unsupported, each.scope) for each in settings.values()} == {("emulate", "linear")}, "no override's"
+    question.protocol = Protocol(str(file), list(given), None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    kept = question.round(42, ["current"]).cells[0].recipe.checkpoint
+    assert kept.every == 80 and kept.keep == 400, "what is saved where it is stopped, however often, leaves the trunk's"
+    answer = question.answer([Verdict("current", speedup=1.2, tokens=1.0, word=EQUIVALENT, advice=which.USE)])
+    assert load_recipe(file, answer.splitlines()[-1].split()[6:]).fp8_config.margin is None
 
 
 def test_speeds_of_a_cpu_that_others_use_are_refused(
