@@ -247,7 +247,8 @@ def is_confirming(run: Run, steps: int) -> bool:
     """Whether the step that follows `steps` steps is one of the first two of this process, after a rollback, or of a phase: its
     products are held to the audit. The second one sees what the first update has made."""
     plan = run.job.plan
-    return any(before == plan.done or (plan.is_scheduled and plan.begins_phase(before)) for before in (steps, steps - 1))
+    before = {plan.done, *(first - 1 for first, *_ in plan.spans if plan.is_scheduled)}
+    return steps in before or steps - 1 in before
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:

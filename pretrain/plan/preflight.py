@@ -118,12 +118,7 @@ class Job:
         }
 
 
-def prepare_job(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    *,
-    purpose: Purpose = "run",
-) -> Job:
+def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
     """Check everything that can be checked, in the order of what it costs. Raises InputError."""
     # What settings say by themselves, and whether the run folder, its beginning and its trackers are there to be used.
     run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
