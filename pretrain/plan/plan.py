@@ -212,8 +212,7 @@ class Plan:
     def before_decay(self) -> int | None:
         """The step after which the rate falls for good, so that the last checkpoint up to there is one to prolong the run from;
         None where there is no such step, as of a rate that falls all the way."""
-        settings = self.recipe.schedule
-        return schedule.decay_begins(settings, self.steps) if settings.kind == "wsd" else None
+        return schedule.decay_begins(self.recipe.schedule, self.steps)
 
     @property
     def warnings(self) -> list[str]:
