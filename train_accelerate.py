@@ -171,7 +171,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         resumed_step=state.step,
         has_masks=job.data.has_masks,
         health=health,
-        recorder=recording.recorder_of(job, assembly, accelerator),
+        recorder=recording.recorder_of(job, accelerator),
         trackers=Trackers(log, path, state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
         profile=StepProfile(path, accelerator, state) if arguments.profile else None,

@@ -1,4 +1,4 @@
-"""What a comparison comes to: where each run stands beside the baseline, its verdict, the Pareto front, and what to note."""
+"""What a comparison comes to: where each run stands beside the baseline, its verdict, and what to note."""
 
 from __future__ import annotations
 
