@@ -171,7 +171,7 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         resumed_step=state.step,
         has_masks=job.data.has_masks,
         health=health,
-        recorder=recording.recorder_of(job, assembly, accelerator),
+        recorder=recording.recorder_of(job, accelerator),
         trackers=Trackers(log, path, state.step, main_process=main_process),
         precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
         profile=StepProfile(path, accelerator, state) if arguments.profile else None,
@@ -247,7 +247,8 @@ def is_confirming(run: Run, steps: int) -> bool:
     """Whether the step that follows `steps` steps is one of the first two of this process, after a rollback, or of a phase: its
     products are held to the audit. The second one sees what the first update has made."""
     plan = run.job.plan
-    return any(before == plan.done or (plan.is_scheduled and plan.begins_phase(before)) for before in (steps, steps - 1))
+    before = {plan.done, *(first - 1 for first, *_ in plan.spans if plan.is_scheduled)}
+    return steps in before or steps - 1 in before
 
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:

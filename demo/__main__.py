@@ -30,14 +30,6 @@ MATRIX = "recipes/matrices/demo.yaml"
 REPORT = Path("runs/demo/demo.html")
 
 
-class CommandFailed(Exception):
-    """A command ended with a status other than 0; it has printed why."""
-
-    def __init__(self, command: str, exit_code: int) -> None:
-        super().__init__(f"`{command}` ended with exit code {exit_code}")
-        self.exit_code = exit_code
-
-
 @dataclass(frozen=True)
 class Part:
     """One thing that the demo makes. `product`: what is there once it is made."""
@@ -66,9 +58,10 @@ def main() -> int:
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
-    except CommandFailed as failure:
-        print(f"\ndemo: {failure}; its message stands above. `make demo` goes on from here.", file=sys.stderr)
-        return failure.exit_code
+    except subprocess.CalledProcessError as failure:
+        ended = f"`{failure.cmd}` ended with exit code {failure.returncode}"
+        print(f"\ndemo: {ended}; its message stands above. `make demo` goes on from here.", file=sys.stderr)
+        return failure.returncode
     except KeyboardInterrupt:
         print("\nStopped. What is done stays done: `make demo` goes on from here.", file=sys.stderr)
         return 130
@@ -111,7 +104,7 @@ def script(name: str) -> str:
 
 
 def run(command: list[str]) -> None:
-    """Print and run `command`, with a thread a core. Raises CommandFailed for an exit code other than 0.
+    """Print and run `command`, with a thread a core. CalledProcessError for an exit code other than 0.
 
     Ctrl-C reaches every process of a terminal at once: the command then saves what it has, and KeyboardInterrupt follows its end.
     """
@@ -125,8 +118,8 @@ def run(command: list[str]) -> None:
         signal.signal(signal.SIGINT, previous)
     if interrupts:
         raise KeyboardInterrupt
-    if code:
-        raise CommandFailed(shlex.join(command), code if code > 0 else 128 - code)  # -9 is how Popen says "killed"
+    if code:  # -9 is how Popen says "killed"
+        raise subprocess.CalledProcessError(code if code > 0 else 128 - code, shlex.join(command))
 
 
 def last_screen(recipe: Recipe, times: str) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from foundation.errors import InputError
+from foundation.files import replace_file
 
 # Tests and idlelib are not the library proper; `encodings` is tables of characters and `pydoc_data` prose inside escaped strings.
 LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
@@ -49,10 +50,7 @@ def write_corpus(path: Path, root: Path) -> tuple[int, int]:
     for document in library_documents(root):
         names.setdefault(document.text, document.name)
     lines = [json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n" for text, name in names.items()]
-    unfinished = path.with_name(path.name + ".unfinished")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_text("".join(lines), encoding="utf-8")
-    unfinished.replace(path)
+    replace_file(path, "".join(lines).encode())
     return len(names), sum(len(text.encode()) for text in names)
 
 

@@ -1,14 +1,7 @@
 """Ctrl-C, SIGTERM, a lost terminal and a scheduler's warning as a request to finish, save and exit cleanly.
 
-    with StopRequest() as stop:
-        while not finished:
-            ...                             # one step
-            if any_rank(stop.requested):    # all ranks must leave the loop after the same step
-                save()
-                break
-
-A signal reaches the ranks of a training at different moments, or one rank alone: reduce `requested` over the ranks each step.
-docs/scaling.md says how launchers pass signals on.
+A signal reaches the ranks of a training at different moments, or one rank alone: reduce `requested` over the ranks each step, so
+that all leave after the same one. docs/scaling.md says how launchers pass signals on.
 """
 
 from __future__ import annotations

@@ -109,15 +109,11 @@ class PackWriter(AbstractContextManager):
 
     Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the block
     without `finish` removes it. Further files in it travel with the packs. One writer a path at a time.
-
-    Raises InputError if `path` exists and is not an empty folder.
     """
 
     def __init__(self, path: Path, length: int) -> None:
         self.path = Path(os.path.realpath(path))  # packs may lie on a large disk, and a link here
         self.length = length
-        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
-            raise InputError(f"{path}: exists already and is never written over; name another folder or move it away")
         self.folder = self.path.with_name(f".{self.path.name}.partial")
         shutil.rmtree(self.folder, ignore_errors=True)  # what a killed writer left; nothing there was ever complete
         self.folder.mkdir(parents=True)
@@ -136,11 +132,7 @@ class PackWriter(AbstractContextManager):
 
     def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
         """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
-
-        Raises InputError if no training pack was written.
-        """
-        if "train" not in self._splits:
-            raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
+        Raises OSError where `path` is there and no empty folder."""
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
         manifest = {
             "version": 1,

@@ -220,18 +220,11 @@ class BatchStream(Batching):
 
     `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had. Where a step's
     packs do not fill the microbatches of all ranks, blank ones do: nothing in them is a label, so losses and gradients are those
-    of the packs alone. Every rank has a pack in its first microbatch. Raises InputError for fewer packs than ranks.
+    of the packs alone. A step has a pack for each rank at least, so every rank has one in its first microbatch.
     """
 
     packs: Packs
     order: Order
-
-    def __post_init__(self) -> None:
-        if self.order.packs_per_step < self.world_size:
-            raise InputError(
-                f"`batch.tokens`: a step of {self.order.packs_per_step} packs does not reach {self.world_size} processes; choose "
-                "a larger one, or fewer processes"
-            )
 
     def step(self, number: int) -> StepBatches:
         """The batches of step `number`, counted from 0."""

@@ -3,9 +3,8 @@ use), and flat token files as nanoGPT writes them.
 
 MDS (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A shard is
 a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes of its
-variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`. The name `uint32` (and
-every other scalar's) is ambiguous: one number in the format, the raw bytes of an array in the reference launcher. The declared
-size decides: 4 bytes is the number, no fixed size the array.
+variable-size columns (uint32 each) and then the values of all columns, in the order of `column_names`. The name of a scalar is
+ambiguous, as docs/data.md says; the declared size decides.
 
 A token file (.bin) is token ids one after another, uint16 or uint32, without any sign of where documents or packs begin. A folder
 holds `train.bin` and perhaps `val.bin`.

@@ -22,10 +22,8 @@ instruction, and the machine at any moment: a folder named step-* is whole. Noth
 wrote it, so any number of processes loads it.
 
 Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
-several processes hold is written by one of them, so data-parallel replicas share the writing.
-
-torch.distributed.checkpoint is not used: measured on the same tensors it stops training five times as long, takes a second copy
-of them in host memory while it writes, and stores no hashes (docs/log.md).
+several processes hold is written by one of them, so data-parallel replicas share the writing. docs/log.md
+says why torch.distributed.checkpoint is not used.
 """
 
 from __future__ import annotations

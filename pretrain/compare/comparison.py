@@ -1,8 +1,8 @@
-"""What a comparison comes to: where each run stands beside the baseline, its verdict, the Pareto front, and what to note."""
+"""What a comparison comes to: where each run stands beside the baseline, its verdict, and what to note."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -73,9 +73,10 @@ class Standing:
 
     @property
     def speedup(self) -> float | None:
-        """Over the baseline's, on a machine of the same kind."""
+        """Over the baseline's, on a machine of the same kind: else a machine's speed would pass for a precision's. Versions of
+        software may differ, as what they change may be what is compared."""
         ours, theirs = own_speed(self.run), own_speed(self.base)
-        known = ours and theirs and not self.is_baseline and on_one_kind_of_machine((self.base, self.run))
+        known = ours and theirs and not self.is_baseline and machine_of(self.base) == machine_of(self.run)
         return ours / theirs if known else None
 
 
@@ -148,9 +149,3 @@ def machine_of(run: RunRecord) -> str:
     processes, name = run.devices
     on_cpu = f", {run.environment.get('cpu_cores')} cores, {run.environment.get('system')}" if name == "CPU" else ""
     return f"{processes} × {name}{on_cpu}"
-
-
-def on_one_kind_of_machine(runs: Iterable[RunRecord]) -> bool:
-    """Whether speeds may be divided: else a machine's speed would pass for a precision's. Versions of software may differ, as
-    what they change may be what is compared."""
-    return len(set(map(machine_of, runs))) == 1

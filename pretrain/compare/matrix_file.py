@@ -20,6 +20,7 @@ from pydantic import Field
 from foundation.errors import InputError
 from foundation.reading import load_yaml
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, parse, value_from_text
+from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
@@ -109,8 +110,7 @@ class Cell:
         if not self.mark.is_file():
             return {}
         ours, theirs = self.settings, json.loads(self.mark.read_bytes())["settings"]
-        keys = dict.fromkeys([*ours, *theirs])
-        return {key: (ours.get(key), theirs.get(key)) for key in keys if ours.get(key) != theirs.get(key)}
+        return {key: (ours.get(key), theirs.get(key)) for key in changed_keys(theirs, ours)}
 
     def record(self) -> RunRecord | None:
         """What it has trained so far; None where it has no step yet, and where its folder holds another training."""

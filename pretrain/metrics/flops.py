@@ -1,10 +1,6 @@
 """Training FLOPs, exactly: matrix products from the model's shapes, attention from the documents that were really there.
 
-Only matrix products count, two operations a multiply-add. Products that gradient checkpointing repeats do not count: this is
-model FLOPs utilisation (MFU), not hardware utilisation.
-
-Each token attends to the earlier tokens of its own document only, so attention's cost grows with the sum of squared document
-lengths. With documents of 745 tokens, by squared length, in packs of 4,096 that is a tenth of what the usual `12 L H Q T` gives.
+Only matrix products count, two operations a multiply-add, and those that gradient checkpointing repeats do not.
 
 At the end stand the formulas behind other launchers' MFU, so that their figures can be compared with ours. All of them take every
 sequence for one document of T tokens. docs/planning.md derives each and says where it differs.

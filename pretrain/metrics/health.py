@@ -1,11 +1,7 @@
 """Watches the loss and the gradient norm, and decides when a step must not reach the weights.
 
-Not-a-number ends a run by default: skipping the step hides what broke. `skip` leaves the step out as if its data had never come,
-for the rare overflow of a long run. `rollback` goes back to the last checkpoint and past all data since, for a spike whose causes
-are already in the weights when it shows.
-
-A spike is a loss far above those of the last hundred steps, by their median and median absolute deviation, which a spike does not
-shift. A steep but healthy descent widens the deviation, and with it what is allowed.
+Not-a-number ends a run by default: skipping the step hides what broke. docs/troubleshooting.md has the ways to go on, and what a
+spike is: the median absolute deviation is not shifted by one, and a steep but healthy descent widens it.
 
 Every rank must see the same figures, so that all of them skip, go back or stop together. The state belongs to the checkpoint: a
 resumed run warns, skips, goes back and stops where an uninterrupted one would.

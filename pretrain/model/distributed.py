@@ -43,15 +43,9 @@ def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
 
 
 def compute_in_a_fixed_order() -> None:
-    """`deterministic: true`: on a GPU too, the same bits from every run of one recipe, stopped and resumed or not. Called before
-    anything is on a GPU, as cuBLAS reads the environment then.
-
-    Attention takes a kernel with a fixed order (`attention.choose`), torch its deterministic algorithms, cuBLAS one workspace,
-    NCCL no sums in switches; tables' gradients, searched products and compiled reductions ask torch whether that is so. What a
-    step draws is seeded by its number, and a checkpoint holds the rest.
-
-    torch ends a run that computes what has no deterministic form, and one with another workspace than :4096:8 and :16:8.
-    """
+    """`deterministic: true`: on a GPU too, the same bits from every run of one recipe (docs/training.md has all that it takes).
+    Called before anything is on a GPU, as cuBLAS reads the environment then. Tables' gradients, searched products and compiled
+    reductions ask torch whether it is so."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import os
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,14 @@ from accelerate import Accelerator, init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -82,7 +89,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
             config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
     known = set(dir(config)) | _RENAMED_KEYS
-    if key := next((key for key in changes if key not in known and not _model_reads(key, type(config), changes)), None):
+    if key := next((key for key in changes if key not in known and not _model_reads(key, type(config))), None):
         raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{_nearest(key, known)}")
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
@@ -95,26 +102,11 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     return config
 
 
-def _model_reads(key: str, kind: type[PretrainedConfig], values: dict[str, Any]) -> bool:
-    """Whether the model of a `kind` of configuration with these `values` reads `key`, though the class does not list it, as
-    qwen3_moe's layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
-    readers: list[str] = []
-
-    def read(config: PretrainedConfig) -> Any:
-        frame = sys._getframe(1)
-        while frame.f_code.co_name == "__getattribute__":  # the configuration's own
-            frame = frame.f_back
-        readers.append(frame.f_globals["__name__"])
-        return vars(config)[key]
-
-    with suppress(InputError), _refusing(key):
-        config = kind.from_dict(values)
-        setattr(kind, key, property(read))
-        try:
-            build_on_meta(config)
-        finally:
-            delattr(kind, key)
-    return any(reader.startswith("transformers.models.") for reader in readers)
+def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
+    """Whether the code of the model of a `kind` of configuration reads `key`, though the class does not list it, as qwen3_moe's
+    layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
+    code = inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind])) if kind in MODEL_FOR_CAUSAL_LM_MAPPING else ""
+    return re.search(rf'config(\.|, "){re.escape(key)}\b', code) is not None
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:

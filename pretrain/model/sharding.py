@@ -1,14 +1,8 @@
 """FSDP2 as accelerate has set it up: when weights are gathered, and where gradients add up. Configured, not rewritten.
 
 accelerate makes a shard group of each decoder layer, of the embedding, of the head (of both where they are tied) and of what is
-left, the final norm. torch gathers a group's weights in the compute dtype before they are used, and reduces its gradients in
-FP32. There are two ways to go through the microbatches of a step:
-
-* Once a step (ZeRO-2; `fsdp_reshard_after_forward: false`): a group is gathered in the first microbatch and kept. Each rank adds
-  its gradients up whole, in FP32, and in the last microbatch's backward each group is reduced as soon as it is done, while the
-  next one computes. One gather and one reduction a step; it takes the memory of all weights and of all FP32 gradients.
-* For each use (ZeRO-3; `true`): a group is gathered before its forward and again before its backward, and reduced after each
-  microbatch's backward. Microbatches add up in the shards, in `kept`. The memory is that of a few groups.
+left, the final norm. docs/scaling.md says when a group is gathered and reduced: once a step (ZeRO-2), where each rank adds its
+gradients up whole, or for each use (ZeRO-3), where microbatches add up in the shards, in `kept`.
 
 In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to and reduces. We say where they lie: the gathered
 parameters have a `main_grad`, which products add to by themselves. For each use, all groups share one memory, since only one of

@@ -33,26 +33,18 @@ def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
 
 
 def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
-    """The number of steps after which the rate begins to fall; None where it never does."""
-    if settings.kind not in ("wsd", "constant"):
-        return settings.warmup
+    """The number of steps after which wsd's rate begins to fall; None where it never does, and of other kinds."""
     decay = decay_steps(settings, total_steps)
     return total_steps - decay if decay else None
 
 
 def check(settings: ScheduleSettings, total_steps: int) -> None:
     """Raise InputError where warm-up and decay do not fit into the horizon."""
-    warmup, key = settings.warmup, f"schedule.warmup: {settings.warmup}"
-    if warmup > total_steps:
-        raise InputError(
-            f"`{key}` takes {warmup:,} steps, but the run has {total_steps:,} steps; shorten it or train longer (`train`)"
-        )
-    decay = decay_steps(settings, total_steps)
+    warmup, decay = settings.warmup, decay_steps(settings, total_steps)
     if warmup + decay > total_steps:
-        raise InputError(
-            f"`{key}` ({warmup:,} steps) and `schedule.decay: {settings.decay:g}` ({decay:,} steps) do not fit into "
-            f"{total_steps:,} steps; shorten one of them or train longer (`train`)"
-        )
+        falls = f" and `schedule.decay: {settings.decay:g}` ({decay:,} steps)" if decay else ""
+        room = f"there is no room in {total_steps:,} steps; shorten one, or train longer (`train`)"
+        raise InputError(f"for `schedule.warmup: {warmup}`{falls} {room}")
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:

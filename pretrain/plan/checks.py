@@ -98,7 +98,7 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"{stream.window}` tokens; set it to {needed * 1.1:.2g} or more, or a smaller window",
         )
     if data.prepares and not data.held_out and data.validation is None:
-        _check_held_out(recipe, 0)
+        check_held_out(recipe, 0)
 
 
 def check_gap(recipe: Recipe, *, replicas: int) -> None:
@@ -114,17 +114,8 @@ def check_gap(recipe: Recipe, *, replicas: int) -> None:
     )
 
 
-def check_pack_counts(recipe: Recipe, packs: int, held_out_packs: int) -> None:
-    """InputError where packs are too few."""
-    _require(
-        packs,
-        f"`data.packs`: {recipe.data.packs} holds no pack of {recipe.data.length} tokens to train on; prepare it from more text, "
-        "or set a shorter `data.length`",
-    )
-    _check_held_out(recipe, held_out_packs)
-
-
-def _check_held_out(recipe: Recipe, held_out_packs: int) -> None:
+def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
+    """InputError where something goes by held-out packs, and there are none."""
     every = recipe.evaluate.every
     _require(
         not recipe.checkpoint.best or (every and held_out_packs),

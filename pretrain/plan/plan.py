@@ -3,16 +3,10 @@
 From settings, shapes and counts to figures; `preflight` has checked them, and `rendering` shows them. Nothing here reads a file.
 
 At the end: what the memory of devices decides, beside the microbatch. Whether shards are gathered once a step or for each use;
-whether queries, keys and values are kept that backward else makes again; and the chunks of the loss: longer than usual for a
-small vocabulary. On one H200 with Qwen3-1.7B in FP8, keeping them made steps 1.5 % shorter,
-together with chunks of 8,192 tokens in place of 4,096 (benchmarks/results/speed/h200_fused_steps.json). Such chunks
-alone gained nothing (benchmarks/results/kernels/h200_attention_in_steps.json) and take memory: with its 151,936 words 4,096
-tokens keep a GPU busy. With 8,192 words they do not, and launching them takes longer than computing them, so a chunk has as many
-tokens as make `LOGITS` of them. Microbatches of up to 32,768 tokens go before what is kept, and what that leaves goes to larger
-ones with `batch.microbatch: auto`.
-
-These choices follow from settings and the device's memory alone. Chunks change the order of sums, so a checkpoint says which ones
-its run took (pretrain.run.resume); what is kept changes no number.
+whether queries, keys and values are kept that backward else makes again; and the chunks of the loss, longer than usual for a
+small vocabulary, whose products are computed sooner than they are launched. These choices follow from settings and the device's
+memory alone. Chunks change the order of sums, so a checkpoint says which ones its run took (pretrain.run.resume); what is kept
+changes no number.
 """
 
 from __future__ import annotations
@@ -89,10 +83,6 @@ class Plan:
         """Returns what the step computes in that follows `steps` steps; of a finished run, what the last one did."""
         return next(active for _, end, active in self.spans if min(steps + 1, self.steps) <= end)
 
-    def begins_phase(self, steps: int) -> bool:
-        """Whether the step that follows `steps` steps is the first of all or of a phase."""
-        return any(first == steps + 1 for first, *_ in self.spans)
-
     @property
     def actives(self) -> list[ActivePrecision]:
         """Every precision that the run is put together for, once: of its steps, and what `log.gap` measures against."""
@@ -140,7 +130,8 @@ class Plan:
         It divides what a device takes, unless not all devices can take equally many: then some places stay empty anyway."""
         uneven, most = self.packs_per_step % self.devices.count, self.packs_per_rank
         sizes = {-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0}
-        return sorted(size for size in sizes if size <= (self.recipe.batch.microbatch_cap or most))
+        cap = int(str(self.recipe.batch.microbatch).partition("auto:")[2] or most)
+        return sorted(size for size in sizes if size <= cap)
 
     @cached_property
     def expected_microbatch(self) -> int:
@@ -221,8 +212,7 @@ class Plan:
     def before_decay(self) -> int | None:
         """The step after which the rate falls for good, so that the last checkpoint up to there is one to prolong the run from;
         None where there is no such step, as of a rate that falls all the way."""
-        settings = self.recipe.schedule
-        return schedule.decay_begins(settings, self.steps) if settings.kind == "wsd" else None
+        return schedule.decay_begins(self.recipe.schedule, self.steps)
 
     @property
     def warnings(self) -> list[str]:

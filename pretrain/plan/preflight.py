@@ -24,7 +24,7 @@ from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
-from pretrain.plan.checks import check_fit, check_gap, check_pack_counts, check_settings, check_sizes
+from pretrain.plan.checks import check_fit, check_gap, check_held_out, check_settings, check_sizes
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, spend_spare_memory
@@ -118,12 +118,7 @@ class Job:
         }
 
 
-def prepare_job(
-    recipe: Recipe,
-    accelerator: Accelerator,
-    *,
-    purpose: Purpose = "run",
-) -> Job:
+def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
     """Check everything that can be checked, in the order of what it costs. Raises InputError."""
     # What settings say by themselves, and whether the run folder, its beginning and its trackers are there to be used.
     run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
@@ -170,7 +165,7 @@ def prepare_job(
     if data is not None:
         own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
         check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
-        check_pack_counts(recipe, len(data.train), len(data.held_out or ()))
+        check_held_out(recipe, len(data.held_out or ()))
         check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
         raise InputError(

@@ -8,11 +8,7 @@ Emulated operands, and FP8 operands of Transformer Engine, are held against thei
 scale, every scale a fit one. That is asked of a `sample` of whole blocks. Nothing waits for the device until `faults` is read.
 
 Every so many steps, on one microbatch, `OperandStatistics` quantize such a sample of each operand once more beside the product,
-by the precision's own quantizer: its range, its scale, and the share of it that is lost at either end. So shares and the scales
-of blocks are those of 32,768 values at most; amax and the scale of a tensor are exact.
-
-* An operand is measured as the product along its features takes it, not once more along tokens.
-* Rounding is to nearest here even where gradients are rounded stochastically: a random number drawn here would change the run.
+as the one along its features takes it. They round to nearest: a random number drawn here would change the run.
 """
 
 from __future__ import annotations

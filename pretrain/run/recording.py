@@ -27,14 +27,13 @@ from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
-from pretrain.run.assembly import Assembly
 from pretrain.run.running import Run
 from pretrain.settings import config
 from pretrain.verify import audit
 from pretrain.verify.gap import GapMeter
 
 
-def recorder_of(job: Job, assembly: Assembly, accelerator: Accelerator) -> Recorder:
+def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
     return Recorder(
         flops=None if job.plan.flops.uncounted else job.plan.flops,  # without all weights an MFU would be wrong
         peak_tflops=peak(job.plan.devices.name, "bf16"),

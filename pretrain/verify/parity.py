@@ -1,22 +1,12 @@
 """Does the fast path train what plain transformers trains? Tokens of the run's own step 0, three times over.
 
-Every label, position and offset of the step is held to its packs. Then there are two comparisons, since they can bear two
-tolerances.
-
-* The whole packed path with its quantization off, as it is assembled, wrapped and fused, against plain transformers: eager, in
-  FP32, one document at a time. Documents that leak, lost microbatches, wrong factors show here in every precision, because here
-  only the compute dtype rounds. How much that may be is measured: plain transformers in BF16 against itself in FP32, on the same
-  documents, tensor by tensor. Gradients add up where quantized products add theirs.
-* The quantized path against the unquantized one. Each product by itself (pretrain.verify.probe): its error must be what the
-  format's quantizer makes. And the gradient's norm must stay within a factor of the unquantized one's.
-
-The tokens of the first microbatches are cut into packs of several documents each, since a run's own packs may hold one each,
-between which nothing could leak. Labels stand in a few of these documents; the fast path computes whole microbatches.
+docs/verification.md says what is compared, and how far each may be off: the whole packed path with its quantization off against
+plain transformers, and the quantized path against the unquantized one, product by product (pretrain.verify.probe).
 
 Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
 distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
 few tokens. Of a token that is not foreseen the loss is such a distance itself, and its gradient is about 1. So an error of a
-logit counts as it is, whatever the weights were trained to. Dropout is off on both sides.
+logit counts as it is, whatever the weights were trained to.
 """
 
 from __future__ import annotations

@@ -1,14 +1,10 @@
 """Every low-precision product of a microbatch, beside the product that it stands for and one of operands that we quantize.
 
-A product is seen with its operands as they were before they were quantized, and with its result. A sample of the result, some
-rows times some columns, is computed twice more: from the operands as they are, and from what the precision's own quantizer,
-which tests hold to other implementations bit for bit, makes of them.
-
-* How far the run's result is from the first, and how far the second is: these two errors must be alike in size. Truncation, a
-  mantissa bit less, a neighbour's scale, rows that are not those of the other operand, a transform on one side, an old copy of a
-  weight: all make the error larger. Another format with more bits, or none, makes it smaller.
-* Both errors must point the same way too, since rounding the same values twice errs alike. So scales that are not this format's
-  are found even where they cost nothing. Where rounding is stochastic, several draws say how large the errors are, and how alike.
+A sample of a product's result, some rows times some columns, is computed twice more: from the operands as they were before they
+were quantized, and from what the precision's own quantizer makes of them. How far the run's result is from the first, and how far
+the second is: these two errors must be alike in size, which a coarser or a finer format changes, and point the same way, so that
+scales that are not this format's are found even where they cost nothing. Where rounding is stochastic, several draws say how
+large the errors are, and how alike.
 
 Under delayed scaling the amaxes that were seen must be where the histories keep them, and the next scales must follow from them.
 """

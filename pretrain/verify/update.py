@@ -1,16 +1,8 @@
-"""A step's update beside torch's own, and what the step says of itself beside what was seen of it.
+"""A step's update beside torch's own, and what the step says of itself beside what was seen of it: docs/verification.md has all.
 
 Parity holds forward and backward, the audit products. How steps follow from one another is held here, in the first two that a
-process makes and in every statistics step:
-
-* Every microbatch that the step counts went through forward and backward, with all its labels and the weight that a token has.
-* What multiplies as a weight, a quantized copy or a cast one, is made of the weight as the last update has left it.
-* Sums of gradients, moments, weights and remainders have the dtypes that the recipe says, and FP32 sums hold more than BF16 does.
-* `torch.optim.AdamW` makes the same update of FP32 copies: norm and clipping, rate, decay, bias correction, both moments, and
-  the weight to its last bit but one.
-
-AdamW treats each value by itself, so copies of some values see what copies of all would: up to 1,024 of every parameter, evenly
-spaced over this process's part of it, and others in each step. Only the gradients' norm is of all values, and is computed again.
+process makes and in every statistics step. AdamW treats each value by itself, so copies of some values see what copies of all
+would. Only the gradients' norm is of all values, and is computed again.
 """
 
 from __future__ import annotations

@@ -40,8 +40,6 @@ def sgd() -> torch.optim.SGD:
         ({"kind": "wsd", "decay": 0.2}, 80),
         ({"kind": "wsd", "decay": 0.0}, None),
         ({"kind": "constant"}, None),
-        ({"kind": "cosine"}, 10),
-        ({"kind": "linear"}, 10),
     ],
 )
 def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(shape: dict[str, object], begins: int | None) -> None:
