@@ -132,7 +132,9 @@ class PackWriter(AbstractContextManager):
 
     def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
         """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
-        Raises OSError where `path` is there and no empty folder."""
+        Raises InputError if no training pack was written, OSError where `path` is there and no empty folder."""
+        if "train" not in self._splits:
+            raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
         splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
         manifest = {
             "version": 1,

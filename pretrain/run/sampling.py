@@ -80,12 +80,12 @@ def sample(
 
 
 def main(options: argparse.Namespace) -> int:
-    if not options.prompts:
+    if not (prompts := [*options.prompts, *options.prompt]):
         raise InputError("command line: no prompt is given; write a text behind the folder, or '' to begin one")
     hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console, how = Console(0), {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
-    for index, prompt in enumerate(options.prompts):
+    for index, prompt in enumerate(prompts):
         console.sample(prompt, sample(hf, tokenizer, prompt, seed=step_seed(options.seed, index, 0), **how))
     return 0
 

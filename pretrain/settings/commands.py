@@ -68,6 +68,7 @@ def sample(add: Callable) -> None:
     pretrain export` makes of any checkpoint. On a GPU where there is one, in the dtype that the weights are stored in."""
     add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
+    add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
     add("--tokens", "--max-new-tokens", "--max_new_tokens", type=int, default=TOKENS, help="at most; default %(default)s")
     add("--temperature", type=float, default=TEMPERATURE, help="default %(default)s; 0: always the likeliest token")
     add("--top-p", "--top_p", type=float, default=TOP_P, help="the likeliest with this probability; default %(default)s")

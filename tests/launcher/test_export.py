@@ -85,7 +85,8 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
 ) -> None:
     assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
     texts = [
-        command(capsys, "sample", tmp_path / "out", "w3", "w1 w2", "--max-new-tokens", 8, "--seed", seed) for seed in (1, 2, 1)
+        command(capsys, "sample", tmp_path / "out", "w3", "--prompt", "w1 w2", "--max-new-tokens", 8, "--seed", seed)
+        for seed in (1, 2, 1)
     ]
     assert [status for status, _ in texts] == [0] * 3 and texts[0] == texts[2] != texts[1]
     monkeypatch.chdir(tmp_path / "out")
