@@ -61,7 +61,9 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     run.console.notice(render(plan, brief=True))
     if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
         before = load_object(folder.audit, "delete it")
-        assembly.now.audit.update({"parity": before["parity"]} if "parity" in before else {})
+        looked_at = before.get("precisions", {before.get("effective"): before})  # by precision: it says nothing of another
+        for name in looked_at.keys() & assembly.precisions.keys():
+            assembly.precisions[name].audit.update({key: looked_at[name][key] for key in looked_at[name].keys() & {"parity"}})
     run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
     for note in notes:
         run.console.notice(note)

@@ -37,13 +37,13 @@ def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a
 
 
 def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(started: Callable) -> None:
-    whole = started("run", "precision=bf16")
+    whole = started("run", "precision=bf16", "parity=on")
     options = ("weights=fp32", "--accept-changes")
     fp32 = started("fp32", "precision=bf16", *options, "--resume", f"{whole.run_dir}/checkpoints/step-00000003")
     assert (losses := whole.losses())[3:] == fp32.losses(), "of the weights nothing is lost"
     then = started("run", "precision=delayed", *options, "train.steps=6")
     assert then.losses()[:5] == losses and len(then.losses()) == 6
-    assert then.audit()["effective"] == "delayed"
+    assert then.audit()["effective"] == "delayed" and "parity" not in then.audit(), "which was looked at in BF16 alone"
 
 
 def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Callable, tmp_path: Path) -> None:
