@@ -314,7 +314,12 @@ def distances(measured: Mapping[str, Tensor | None], reference: Mapping[str, Ten
 
 
 def judge(
-    apart: Mapping[str, Distance], noise: Mapping[str, Distance], resolution: float, tokens: float, *, routes_alike: bool = False
+    apart: Mapping[str, Distance],
+    noise: Mapping[str, Distance],
+    resolution: float,
+    tokens: float,
+    *,
+    routes_alike: bool = False,
 ) -> list[Compared]:
     """Each tensor, and all as one, with what it may be off; the worst first.
 
