@@ -155,7 +155,7 @@ class Question:
     def values_of(self, name: str) -> Values:
         """What a candidate sets: delayed, or delayed+head; and none of the recipe's options that its precision does not take."""
         precision = PRECISIONS[name.removesuffix(HEAD)]
-        of_others = (key for key in self.recipe.fp8_config.options_set if key not in precision.options)
+        of_others = self.recipe.fp8_config.contradictions(precision)
         scope: Values = {"fp8_config.scope": "linear+head" if name.endswith(HEAD) else "linear"}
         return {"precision": precision.name} | scope | {f"fp8_config.{key}": None for key in of_others}
 

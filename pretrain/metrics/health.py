@@ -1,7 +1,9 @@
 """Watches the loss and the gradient norm, and decides when a step must not reach the weights.
 
-Not-a-number ends a run by default: skipping the step hides what broke. docs/troubleshooting.md has the ways to go on, and what a
-spike is: the median absolute deviation is not shifted by one, and a steep but healthy descent widens it.
+Not-a-number ends a run by default: skipping the step hides what broke. docs/troubleshooting.md has the ways to go on.
+
+A spike is a loss far above those of the last hundred steps, by their median and median absolute deviation. A single spike does
+not shift these two. A steep but healthy descent widens the deviation, and with it what is allowed.
 
 Every rank must see the same figures, so that all of them skip, go back or stop together. The state belongs to the checkpoint: a
 resumed run warns, skips, goes back and stops where an uninterrupted one would.

@@ -130,8 +130,7 @@ class Plan:
         It divides what a device takes, unless not all devices can take equally many: then some places stay empty anyway."""
         uneven, most = self.packs_per_step % self.devices.count, self.packs_per_rank
         sizes = {-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0}
-        cap = int(str(self.recipe.batch.microbatch).partition("auto:")[2] or most)
-        return sorted(size for size in sizes if size <= cap)
+        return sorted(size for size in sizes if size <= (self.recipe.batch.microbatch_cap or most))
 
     @cached_property
     def expected_microbatch(self) -> int:

@@ -7,8 +7,8 @@ function of its extension that multiplies, and those that cublasLt computes.
 Emulated operands, and FP8 operands of Transformer Engine, are held against their format as well: every value is a code times its
 scale, every scale a fit one. That is asked of a `sample` of whole blocks. Nothing waits for the device until `faults` is read.
 
-Every so many steps, on one microbatch, `OperandStatistics` quantize such a sample of each operand once more beside the product,
-as the one along its features takes it. They round to nearest: a random number drawn here would change the run.
+Every so many steps, on one microbatch, `OperandStatistics` quantize such a sample of each operand once more, as its product along
+features takes it. They always round to nearest: a random number drawn here would change the run.
 """
 
 from __future__ import annotations

@@ -173,9 +173,9 @@ class LowPrecisionSettings(Settings):
         """The options that are set, by key."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
 
-    def contradictions(self, precision: Precision) -> list[str]:
-        """What is set and `precision` does not take, as `key: value`."""
-        return [f"{key}: {value}" for key, value in self.options_set.items() if key not in precision.options]
+    def contradictions(self, precision: Precision) -> dict[str, Any]:
+        """The options that are set and that `precision` does not take, by key."""
+        return {key: value for key, value in self.options_set.items() if key not in precision.options}
 
     def resolved(self, precision_name: str) -> Self:
         """The settings with every option that the precision takes, by its default where it is None, and all others None."""

@@ -62,8 +62,9 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
         before = load_object(folder.audit, "delete it")
         looked_at = before.get("precisions", {before.get("effective"): before})  # by precision: it says nothing of another
-        for name in looked_at.keys() & assembly.precisions.keys():
-            assembly.precisions[name].audit.update({key: looked_at[name][key] for key in looked_at[name].keys() & {"parity"}})
+        for name, record in looked_at.items():
+            if name in assembly.precisions and "parity" in record:
+                assembly.precisions[name].audit["parity"] = record["parity"]
     run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
     for note in notes:
         run.console.notice(note)

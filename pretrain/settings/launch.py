@@ -79,8 +79,9 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
 def _check_options(settings: LowPrecisionSettings, precision: Precision, named: str, origin: str = "") -> None:
     """InputError where `settings` have options that `precision`, which `named` says, does not take."""
     if contradictions := settings.contradictions(precision):
+        options = ", ".join(f"{key}: {value}" for key, value in contradictions.items())
         raise InputError(
-            f"{origin}`fp8_config: {{{', '.join(contradictions)}}}` and {named} contradict each other: `{precision.use}` takes "
+            f"{origin}`fp8_config: {{{options}}}` and {named} contradict each other: `{precision.use}` takes "
             f"{', '.join(precision.options) or 'no such option'}; leave out the others, or on the command line set them to null"
         )
 

@@ -87,6 +87,12 @@ class BatchSettings(Settings):
     def microbatch_is_searched(self) -> bool:
         return isinstance(self.microbatch, str)
 
+    @property
+    def microbatch_cap(self) -> int | None:
+        """Of `auto:16` 16; None where the search has none."""
+        cap = str(self.microbatch).partition("auto:")[2]
+        return int(cap) if cap else None
+
 
 class OptimizerSettings(Settings):
     """AdamW, the only optimizer."""

@@ -1,10 +1,12 @@
 """Every low-precision product of a microbatch, beside the product that it stands for and one of operands that we quantize.
 
-A sample of a product's result, some rows times some columns, is computed twice more: from the operands as they were before they
-were quantized, and from what the precision's own quantizer makes of them. How far the run's result is from the first, and how far
-the second is: these two errors must be alike in size, which a coarser or a finer format changes, and point the same way, so that
-scales that are not this format's are found even where they cost nothing. Where rounding is stochastic, several draws say how
-large the errors are, and how alike.
+A sample of a product's result, some rows times some columns, is computed twice more: exactly, from the operands before they were
+quantized; and as the format has it, from what the precision's own quantizer makes of them. So there are two errors: the run's
+distance from the exact result, and the format's.
+
+* Both must be alike in size. Faults make the run's larger, and a format with more bits makes it smaller.
+* Both must point the same way, as rounding the same values twice errs alike. So wrong scales are found even where they cost
+  nothing. Where rounding is stochastic, several draws say how large the errors are, and how alike.
 
 Under delayed scaling the amaxes that were seen must be where the histories keep them, and the next scales must follow from them.
 """
