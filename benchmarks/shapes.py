@@ -118,7 +118,7 @@ SHAPES = {
         whole_documents=True,
     ),
     "OLMoE-1B-7B (6 of 16 layers)": Shape("benchmarks/olmoe_6_layers.yaml", low=(E4M3,)),
-    "Qwen3-30B-A3B (4 of 48 layers)": Shape("benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, microbatch=16_384, low=(E4M3,)),
+    "Qwen3-30B-A3B (4 of 48 layers)": Shape("benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)),
 }
 
 

@@ -126,7 +126,8 @@ class Grouped:
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
         """Adds a weight's gradient to the sum in `total`'s dtype. A GPU's kernels give it rounded to BF16, once a microbatch."""
-        (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, None))
+        gradient = self.multiply("wgrad", left, right, None)
+        total.copy_(gradient) if overwrite else total.add_(gradient)
 
 
 class PlainGroupedProduct(Grouped, PlainProduct):
