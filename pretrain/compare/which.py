@@ -429,8 +429,8 @@ def check(question: Question, options: argparse.Namespace) -> None:
     if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
     least = least_steps(step_of_checkpoint(options.begin_with))
-    if options.steps and options.steps < least:
-        raise InputError(f"--steps {options.steps}: {least} are the least")
+    if (steps := options.steps or question.recipe.train.steps) and steps < least:
+        raise InputError(f"{steps} steps a training, by --steps or else `train.steps`: {least} are the least; set more")
 
 
 def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> bool:
@@ -442,7 +442,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> bool:
         if stop.requested:
             return False
         if not outcome.is_finished and (cell is matrix.baseline or not (may_fail or outcome.status == "halted")):
-            why = f"{cell.log}: this training has {outcome.status}, without which nothing is told; its last lines say why"
+            why = f"{cell.log}: this training has {outcome.status}, without which nothing is told; see its last lines"
             raise InputError(f"{why}. The same command goes on; with other settings ask anew in another --run_dir")
     return True
 

@@ -101,6 +101,7 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
         "nvfp4": (2.0, [0.049, 0.050, 0.051, 0.050, 0.050]),
         "mxfp8": (1.2, [0.0, 0.004, 0.008, 0.004, 0.004]),
     }
+    small_recipe["train"] = {"steps": 400}
     file, folder, names = write_recipe(small_recipe, tmp_path), tmp_path / "which", ["bf16", *above]
     protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     folder.mkdir()
@@ -194,11 +195,12 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
+        ([], {"steps": 79}, "train.steps"),
         ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),  # the recipe's checkpoint is that of all
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_runs(
-    arguments: list[str], train: dict[str, str], named: str, small_recipe: dict[str, Any], tmp_path: Path
+    arguments: list[str], train: dict[str, Any], named: str, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
     with pytest.raises(InputError, match=named):
@@ -239,4 +241,4 @@ def test_speeds_of_a_cpu_that_others_use_are_refused(
 ) -> None:
     monkeypatch.setattr(which, "CPU_IS_FREE", -1.0)
     with pytest.raises(InputError, match="CPU"):
-        which.main([str(write_recipe(small_recipe, tmp_path)), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,bf16"])
+        which.main([str(write_recipe(small_recipe, tmp_path)), "--steps=80", f"--run_dir={tmp_path}", "--precisions=fp32,bf16"])
