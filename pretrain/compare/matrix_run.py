@@ -95,7 +95,6 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     for cell in waiting:  # what lacks its data, or has another training in its folder, fails here, and not one after another
         check_sources(cell.recipe.data)
         cell.check_folder()
-    say(f"{len(cells) - len(waiting)} of {len(cells)} cells are finished already")
     try:
         while running or (waiting and not stop.requested):
             while len(running) < at_once and not stop.requested and (cell := next_of(waiting, alone=not running)):

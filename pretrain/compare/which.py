@@ -43,13 +43,14 @@ from foundation.signals import StopRequest
 from foundation.units import UNKNOWN, count, duration, markdown, memory, or_dash, plural
 from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
+from pretrain.compare.fairness import in_words
 from pretrain.compare.figures import moving_mean, window_of
 from pretrain.compare.matrix_file import Cell, Matrix, MatrixGroup, MatrixSettings, Values, as_overrides, make_matrix
-from pretrain.compare.matrix_run import DEVICES, Outcome, run_all, say, stopped
+from pretrain.compare.matrix_run import DEVICES, run_all, say, stopped
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, at_the_end
 from pretrain.precision.settings import PRECISIONS, is_quantized
-from pretrain.settings.config import load_recipe, parse_overrides
+from pretrain.settings.config import begin_of, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
 GPU_IS_FREE = 2.0  # GiB in use, or less: the driver's own
@@ -78,8 +79,6 @@ COMMON: Values = {
 class Protocol:
     """What is fixed before the first round, and kept in which.json. `seconds` are of a step, as it was tried."""
 
-    recipe: str
-    overrides: list[str]
     begin_with: str | None
     margin: float  # of the baseline's loss
     precisions: list[str]  # that were to be tried, the baseline first
@@ -357,7 +356,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
-    options.begin_with = options.begin_with or recipe.train.begin_with
+    options.begin_with = (begin := options.begin_with or begin_of(recipe)) and os.path.abspath(begin)
     names = options.precisions or default_candidates("fp32" if recipe.weights == "fp32" else "bf16")
     question = Question(
         options.recipe, tuple(options.overrides), accelerate, Path(options.run_dir or f"runs/which/{recipe.name}"), names
@@ -430,15 +429,28 @@ def check(question: Question, options: argparse.Namespace) -> None:
     if own := ours & dict(parse_overrides(question.overrides)).keys():
         raise InputError(f"command line: `{min(own)}` is this command's to set; leave it out, or see --help")
     least = least_steps(step_of_checkpoint(options.begin_with))
-    if options.steps and options.steps < least:
-        raise InputError(f"--steps {options.steps}: {least} are the least")
+    if (steps := options.steps or question.recipe.train.steps) and steps < least:
+        raise InputError(f"{steps} steps a training, by --steps or else `train.steps`: {least} are the least; set more")
 
 
-def train(matrix: Matrix, stop: StopRequest) -> list[Outcome]:
-    """Train what is not finished. InputError where the recipe has changed since some of it was trained."""
-    if not all(cell.is_finished() for cell in matrix.cells):
+def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> bool:
+    """Train what has not ended, one after another; False where it was stopped. InputError, before the next one starts, where the
+    baseline fails or halts, or a candidate fails that may not: its halt is an answer."""
+    for cell in (each for each in matrix.cells if not has_ended(matrix, each)):
         check_speeds(matrix)
-    return run_all(matrix, matrix.cells, stop)
+        (outcome,) = run_all(matrix, [cell], stop)
+        if stop.requested:
+            return False
+        if not outcome.is_finished and (cell is matrix.baseline or not (may_fail or outcome.status == "halted")):
+            why = f"{cell.log}: this training has {outcome.status}, without which nothing is told; see its last lines"
+            raise InputError(f"{why}. The same command goes on; with other settings ask anew in another --run_dir")
+    return True
+
+
+def has_ended(matrix: Matrix, cell: Cell) -> bool:
+    """Whether nothing more is to be trained of it: a candidate that has halted is told."""
+    run = cell.record()
+    return cell.is_finished() or (cell is not matrix.baseline and run is not None and "halted" in run.summary)
 
 
 def check_speeds(matrix: Matrix) -> None:
@@ -466,17 +478,16 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
         return None
     protocol = Protocol(**load_object(file, "ask anew in another --run_dir"))
     asked = {
-        "recipe": str(question.recipe_file),
-        "overrides": list(question.overrides),
         "begin_with": options.begin_with,
         "margin": options.margin / 100,
         "seeds": options.seeds,
         "precisions": options.precisions or protocol.precisions,
         "steps": options.steps or protocol.steps,
     }
-    changed = [f"{key} {getattr(protocol, key)}, now {value}" for key, value in asked.items() if getattr(protocol, key) != value]
-    if changed:
-        raise InputError(f"{file}: was begun with {'; '.join(changed)}; ask anew in another --run_dir")
+    question.names = protocol.candidates
+    differ = {key: (value, then) for key, value in asked.items() if value != (then := getattr(protocol, key))}
+    if differ := differ | question.trial().baseline.differences:
+        raise InputError(f"{file}: was begun otherwise (now, and then): {in_words(differ)}; ask anew in another --run_dir")
     return protocol
 
 
@@ -487,24 +498,22 @@ def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequ
         if cell.differences:  # as the recipe was mended, nothing is fixed yet
             shutil.rmtree(cell.run_dir)
     say(f"{plural(TRIAL_STEPS, 'step')} of each first, about a minute each: {', '.join(c.values['cell'] for c in matrix.cells)}")
-    outcomes = {each.cell.values["cell"]: each for each in train(matrix, stop)}
-    if stop.requested:
+    if not train(matrix, stop, may_fail=True):
         return None
-    runs = {name: each.cell.record() for name, each in outcomes.items() if each.is_finished}
-    if question.names[0] not in runs or len(runs) < 2:
-        raise InputError(f"{question.names[0]} and another precision have to run, to be compared; what fails is named above")
+    runs = {cell.values["cell"]: cell.record() for cell in matrix.cells if cell.is_finished()}
+    ran = {str([(p["name"], p["effective"]) for p in run.audit["products"]]): name for name, run in reversed(runs.items())}
+    runs = {name: run for name, run in runs.items() if name in ran.values()}  # +head is no candidate where the head stays in BF16
+    if len(runs) < 2:
+        raise InputError(f"{question.names[0]} and another precision have to run, each its own way; see {question.folder}/trial")
     if "held_out_loss" not in runs[question.names[0]].summary:
         raise InputError(
             f"{question.recipe_file}: no text is held out, by which precisions are judged; set `data.held_out: 0.02`"
         )
     seconds = {name: recipe.batch.tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
-    started = [seconds_of(outcomes[name].cell) - TRIAL_STEPS * seconds[name] for name in runs]
+    started = [seconds_of(cell) - TRIAL_STEPS * seconds[name] for cell in matrix.cells if (name := cell.values["cell"]) in runs]
     start = max(0.0, statistics.median_low(started))  # without what compiles once for all
     steps = steps_that_fit(options, recipe, runs[question.names[0]], seconds, start, ends - time.monotonic())
-    protocol = Protocol(
-        str(question.recipe_file), list(question.overrides), options.begin_with, options.margin / 100, question.names, seconds,
-        start, options.seeds, *steps,
-    )  # fmt: skip
+    protocol = Protocol(options.begin_with, options.margin / 100, question.names, seconds, start, options.seeds, *steps)
     write_json(question.folder / "which.json", asdict(protocol))
     return protocol
 
@@ -522,7 +531,7 @@ def steps_that_fit(
     in_recipe = recipe.train.steps or (recipe.train.tokens and math.ceil(recipe.train.tokens / recipe.batch.tokens))
     steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
     if steps > in_an_epoch:
-        raise InputError(f"--steps {steps}: from step {in_an_epoch} on text is seen again, which hides what a precision costs")
+        raise InputError(f"--steps {steps}: text is seen again from step {in_an_epoch} on, which hides costs; take fewer steps")
     if steps < (least := least_steps(done)):
         hours = options.hours + options.seeds * (least - in_hours) * whole / 3600
         short, remedy = f"--hours {options.hours:g} hold", f"take {1.05 * hours:.2g} hours"  # as two digits may be 5 % fewer
@@ -554,7 +563,7 @@ def announce(question: Question, hours: float) -> None:
     base, *others = protocol.candidates
     each = question.round_seconds(others)
     if missing := [name for name in protocol.precisions if name not in protocol.seconds]:
-        say(f"\nLeft out, as they did not run: {', '.join(missing)}; ask of them anew in another --run_dir.")
+        say(f"\nLeft out, as they failed or computed as another: {', '.join(missing)}; ask of them anew in another --run_dir.")
     say(
         f"\nBaseline {base}, candidates {', '.join(others)}; a margin of {100 * protocol.margin:g} % of the loss, which stays.\n"
         f"A round is a seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} in {base}; about {duration(each)}.\n"
@@ -570,25 +579,17 @@ def next_round(question: Question, verdicts: Sequence[Verdict], seed: int, secon
         return None
     matrix = question.round(seed, still)
     in_time = question.round_seconds(still) <= seconds_left or not question.rounds
-    return matrix if in_time or all(cell.is_finished() for cell in matrix.cells) else None
+    return matrix if in_time or all(has_ended(matrix, cell) for cell in matrix.cells) else None
 
 
 def run_round(question: Question, matrix: Matrix, stop: StopRequest) -> bool:
-    """Train it; False where it was stopped. InputError where a training failed twice, or the baseline came to no end."""
+    """Train it; False where it was stopped."""
     about = duration(question.round_seconds([cell.values["cell"] for cell in matrix.cells[1:]]))
     say(f"\nround {len(question.rounds) + 1}, about {about}")
-    outcomes = train(matrix, stop)
-    if not stop.requested and any(each.status == "failed" for each in outcomes):
-        say("once more from where it failed, as it may have been killed")
-        outcomes = train(matrix, stop)
-    if stop.requested:
+    if not train(matrix, stop, may_fail=False):
         return False
-    if failed := [
-        str(each.cell.log) for each in outcomes if not each.is_finished and (each.status != "halted" or each is outcomes[0])
-    ]:
-        raise InputError(f"a training has failed; see {', '.join(failed)}. The same command goes on")
-    question.rounds.append({each.cell.values["cell"]: each.cell.record() for each in outcomes})
-    question.took |= {each.cell.values["cell"]: seconds_of(each.cell) for each in outcomes if each.is_finished}
-    for each in outcomes:  # whose checkpoints nothing begins with any more
-        shutil.rmtree(each.cell.run_dir / "checkpoints", ignore_errors=True)
+    question.rounds.append({cell.values["cell"]: cell.record() for cell in matrix.cells})
+    question.took |= {cell.values["cell"]: seconds_of(cell) for cell in matrix.cells if cell.is_finished()}
+    for cell in matrix.cells:  # whose checkpoints nothing begins with any more
+        shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
     return True

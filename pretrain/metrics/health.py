@@ -134,7 +134,7 @@ class Health:
         )
         if wanted == "stop":
             untouched = f"The weights are those of step {step - 1}, and nothing is saved after it"
-            remedy = "Keep that layer in BF16 (`fp8_config.keep_bf16`), or go on with `precision=bf16` and --accept-changes"
+            remedy = "Keep it in BF16 (`fp8_config.keep_bf16`), in another `run_dir` or from a checkpoint with --accept-changes"
             return StepDecision("stop", f"{reason}. {untouched}", remedy), figures
         if wanted == "switch":
             self.state.switched_after = step
@@ -151,9 +151,11 @@ class Health:
         remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or start a new run"
         return StepDecision("stop", f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN", remedy)
 
-    def warnings_of(self, step: int, frozen: float, valid_tokens: int, starved: float = 0.0) -> Iterator[str]:
+    def warnings_of(self, step: int, frozen: float, valid_tokens: int, losses: Mapping[str, float]) -> Iterator[str]:
         """Yields, the first time in this process, that many updates are lost (a share of all), that no token of a step has a
-        label, so that it has no loss, and that many of a mixture's experts starve (a share of all)."""
+        label, so that it has no loss, and that many of a mixture's experts starve (a share of all, in the step's `losses`)."""
+        starved = losses.get("starved_experts", 0.0)
+        by = "a larger `router_aux_loss_coef`" if "router_loss" in losses else "`model.config.output_router_logits: true`"
         found = {
             "frozen": frozen > FROZEN_SHARE
             and f"{percent(frozen)} of all updates were too small to change the stored weights; `weights: bf16_exact` keeps all",
@@ -161,8 +163,7 @@ class Health:
             and "no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)",
             "starved": starved > STARVED_SHARE
             and f"{percent(starved)} of the experts get less than a tenth of what their layer's get on average; "
-            "where the architecture has a loss for their balance, `model.config.output_router_logits: true` trains it, and a "
-            "larger `router_aux_loss_coef` more of it",
+            f"where the architecture has a loss for their balance, {by} trains it",
         }
         for name, text in found.items():
             if text and name not in self._warned:
@@ -184,7 +185,7 @@ class Health:
         untouched = f"The weights are those of step {step - 1 - state.consecutive_skips}, and nothing is saved after it"
         remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
         if key == "on_nan":
-            again = "resume from an earlier checkpoint" if can_go_back else "start again"
+            again = "resume from an earlier checkpoint" if can_go_back else "start again in another `run_dir`"
             remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
         other = f"`health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
         return StepDecision("stop", f"{reason}{obstacle}. {untouched}", f"{remedy}. {other}")

@@ -128,8 +128,7 @@ def record_of_step(
     beside = {name: value if labelled else None for name, value in losses.items() if name != "loss"}
     frozen = adamw.frozen_share(run.assembly.optimizer, run.accelerator) if decision.proceed else 0.0
     reason = decision.reason if decision.action in ("update", "skip") else None
-    starved = losses.get("starved_experts", 0.0)
-    warnings = run.health.warnings_of(run.state.step, frozen, batches.valid_tokens, starved)
+    warnings = run.health.warnings_of(run.state.step, frozen, batches.valid_tokens, losses)
     for warning in filter(None, (reason, *warnings)):
         run.console.warning(warning)
     return {

@@ -71,7 +71,7 @@ def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_up
         run = started("run", "log.gap=2", "health.on_gap=stop", status=3)
     first, second = looks(run)
     assert "gap/worst" not in first and second["gap/worst"] == f"{BROKEN}.weight" and second["gap/moved"] > 0.5
-    assert "halted: step 4" in run.err and BROKEN in run.err and BROKEN in second["halted"]
+    assert "halted: step 4" in run.err and BROKEN in run.err and "run_dir" in run.err and BROKEN in second["halted"]
     assert steps_saved(run.run_dir) == [2]
     assert run.out.count("gap to BF16") == 2
     drawn = [line for line in pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"].data if len(line.x) == 2]

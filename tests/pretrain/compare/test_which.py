@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -59,31 +60,35 @@ def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
 def test_a_question_is_tried_planned_answered_and_taken_up_again(
     low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round of an emulated precision, as the hours are over then; no speed is claimed of it. A training dies once."""
+    """One round of an emulated precision, as the hours are over then; no speed is claimed of it. The baseline dies once."""
     recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}, "batch": {"tokens": 128}}
-    recipe["model"]["config"] |= {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
+    recipe["model"]["config"] |= {"vocab_size": 125, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
     del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
     recipe |= {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}
     file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
         monkeypatch.setenv(key, value)
-    popen, dies = subprocess.Popen, ["rounds/current"]
+    popen, dies = subprocess.Popen, ["rounds/fp32"]
 
     def dying_once(command: list[str], **options: Any) -> subprocess.Popen:
         return popen(["false"] if dies and dies[0] in command[-1] and dies.pop() else command, **options)
 
     monkeypatch.setattr(subprocess, "Popen", dying_once)
-    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current"]
+    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current,current+head"]
     with pytest.raises(InputError, match="80 are the least"):
         which.main([*command, "--hours", "0.00001"])
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)  # nothing is fixed yet
     command += ["--steps", "80"]
+    with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
+        which.main([*command, "--hours", "0.00001"])
+    assert not list(tmp_path.glob("which/rounds/current*")), "which would have begun with the baseline's checkpoint"
+    command[0] = os.path.relpath(file)
     assert which.main([*command, "--hours", "0.00001"]) == 1
-    verdict = json.loads((tmp_path / "which" / "verdict.json").read_text())["candidates"]["current"]
+    (verdict,) = json.loads((tmp_path / "which" / "verdict.json").read_text())["candidates"].values()  # its head stays in BF16
     ((seed, cost),) = verdict["served"]["by_seed"].items()
     assert seed == "42" and cost != 0 and verdict["speedup"] is verdict["memory_gib"] is None
-    assert "current: cannot tell" in (said := capsys.readouterr().out) and "once more" in said
-    assert which.main([*command, "--hours", "0.00001"]) == 1 and "1 of 2" not in capsys.readouterr().out  # all is trained already
+    assert "current: cannot tell" in capsys.readouterr().out
+    assert which.main([*command, "--hours", "0.00001"]) == 1 and "started" not in capsys.readouterr().out
 
 
 def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
@@ -96,8 +101,9 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
         "nvfp4": (2.0, [0.049, 0.050, 0.051, 0.050, 0.050]),
         "mxfp8": (1.2, [0.0, 0.004, 0.008, 0.004, 0.004]),
     }
+    small_recipe["train"] = {"steps": 400}
     file, folder, names = write_recipe(small_recipe, tmp_path), tmp_path / "which", ["bf16", *above]
-    protocol = Protocol(str(file), [], None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(protocol)))
     question, noise = Question(file, (), which.ON_CPU, folder, names, protocol), np.random.default_rng(0)
@@ -133,6 +139,12 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
     assert verdict["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed is 400 steps and 320, though none was started long ago"
     assert f"train_accelerate.py {file} precision=delayed" in said
     assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
+    halted = folder / "rounds" / "nvfp4-seed=43"
+    (halted / "summary.json").unlink()
+    lines = (halted / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (halted / "metrics.jsonl").write_text("".join([*lines[:-1], '{"step": 400, "event": "halted", "reason": "NaN"}\n']))
+    assert which.main(command) == 1 and "nvfp4: broke off" in (said := capsys.readouterr().out)
+    assert rows_of(said)["mxfp8"][-1][0] == "5" and "started" not in said, "the rounds after it are told of"
     question.protocol = replace(protocol, begin_with="step-00000080")
     assert question.verdict("nvfp4").tokens == pytest.approx((400 * np.exp(0.05 / 0.2) - 80) / 320), "of those after the first 80"
     assert "train.begin_with=step-00000080" in question.answer(question.verdicts())
@@ -183,11 +195,12 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
+        ([], {"steps": 79}, "train.steps"),
         ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),  # the recipe's checkpoint is that of all
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_runs(
-    arguments: list[str], train: dict[str, str], named: str, small_recipe: dict[str, Any], tmp_path: Path
+    arguments: list[str], train: dict[str, Any], named: str, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
     with pytest.raises(InputError, match=named):
@@ -216,7 +229,7 @@ def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(small_
     options = [(each.fp8_format, each.margin) for each in settings.values()]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
     assert {(each.on_unsupported, each.scope) for each in settings.values()} == {("emulate", "linear")}, "no override's"
-    question.protocol = Protocol(str(file), list(given), None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    question.protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     kept = question.round(42, ["current"]).cells[0].recipe.checkpoint
     assert kept.every == 80 and kept.keep == 400, "what is saved where it is stopped, however often, leaves the trunk's"
     answer = question.answer([Verdict("current", speedup=1.2, tokens=1.0, word=EQUIVALENT, advice=which.USE)])
@@ -228,4 +241,4 @@ def test_speeds_of_a_cpu_that_others_use_are_refused(
 ) -> None:
     monkeypatch.setattr(which, "CPU_IS_FREE", -1.0)
     with pytest.raises(InputError, match="CPU"):
-        which.main([str(write_recipe(small_recipe, tmp_path)), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,bf16"])
+        which.main([str(write_recipe(small_recipe, tmp_path)), "--steps=80", f"--run_dir={tmp_path}", "--precisions=fp32,bf16"])

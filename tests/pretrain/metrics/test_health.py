@@ -96,7 +96,7 @@ def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run
 
 def test_lost_updates_and_a_step_without_labels_are_told_once():
     watched = health()
-    told = [list(watched.warnings_of(step, 0.2, tokens)) for step, tokens in ((1, 5), (2, 0), (3, 0))]
+    told = [list(watched.warnings_of(step, 0.2, tokens, {})) for step, tokens in ((1, 5), (2, 0), (3, 0))]
     assert [len(each) for each in told] == [1, 1, 0]
     assert "20.0 %" in told[0][0] and "weights: bf16_exact" in told[0][0] and "batch.tokens" in told[1][0]
 
