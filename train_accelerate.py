@@ -118,12 +118,14 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     hf, aside = assembling.build_model(job, accelerator, attention.name)  # transformers' own
     model, precisions, fused = assembling.in_its_precisions(job, hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
-    compiled, cast_to = assembling.compiles_layers(job, device), assembling.working_dtype(job, accelerator)
-    wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
+    compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
+    copied = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2  # FSDP2's copies come of its gathering
+    wrap_layers(model, recipe.model, cast_to=job.compute_dtype if copied else None, compile_layers=compiled)
 
     optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
-    with distributed.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
-        model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
+    if accelerator.is_fsdp2:
+        with distributed.sharded_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
+            model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
     assembling.give_values(hf, aside, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)
     optimizer.materialise()

@@ -123,26 +123,15 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
 
 
 @contextmanager
-def placed_as_planned(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compute_dtype: torch.dtype,
-    *,
-    once_a_step: bool = False,
+def sharded_as_planned(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype, *, once_a_step: bool
 ) -> Iterator[None]:
-    """`accelerator.prepare(model, optimizer)` within this puts the model on its device, or shards it under FSDP2, and leaves
-    `optimizer` with the parameters that training uses.
+    """`accelerator.prepare(model, optimizer)` within this shards the model by FSDP2, and leaves `optimizer` with the shards.
 
-    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in
-    FP32. Elsewhere nothing is wrapped: DistributedDataParallel, which accelerate would put around the model, adds up in the
-    parameters' dtype, and `RankSums` of pretrain.model.gradients in FP32.
+    Parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in FP32. A run
+    without FSDP2 needs none of it: its model is built on its device. DistributedDataParallel, which accelerate would put around
+    that, adds up in the parameters' dtype; `RankSums` of pretrain.model.gradients adds up in FP32.
     """
-    if not accelerator.is_fsdp2:
-        kind, accelerator.state.distributed_type = accelerator.state.distributed_type, DistributedType.NO
-        yield
-        accelerator.state.distributed_type = kind
-        return
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
     # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is

@@ -303,17 +303,6 @@ def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
     return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
-def compiles_layers(job: Job, device: torch.device) -> bool:
-    """Whether torch compiles what is not fused of a layer."""
-    choice = job.recipe.model.compile
-    return choice == "layer" or (choice == "auto" and device.type == "cuda")
-
-
-def working_dtype(job: Job, accelerator: Accelerator) -> torch.dtype | None:
-    """The dtype of the working copies of a layer's weights; None where it has none: FSDP2's come of its gathering."""
-    return job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
-
-
 def what_is_compiled(compiled: bool, packed: PackedLanguageModel) -> str:
     if not compiled or (packed.fused and not packed.fused.left_out):
         return "nothing"
