@@ -129,16 +129,10 @@ class TransformerEngineProduct(Product):
         return operand._data if one_scale else operand._rowwise_data
 
     def multiply(
-        self,
-        gemm: Gemm,
-        left: Any,
-        right: Any,
-        dtype: torch.dtype = torch.bfloat16,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
+        self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype, *added: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """`out` takes a gradient, in its dtype."""
+        bias, residual = (*added, None, None)[:2]
         if gemm == "dgrad":
             right.update_usage(columnwise_usage=True)
         if gemm != "forward":
