@@ -202,7 +202,7 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     where there is none, or where it writes an EOS token that the tokenizer does not have."""
     if settings.input_ids is not None:
         return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
-    if not settings.is_chat:
+    if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
