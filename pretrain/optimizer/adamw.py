@@ -40,18 +40,9 @@ class ExactAdamW(torch.optim.Optimizer):
     State of a parameter: `exp_avg`, `exp_avg_sq`, `remainder` (mode bf16_exact), and `step` on the host, so that nothing waits.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        exact: bool = True,
-        moments: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], *, exact: bool = True, moments: torch.dtype | None = None, **defaults: Any) -> None:
+        """`defaults`: lr, betas, eps and weight_decay of the groups in `params` that do not say them."""
+        super().__init__(params, defaults)
         self.exact, self.moments = exact, moments
         self._updated, self._lost = 0, torch.zeros((), dtype=torch.int64)  # values in the last step, and lost updates among them
 
