@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings, split_revision
@@ -17,14 +17,12 @@ from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, 
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 USUAL_CHUNK = 4096  # tokens of the loss at once
-Switch = Literal["auto", "on", "off"]
+# YAML reads a bare `on` as true and a bare `off` as false.
+Switch = Annotated[
+    Literal["auto", "on", "off"], BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
+]
 Attention = Literal["auto", "varlen", "flash_attn", "documents", "sdpa"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-def as_a_word(value: Any) -> Any:
-    """YAML reads a bare `on` as true and a bare `off` as false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ModelSettings(Settings):
@@ -39,8 +37,6 @@ class ModelSettings(Settings):
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
     fused: Switch = "auto"  # layers of known architectures as a few large products; auto: where faster
-
-    _fused_is_a_word = field_validator("fused", mode="before")(as_a_word)
 
     @property
     def repository(self) -> str | None:

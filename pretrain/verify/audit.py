@@ -54,7 +54,9 @@ def observe(
             of_module = {stack.name: module.get_parameter(key) for key, stack in module.stacks.items()}
             members |= of_module
         else:
-            of_module = {name: matrix} if (matrix := _matrix_of(module)) is not None else {}
+            own = [] if isinstance(module, nn.Embedding) else module._parameters.values()  # it multiplies with none
+            own = [each for each in own if each is not None and each.dim() > 1]
+            of_module = {name: own[0]} if own else {}
         matrices |= of_module
         modules |= dict.fromkeys(of_module, module)
     low = {name for name, each in decisions.items() if each.requested == precision and active.precision.quantized}
@@ -222,9 +224,3 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"model: {len(lost)} parameters get no gradient, or are unknown to the optimizer, {lost[0]} among them; they would "
             f"never be trained. If {type(hf).__name__} attends with them in a way of its own, name another model"
         )
-
-
-def _matrix_of(module: nn.Module) -> Tensor | None:
-    """A matrix of `module` itself, not of what it consists of, or several in one; None where it has none to multiply with."""
-    own = [] if isinstance(module, nn.Embedding) else module._parameters.values()
-    return next((parameter for parameter in own if parameter is not None and parameter.dim() > 1), None)
