@@ -257,12 +257,10 @@ def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: int |
     pack = packs[index]
     if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
         raise InputError(
-            f"{packs.path}: pack {index} holds token id {highest}, but the model's vocabulary has {vocab_size} tokens; "
-            "prepare the packs with the model's own tokenizer, or choose the model they were made for"
+            f"{packs.path}: pack {index} holds token id {highest}, and the model has {vocab_size} ids; take its own tokenizer"
         )
     if positions and len(pack.lengths) and (end := pack.first_position + int(pack.lengths[0])) > positions:
         raise InputError(
-            f"{packs.path}: pack {index} begins in a document that goes on to position {end - 1:,}, and the model knows "
-            f"{positions:,}; take packs whose positions restart, or a model with rotary positions of fixed frequencies"
+            f"{packs.path}: pack {index} goes on to position {end - 1:,}, the model knows {positions:,}; let positions restart"
         )
     return pack

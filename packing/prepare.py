@@ -94,10 +94,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
     if before["tokenizer"] != now["tokenizer"] or Path(str(settings.tokenizer)).exists():
         before["tokenizer"], now["tokenizer"] = manifest["tokenizer"]["fingerprint"], load_tokenizer(now["tokenizer"]).fingerprint
     if different := differences(before, now):
-        raise InputError(
-            f"{packs}: holds packs prepared with other settings ({different}); set data.packs to another folder, or remove this "
-            "one to prepare it anew"
-        )
+        raise InputError(f"{packs}: prepared with other settings ({different}); set another data.packs, or remove this folder")
     return True
 
 
@@ -176,9 +173,7 @@ class PackMaker(AbstractContextManager):
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise InputError(
-                "a tokenizer process has ended; if memory ran out, leave the run fewer cores (taskset). What is done is kept"
-            ) from None
+            raise InputError("a tokenizer process died: if memory ran out, use fewer cores (taskset). The work is kept") from None
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out packs. held_out: set a part apart as the settings say."""

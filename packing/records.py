@@ -60,9 +60,7 @@ class TextTemplate:
             parsed = string.Formatter().parse(text if "{" in text or "}" in text else f"{{{text}}}")
             pieces = tuple((literal, name) for literal, name, _, _ in parsed)
         except ValueError as error:
-            raise InputError(
-                f"data: the template {text!r}: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
-            ) from None
+            raise InputError(f"data: the template {text!r}: {error}; columns are {{title}}, and braces {{{{ and }}}}") from None
         return cls(tuple(dict.fromkeys(name for _, name in pieces if name is not None)), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:
@@ -185,8 +183,7 @@ class TokenColumns:
             raise ValueError(f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids")
         if not same_or_ignored(labels, tokens):
             raise ValueError(
-                f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
-                "not shifted (the loss shifts them), or leave data.labels out"
+                f"column `{self.labels}` is neither `{self.input_ids}` nor {IGNORE}; write it unshifted, or leave data.labels out"
             )
         return [np.where(labels == IGNORE, tokens.astype(np.uint32) | UNTRAINED, tokens.astype(np.uint32))] if len(tokens) else []
 
@@ -208,8 +205,7 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, which {tokenizer.name} does not have, so answers would have no end; name "
-            "one in its tokenizer_config.json, or set a template without it"
+            f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in its tokenizer_config.json"
         )
     named = tuple(sorted(tokens.items()))
     if isinstance(settings.messages, str):
@@ -232,7 +228,6 @@ def chat_template(given: str | None, tokenizer: str) -> str:
     template = load_object(config, REMEDY).get("chat_template") if config else None
     if template is None:
         raise InputError(
-            f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to "
-            "chatml or a Jinja file, or name a tokenizer that has one, as those of instruct models do"
+            f"data.chat_template: {tokenizer} has none; set it to chatml or a Jinja file, or take an instruct model's tokenizer"
         )
     return template

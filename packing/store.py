@@ -130,10 +130,7 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
     """The training or held-out part of `packs`; the packs whose indices have the smallest hashes are held out."""
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
-        raise InputError(
-            f"{packs.path}: {len(packs)} packs cannot give up a share of {share} (`data.held_out`) and leave some to train on; "
-            "set `data.held_out` to 0 or take more text"
-        )
+        raise InputError(f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train on; set it to 0")
     chosen = np.zeros(len(packs), bool)
     chosen[np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]] = True
     return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))

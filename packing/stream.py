@@ -128,8 +128,7 @@ def check_disk(settings: DataSettings) -> None:
     limit, free = settings.stream.disk_gb, (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
     if limit > free:
         raise InputError(
-            f"data.streaming.disk_gb: {limit:g}, and the disk of {settings.packs} has {free:.3g} GB for packs; set it to "
-            f"{free * 0.95:.2g} or less, or data.packs to another disk"
+            f"data.streaming.disk_gb: {limit:g}: {settings.packs} has room for {free:.3g} GB; lower it, or take another disk"
         )
 
 
@@ -144,9 +143,7 @@ class PackerProcess:
         self._process: subprocess.Popen[str] | None = None
 
         def refuse(holder: str) -> None:
-            raise InputError(
-                f"{settings.packs}: another run trains on this stream, {holder}; set another data.packs, or wait for it"
-            )
+            raise InputError(f"{settings.packs}: another run, {holder}, trains on this stream; wait, or set another data.packs")
 
         self._lock = ExitStack()
         self._lock.enter_context(locked(settings.packs / ".lock", refuse))
