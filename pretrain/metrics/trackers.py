@@ -69,8 +69,7 @@ class JsonlTracker:
             with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
                 self._file.close()
             raise InputError(
-                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start "
-                "the same command again to resume."
+                f"{self.path}: cannot be written: {error.strerror}; checkpoints are untouched. Free space, then start again"
             ) from None
 
     def finish(self) -> None:

@@ -95,10 +95,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
         config = type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
-        raise InputError(
-            "`model.config.router_aux_loss_coef` does nothing by itself, as in transformers; `model.config.output_router_logits: "
-            "true` trains the loss that it multiplies"
-        )
+        raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
     return config
 
 
@@ -133,11 +130,9 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise InputError(f"`model`: in {name}, tokens see those after them; name a causal language model")
-    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if heads and kv_heads and heads % kv_heads:
-        raise InputError(
-            f"`model.config`: `num_attention_heads: {heads}` is not a multiple of `num_key_value_heads: {kv_heads}`; change one"
-        )
+    heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if heads and kv and heads % kv:
+        raise InputError(f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`")
     between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
     if between or model.base_model is model:
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")

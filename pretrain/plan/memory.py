@@ -278,7 +278,6 @@ def explaining_errors() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise InputError(
-            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
-            "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
-            "with --accept-changes too"
+            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints are "
+            "untouched: the same command with one of these goes on, with --accept-changes where `weights` or `optimizer` differ"
         ) from None

@@ -74,8 +74,7 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
     te_recipe = getattr(te, precision.te_recipe)(**options)
     if dropped := [key for key, value in options.items() if getattr(te_recipe, key, None) != value]:
         raise InputError(
-            f"`precision: {precision.name}`: the installed Transformer Engine takes no `fp8_config.{dropped[0]}`; install the "
-            "version of requirements-cuda.txt"
+            f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks it; install the version of requirements-cuda.txt"
         )
     return te_recipe
 

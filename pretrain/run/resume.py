@@ -154,8 +154,7 @@ def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
     and the horizon counts tokens."""
     if source.is_of_another_stream(job) and not source.begins:
         raise InputError(
-            f"{source.path}: was trained on other text than this stream has; set another `run_dir`, and `train.begin_with: "
-            f"{source.path}` to begin this stream with its weights"
+            f"{source.path}: is of another stream; set another `run_dir`, and `train.begin_with: {source.path}` for its weights"
         )
     train, plan, tokens = job.recipe.train, job.plan, source.record["progress"]["tokens"]
     if train.steps is None and tokens != source.step * plan.tokens_per_step:

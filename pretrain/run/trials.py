@@ -53,8 +53,7 @@ def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] |
                 )
     if None in fitting:
         raise InputError(
-            "`batch.microbatch: auto`: not even 1 pack fits into the memory at once; set a shorter `data.length`, or what takes "
-            f"less: {TAKES_LESS}"
+            f"`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a shorter `data.length`, {TAKES_LESS}"
         )
     return min(fitting)
 

@@ -62,13 +62,10 @@ class ModelSettings(Settings):
     def _has_an_origin(self) -> ModelSettings:
         if self.from_scratch and self.source is None:
             raise ValueError(
-                "`from_scratch: true` is for the architecture of a `source`, and none is set; without it, `config` alone is from "
-                "scratch anyway"
+                "`from_scratch: true` takes the architecture of a `source`: set one, as `config` alone is from scratch anyway"
             )
         if self.source is None and "model_type" not in (self.config or {}):
-            raise ValueError(
-                "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}"
-            )
+            raise ValueError("set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3}")
         return self
 
 

@@ -113,10 +113,7 @@ def confirming_first_microbatch(
     with watching_histories(packed.context, active) as wrong, looked_at:
         yield
     if wrong:
-        raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} histories or scales do not follow from the operands "
-            f"in step {step}: {', '.join(wrong[:5])}"
-        )
+        raise InputError(f"step {step}: {len(wrong)} histories or scales do not follow from the operands: {', '.join(wrong[:5])}")
 
 
 def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]) -> dict[str, Any]:
@@ -203,8 +200,7 @@ def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") 
     if wrong:
         listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
         raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should"
-            f"{where}: {listed}"
+            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not compute in it{where}: {listed}"
         )
 
 
