@@ -138,8 +138,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 
 
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run | None:
-    """The run before its first step, or its next: nothing but the steps is left to do. None where an earlier start has done
-    all of it. Collective; raises TrainingHalted where parity failed."""
+    """The run, ready for its next step; None where it had ended before. TrainingHalted where parity fails. Collective."""
     health, log = Health(job.recipe.health), job.recipe.log
     require_shared(folder.path)
     job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
@@ -209,7 +208,7 @@ def train(run: Run) -> int:
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns; else 0."""
+    """Train on `steps` until the horizon, a rollback or a signal; returns the signal's number, else 0."""
     recipe, state = run.job.recipe, run.state
     reason_to_stop = partial(keeping.reason_to_stop, run, steps, stop)
     while not state.finished:
@@ -246,8 +245,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 
 
 def is_confirming(run: Run, steps: int) -> bool:
-    """Whether the step that follows `steps` steps is one of the first two of this process, after a rollback, or of a phase: its
-    products are held to the audit. The second one sees what the first update has made."""
+    """Whether the products of the step after `steps` steps are held to the audit: in the first two steps of this process, after a
+    rollback, and of each phase. The second sees what the first update has made."""
     plan = run.job.plan
     before = {plan.done, *(first - 1 for first, *_ in plan.spans if plan.is_scheduled)}
     return steps in before or steps - 1 in before

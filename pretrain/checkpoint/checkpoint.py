@@ -57,7 +57,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
-        """`keep`: the newest so many are kept, and the newest up to step `before`, where the rate begins to fall."""
+        """`keep`: how many of the newest are kept, beside the newest up to step `before`, where the rate begins to fall."""
         self.folder, self.keep, self.before = folder, keep, before
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1

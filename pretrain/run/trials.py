@@ -99,8 +99,8 @@ def largest_that_fits(
 def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], begin: float = 0.5) -> int | None:
     """The largest of `sizes` (packs, ascending) for which `most_used` gives no more than `limit` bytes; None if there is none.
 
-    Memory is taken to be a line in packs, through the last two sizes tried, of which the first is `begin`, part of a pack or a
-    whole one: much of it is taken at any size. A step is at most fourfold, so that what is not quite a line shows.
+    Memory is taken to grow linearly in packs, by the last two sizes tried: much of it is taken at any size. The first size is
+    `begin`, part of a pack or a whole one. Sizes grow fourfold at most, so that what is not quite linear shows.
     """
     fewer, less = begin, most_used(begin)
     if less > limit:
