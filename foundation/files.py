@@ -139,8 +139,8 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
 
 
 def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
-    """InputError that names the first file that is missing, of another size or damaged. Where they are not to be `hashed`, as at
-    every start, files that are large together are only looked at."""
+    """InputError that names the first file that is missing, of another size or damaged. Without `hashed`, as at every start,
+    files that are large together are compared by their sizes alone."""
     records = list(records)
     small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
     if problems := find_damage(folder, records, hashed=hashed or small):

@@ -22,8 +22,8 @@ _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or p
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each source that is trained on, by name: of several their own, or else the last part of `source`, without
-    suffixes; "" where there is one only. Of a stream each has its share of the window, so that their parts last equally long."""
+    """The settings of each source that is trained on, by name: their own name, or the last part of `source` without suffixes; ""
+    for a single source. In a stream each gets its share of the window, so that parts last equally long."""
     if not settings.sources:
         return {"": settings.model_copy(update={"validation": None})}
     parts: dict[str, DataSettings] = {}

@@ -111,7 +111,7 @@ class SourceStream:
         return part
 
     def release(self, place: int) -> None:
-        """Close the parts before that of the last pack before `place`. Packs before it are read no more."""
+        """Close the parts before the one with the last pack before `place`: nobody reads them any more."""
         with self._lock:
             if read := [part for part in self._parts if part.start.first < place]:
                 self.record = {"start": asdict(read[-1].start), "fingerprint": read[-1].packs.fingerprint}
@@ -191,10 +191,9 @@ class PackerProcess:
 
 
 class StreamedPacks(Packs):
-    """The packs of one source or several in shares of the tokens, as they come: index n * sources + s is pack n of source s.
+    """The packs of one source, or of several by their shares of the tokens. Index n * sources + s is pack n of source s.
 
-    `begin` says where to read, and `packing` who makes what is not there; without, parts are waited for that another process
-    makes. A pack that is not there is waited for.
+    `begin` says where to read. `packing` makes the parts; None: another process does. A pack that is not there is waited for.
 
     parts: the settings of each source, by name, "" where there is one only.
     """
@@ -261,7 +260,7 @@ class StreamedPacks(Packs):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block after `reads`; threads that still wait for parts when it is left, end."""
+        """Entered after `reads`. When it is left, threads that still wait for parts end."""
         try:
             yield
         finally:
@@ -275,7 +274,7 @@ class StreamOrder(Order):
     packs: StreamedPacks = field(kw_only=True)
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Each place has another pack of its part."""
+        """Within a part, an order drawn for it says which pack comes at a place."""
         source = list(self.packs.sources.values())[number]
         # Sources must not go through their parts in the same order, nor epochs through the same part.
         key = splitmix64(splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number)))
