@@ -196,7 +196,7 @@ def refused_together(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite `tensors`, contiguous, by the first rank's: a machine with other files or libraries makes no other model.
+    """Overwrite `tensors`, contiguous, by the first rank's, as a machine with other files or libraries might make another model.
     Collective."""
     if accelerator.num_processes > 1:
         for tensor in tensors:

@@ -262,6 +262,6 @@ def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """How many updates the moments have seen, on which their bias correction rests: training steps less the skipped ones."""
+    """Set how many updates the moments have seen, by which their bias is corrected: training steps less the skipped ones."""
     for state in optimizer.state.values():
         state["step"].fill_(updates)

@@ -52,7 +52,7 @@ def missing() -> str | None:
 
 
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
-    """The same for running `precision` on it."""
+    """What this process would need to run `precision` on it, worded as `missing`; None: nothing more."""
     if precision.te_available is None:
         return precision.hardware.missing(None)
     if need := missing():
@@ -80,7 +80,7 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
 
 
 def split_accumulator(te_recipe: Any, product: str) -> bool:
-    """Whether `product` (fprop, dgrad, wgrad) adds up in full: what the recipe says, and where it says nothing, gradients."""
+    """Whether `product` (fprop, dgrad, wgrad) adds up in full precision: as the recipe says, else for gradients."""
     wanted = getattr(te_recipe, f"fp8_gemm_{product}", None)
     return product != "fprop" if wanted is None else wanted.use_split_accumulator
 

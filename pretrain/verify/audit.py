@@ -107,8 +107,8 @@ def confirming(active: ActivePrecision, products: Sequence[Entry], step: int, *,
 def confirming_first_microbatch(
     packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int
 ) -> Iterator[None]:
-    """The same around one microbatch, by which the histories of delayed scaling must move on. Inside of `confirming` products are
-    left to that."""
+    """`confirming` around one microbatch, after which histories of delayed scaling must have moved on. Within a `confirming`,
+    that one sees to the products."""
     looked_at = nullcontext() if ProductObserver.current else confirming(active, products, step, most=most)
     with watching_histories(packed.context, active) as wrong, looked_at:
         yield
