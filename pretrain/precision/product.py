@@ -301,10 +301,7 @@ class PrecisionContext:
     result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(default_factory=list)
     quantizing: bool = True  # false while parity runs the same model with its quantization off
     groups: dict[str, Tensor] = field(default_factory=dict)  # of grouped products, by name: where each expert's rows end now
-    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
-
-    def __post_init__(self) -> None:
-        self.backends = self.backends or ([self.backend] if self.backend else [])
+    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:

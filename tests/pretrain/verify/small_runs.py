@@ -141,7 +141,8 @@ def build_run(
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(settings, model.load_config(settings), weights=stored_in, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)
-    context = PrecisionContext(make_backends([active], device)[precision], compute)
+    backends = make_backends([active], device)
+    context = PrecisionContext(backends[precision], compute, backends=[*filter(None, backends.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     inside = decoder_layers(hf)
     decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
