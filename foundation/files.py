@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from foundation.errors import InputError
+from foundation.reading import refusing
 
 CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)  # what a file system says of a call that it has not
 PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
@@ -114,11 +115,8 @@ def hash_of(content: Mapping[str, Any]) -> str:
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
     """The hex digest of a file by any of hashlib's or xxhash's algorithms; InputError where it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+    with refusing((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
+        return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
 
 
 def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:

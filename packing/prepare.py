@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, replace_file
 from foundation.progress import Progress, say
-from foundation.reading import load_object
+from foundation.reading import load_object, refusing
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -116,22 +116,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
     kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
-    with PackMaker(settings, processes) as maker:
-        try:
-            log = TokenLog(kept, maker.key())
-            if not log.complete:
-                first = log.counts.documents + 1
-                say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
-                with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
-                    for result in maker.tokenize(maker.source.chunks(log.place)):
-                        log.append(result)
-                        line.update(log.counts.tokens - line.n)
-                    check_counts(settings, log.counts)
-                    log.complete = True
-            with Progress("packing", shown=progress):
-                manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
-        except OSError as error:
-            raise InputError(f"{settings.packs}: {error}; then run this again: what is tokenised is kept in {kept}") from None
+    left = f"then run this again: what is tokenised is kept in {kept}"
+    with PackMaker(settings, processes) as maker, refusing((OSError,), str(settings.packs), left):
+        log = TokenLog(kept, maker.key())
+        if not log.complete:
+            first = log.counts.documents + 1
+            say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
+            with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
+                for result in maker.tokenize(maker.source.chunks(log.place)):
+                    log.append(result)
+                    line.update(log.counts.tokens - line.n)
+                check_counts(settings, log.counts)
+                log.complete = True
+        with Progress("packing", shown=progress):
+            manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
     shutil.rmtree(kept)
     return manifest
 

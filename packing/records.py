@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import load_object, one_line
+from foundation.reading import load_object, one_line, refusing
 from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
@@ -56,11 +56,9 @@ class TextTemplate:
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
-        try:
+        with refusing((ValueError,), f"data: the template {text!r}", "write columns as {title}, braces as {{ and }}"):
             parsed = string.Formatter().parse(text if "{" in text or "}" in text else f"{{{text}}}")
             pieces = tuple((literal, name) for literal, name, _, _ in parsed)
-        except ValueError as error:
-            raise InputError(f"data: the template {text!r}: {error}; columns are {{title}}, and braces {{{{ and }}}}") from None
         return cls(tuple(dict.fromkeys(name for _, name in pieces if name is not None)), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:

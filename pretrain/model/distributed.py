@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -19,13 +20,15 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.reading import refusing
 from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")
 # How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
+_REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
+_explaining_accelerate = partial(refusing, _REFUSED, "accelerate configuration: accelerate does not take it")
 
 
 # ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
@@ -49,15 +52,6 @@ def compute_in_a_fixed_order() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
-
-
-@contextmanager
-def _explaining_accelerate() -> Iterator[None]:
-    """Make the Accelerator within this: what it refuses of its configuration is an InputError."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
-        raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
 
 
 def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False) -> None:
