@@ -59,7 +59,7 @@ def replace_file(path: Path, data: bytes) -> None:
     Makes its folder where there is none. InputError where it cannot be written: disk full, no permission.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    try:
+    with refusing((OSError,), f"{path}: cannot be written", "what it held before is untouched"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_file(partial, data)
@@ -67,8 +67,6 @@ def replace_file(path: Path, data: bytes) -> None:
         finally:
             partial.unlink(missing_ok=True)
         fsync(path.parent)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -153,11 +151,9 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
     wait. InputError where the file cannot be made.
     """
-    try:
+    with refusing((OSError,), f"{path.parent}: cannot be written", "name another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written: {error.strerror}; name another folder") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
