@@ -16,7 +16,7 @@ import gc
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
         run = build(job, *surroundings)
         if run is None:
             return 0
-        try:
+        with closing(run.checkpoints):
             if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
@@ -103,8 +103,6 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             if run.precision_watch:
                 run.precision_watch.file.finish()
             return stopped_by
-        finally:
-            run.checkpoints.close()
 
 
 # ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────

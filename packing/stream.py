@@ -132,21 +132,22 @@ def check_disk(settings: DataSettings) -> None:
         )
 
 
-class PackerProcess:
+class PackerProcess(ExitStack):
     """Packs in a process of its own, and in those that tokenise for it; they end with the one that made this, however it ends.
 
-    One run a folder: InputError where another one has it.
+    One run a folder: InputError where another one has it. `close` ends the process, and lets others have the folder.
     """
 
     def __init__(self, settings: DataSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
         def refuse(holder: str) -> None:
             raise InputError(f"{settings.packs}: another run, {holder}, trains on this stream; wait, or set another data.packs")
 
-        self._lock = ExitStack()
-        self._lock.enter_context(locked(settings.packs / ".lock", refuse))
+        self.enter_context(locked(settings.packs / ".lock", refuse))
+        self.callback(self._end_process)
         check_disk(settings)
 
     def begin(self, starts: Mapping[str, Any]) -> None:
@@ -183,11 +184,6 @@ class PackerProcess:
             self._process.wait()
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
-
-    def close(self) -> None:
-        """End it, and let others have the folder; closing twice is harmless."""
-        self._end_process()
-        self._lock.close()
 
 
 class StreamedPacks(Packs):
