@@ -152,8 +152,7 @@ class PackMaker(AbstractContextManager):
         self._pool.shutdown(cancel_futures=True)
 
     def key(self) -> dict[str, Any]:
-        """What tokens follow from. `on_bad_line` is not part of it: after a bad line hours into the work, setting it to `skip`
-        goes on from there."""
+        """What tokens follow from. Not `on_bad_line`: after a bad line hours into the work, `skip` goes on from that line."""
         content = content_settings(self.settings)
         key = {name: content[name] for name in _TOKEN_KEYS if name not in ("on_bad_line", "source", "tokenizer")}
         key |= {"source files": self.source.identity, "tokenizer fingerprint": self.tokenizer.fingerprint}
@@ -179,8 +178,8 @@ class PackMaker(AbstractContextManager):
         return Arranged(tokens, settings, one_file=self.source.identity["kind"] == "text")
 
     def write(self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
-        """Write packs to the folder `path`, `whole` with what is held out and the tokenizer, and return their manifest. stream:
-        the place of a part."""
+        """Write packs to the folder `path` and return their manifest. whole: also the held-out part and the tokenizer. stream: a
+        part's place."""
         with PackWriter(path, self.settings.length) as writer:
             for split in arranged.layouts if whole else ("train",):
                 arranged.write(writer, split, self.tokenizer.padding)
@@ -303,8 +302,8 @@ def usable_cores(among: int = 1) -> int:
 
 
 def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise and lay out a part; also returns where the next one begins. Where the source ends, it begins again with a part of
-    its own."""
+    """Tokenise and lay out a part; also returns where the next part begins. A source that ended begins again in a part of its
+    own."""
     epoch, tokens = start.epoch, _fill(maker, start.place)
     if not tokens.counts.documents and start.number:  # the part before has taken the last document
         epoch, tokens = epoch + 1, _fill(maker, {})

@@ -207,8 +207,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
 
 @_packed
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's kernel for CPUs, a document at a time; within a window, which that kernel does not know, by
-    `packed_sdpa`."""
+    """Attends by torch's CPU kernel, a document at a time; by `packed_sdpa` within a window, which the kernel lacks."""
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
         return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))

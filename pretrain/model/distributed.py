@@ -80,16 +80,16 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """End the process group, after the model, which accelerate refers to: under FSDP2 a group that ended first was seen to abort
-    its process. Collective."""
+    """Free the model, then end the process group: under FSDP2, ending the group first was seen to abort its process.
+    Collective."""
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Whether FSDP2 was asked for the way of pretrain.model.sharding that gathers once a step; None leaves that to the plan's
-    memory. False without FSDP2."""
+    """Whether FSDP2 was asked to gather once a step (pretrain.model.sharding); None: as the memory planned allows. False without
+    FSDP2."""
     reshards = accelerator.state.fsdp_plugin.reshard_after_forward if accelerator.is_fsdp2 else True
     return None if reshards is None else not reshards
 
@@ -190,8 +190,7 @@ def refused_together(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite `tensors`, contiguous, by the first rank's, as a machine with other files or libraries might make another model.
-    Collective."""
+    """Overwrite `tensors`, contiguous, by the first rank's: other machines' files or libraries may differ. Collective."""
     if accelerator.num_processes > 1:
         for tensor in tensors:
             torch.distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)

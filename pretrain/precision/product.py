@@ -88,8 +88,8 @@ class Product:
 
     @staticmethod
     def save(*operands: Operand) -> Saved:
-        """Inputs, needed from now on for weights' gradients alone, and other tensors: as autograd can save them, with what
-        `restore` needs beside them."""
+        """Tensors for autograd to save, and what else `restore` needs. Inputs are needed from now on for weights' gradients
+        alone."""
         return operands, None
 
     @staticmethod
@@ -98,7 +98,7 @@ class Product:
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Whether no quantized product of this forward came before, asked once by each: its backward is the last, and calls
+        """True for the first product of a forward; every product asks once. The first one's backward is last, and calls
         `finish_backward`."""
         return False
 

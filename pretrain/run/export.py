@@ -92,8 +92,7 @@ def best_checkpoint(run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in the checkpoint at `folder`, read as mode `to` stores it: whole tensors, one at a time, whatever processes
-    wrote them."""
+    """The model in the checkpoint at `folder`, stored as `to` says: whole tensors, one at a time, whatever processes wrote it."""
 
     folder: Path
     manifest: Manifest

@@ -160,8 +160,8 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 
 
 def sum_up(run: Run) -> RunRecord | None:
-    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main
-    process."""
+    """Draw the curves; returns what the run folder holds, with `conclude`'s summary; None on other processes than the main
+    one."""
     if not run.accelerator.is_main_process:
         return None
     finished = read_run(run.folder.path)

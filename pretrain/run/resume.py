@@ -79,9 +79,8 @@ class ResumePoint:
 
 
 def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
-    """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
-    Nothing on the disk is changed. Collective. InputError as `find_resume_point`, and where nothing can be trained from there
-    on."""
+    """The run folder's checkpoints, the one to go on from, and the job as it goes on. Changes nothing on disk. Collective.
+    InputError as `find_resume_point`, and where nothing can be trained from there."""
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     own = source is not None and checkpoints.owns(source.path)
@@ -149,8 +148,7 @@ def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
-    """InputError where `source` has no place in this run's stream, is at the horizon already, or its steps were of other sizes
-    and the horizon counts tokens."""
+    """InputError where `source` is of another stream or at the horizon, or had other step sizes under a horizon in tokens."""
     if source.is_of_another_stream(job) and not source.begins:
         raise InputError(
             f"{source.path}: is of another stream; set another `run_dir`, and `train.begin_with: {source.path}` for its weights"

@@ -121,8 +121,7 @@ def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], be
 
 
 def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
-    """Runs two forwards and backwards of `batch`, from a fresh count of the device's peak memory; gradients are zero
-    afterwards."""
+    """Runs two forwards and backwards of `batch`, with the device's peak memory counted afresh; clears gradients afterwards."""
     device = accelerator.device
     gc.collect()  # what a trial that failed has left in reference cycles
     if device.type == "cuda":
@@ -143,8 +142,7 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
 
 
 def find_parity(run: Run) -> list[Parity | str]:
-    """Compares step 0 with plain transformers in each of the run's precisions, or says why not; the audit holds the results.
-    Collective."""
+    """Compares step 0 with plain transformers in each of the run's precisions, or says why not, for the audit. Collective."""
     assembly, results = run.assembly, []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.actives)
     with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):

@@ -117,8 +117,7 @@ def confirming_first_microbatch(
 
 
 def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]) -> dict[str, Any]:
-    """What audit.json says of one precision, while the model computes in it. `products`: of `observe`; `backend`: None where
-    nothing is quantized."""
+    """What audit.json says of the precision in force. products: of `observe`; backend: None where nothing is quantized."""
     head = hf.get_output_embeddings()
     return {
         "precision": active.requested,
@@ -165,8 +164,8 @@ def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserv
 
 
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
-    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product, of which `all_three` gemms
-    are to be seen."""
+    """The precision, or else the dtypes, of a module's products, alone or fused. all_three: backward's two gemms must be seen
+    too."""
     if not observed:
         return "not run"
     dtypes = " x ".join(sorted({operand for product in observed for operand in (product.left, product.right)}))
