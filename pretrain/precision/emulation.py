@@ -59,7 +59,7 @@ class EmulationBackend(Backend):
         self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
         self.products: list[EmulatedProduct] = []
-        self.preparation = functools.cache(self._compiled_preparation)
+        self._prepare = functools.cache(self._compiled_preparation)
 
     def product(self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False) -> EmulatedProduct:
         self.products.append((EmulatedGroupedProduct if grouped else EmulatedProduct)(self, name))
@@ -92,9 +92,12 @@ class EmulationBackend(Backend):
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
+    def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
+        """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
+        *operand, amax = self._prepare(role, along)(x, scale)
+        return Operand(*operand), amax
+
     def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor | None, ...]]:
-        """A function of x and its scale to the parts of the `Operand` of a product that sums `along` x's features or rows, and to
-        x's amax where delayed scaling is to note it."""
         precision, dtype = self.active.precision, self.operand_dtype
         quantize, scaled = precision.quantizer(self.active.settings, role, along), precision.tensor_scaled
         noting_amax = self.delayed is not None and along == "features"
@@ -134,10 +137,10 @@ class EmulatedProduct(Product):
 
     def quantized(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Delayed scaling notes x's amax where it is quantized along features."""
-        *parts, amax = self._backend.preparation(role, along)(x, scale)
+        operand, amax = self._backend.prepare(role, x, along, scale)
         if amax is not None:
             self._backend.delayed.record(self._module, role, amax)
-        return Operand(*parts)
+        return operand
 
     @staticmethod
     def codes(operand: BothWays) -> Tensor:

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from pretrain.precision.emulation import EmulationBackend, Operand, multiply
+from pretrain.precision.emulation import EmulationBackend, multiply
 from pretrain.precision.formats.definition import Along, Role
 from tests.pretrain.conftest import active_in
 
@@ -28,11 +28,11 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) ->
     scale = torch.tensor(1.7)
     on_cpu, on_gpu = backend(name, "cpu"), backend(name, "cuda")
     for role, along in itertools.product(get_args(Role), get_args(Along)):
-        expected, expected_scale, _, expected_amax = on_cpu.preparation(role, along)(x, scale)
-        ours, our_scale, _, amax = on_gpu.preparation(role, along)(x.cuda(), scale.cuda())
-        assert ours.dtype == on_gpu.operand_dtype
-        assert torch.equal(ours.float().cpu(), expected), (role, along)
-        for one, other in ((our_scale, expected_scale), (amax, expected_amax)):
+        expected, expected_amax = on_cpu.prepare(role, x, along, scale)
+        ours, amax = on_gpu.prepare(role, x.cuda(), along, scale.cuda())
+        assert ours.values.dtype == on_gpu.operand_dtype
+        assert torch.equal(ours.values.float().cpu(), expected.values), (role, along)
+        for one, other in ((ours.scale, expected.scale), (amax, expected_amax)):
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one.cpu(), other)
 
@@ -42,7 +42,7 @@ def test_a_product_is_summed_in_fp32_and_rounded_once() -> None:
     emulation = backend("current", "cuda")
     x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
     x[:, 0] = 5.0
-    operand = Operand(*emulation.preparation("input", "features")(x, None)[:2])
+    operand, _ = emulation.prepare("input", x, "features")
     exact = operand.values.double() @ operand.values.double().t() * operand.scale.double() ** 2
     assert torch.equal(multiply(operand, operand, torch.bfloat16), exact.bfloat16())
     torch.testing.assert_close(multiply(operand, operand, torch.float32).double(), exact, rtol=2**-22, atol=0)
