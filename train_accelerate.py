@@ -16,7 +16,7 @@ import gc
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from functools import partial
 from typing import Any
 
@@ -92,7 +92,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
         run = build(job, *surroundings)
         if run is None:
             return 0
-        try:
+        with closing(run.checkpoints):
             if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
@@ -103,8 +103,6 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             if run.precision_watch:
                 run.precision_watch.file.finish()
             return stopped_by
-        finally:
-            run.checkpoints.close()
 
 
 # ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────
@@ -118,12 +116,14 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     hf, aside = assembling.build_model(job, accelerator, attention.name)  # transformers' own
     model, precisions, fused = assembling.in_its_precisions(job, hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
-    compiled, cast_to = assembling.compiles_layers(job, device), assembling.working_dtype(job, accelerator)
-    wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiled)
+    compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
+    copied = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2  # FSDP2's copies come of its gathering
+    wrap_layers(model, recipe.model, cast_to=job.compute_dtype if copied else None, compile_layers=compiled)
 
     optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
-    with distributed.placed_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
-        model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
+    if accelerator.is_fsdp2:
+        with distributed.sharded_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
+            model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
     assembling.give_values(hf, aside, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)
     optimizer.materialise()
@@ -136,8 +136,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
 
 
 def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run | None:
-    """The run before its first step, or its next: nothing but the steps is left to do. None where an earlier start has done
-    all of it. Collective; raises TrainingHalted where parity failed."""
+    """The run, ready for its next step; None where it had ended before. TrainingHalted where parity fails. Collective."""
     health, log = Health(job.recipe.health), job.recipe.log
     require_shared(folder.path)
     job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
@@ -207,7 +206,7 @@ def train(run: Run) -> int:
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """Step until these `steps` serve no more: to the horizon, a rollback, or a signal, whose number it returns; else 0."""
+    """Train on `steps` until the horizon, a rollback or a signal; returns the signal's number, else 0."""
     recipe, state = run.job.recipe, run.state
     reason_to_stop = partial(keeping.reason_to_stop, run, steps, stop)
     while not state.finished:
@@ -244,8 +243,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 
 
 def is_confirming(run: Run, steps: int) -> bool:
-    """Whether the step that follows `steps` steps is one of the first two of this process, after a rollback, or of a phase: its
-    products are held to the audit. The second one sees what the first update has made."""
+    """Whether the products of the step after `steps` steps are held to the audit: in the first two steps of this process, after a
+    rollback, and of each phase. The second sees what the first update has made."""
     plan = run.job.plan
     before = {plan.done, *(first - 1 for first, *_ in plan.spans if plan.is_scheduled)}
     return steps in before or steps - 1 in before

@@ -13,8 +13,7 @@ from foundation.errors import InputError
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser whose mistakes are an InputError, so that they are one message, without the usage; --help shows the description as
-    it is written."""
+    """A parser that raises a mistake as InputError, one message without the usage; --help shows the description as written."""
 
     remedy = "--help lists the options"
 

@@ -20,6 +20,7 @@ from typing import Any
 import xxhash
 
 from foundation.errors import InputError
+from foundation.reading import refusing
 
 CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)  # what a file system says of a call that it has not
 PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
@@ -58,7 +59,7 @@ def replace_file(path: Path, data: bytes) -> None:
     Makes its folder where there is none. InputError where it cannot be written: disk full, no permission.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    try:
+    with refusing((OSError,), f"{path}: cannot be written", "what it held before is untouched"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_file(partial, data)
@@ -66,8 +67,6 @@ def replace_file(path: Path, data: bytes) -> None:
         finally:
             partial.unlink(missing_ok=True)
         fsync(path.parent)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written: {error.strerror}; what it held before is untouched") from None
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -114,11 +113,8 @@ def hash_of(content: Mapping[str, Any]) -> str:
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
     """The hex digest of a file by any of hashlib's or xxhash's algorithms; InputError where it cannot be read."""
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error}") from None
+    with refusing((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
+        return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
 
 
 def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:
@@ -139,8 +135,8 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
 
 
 def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
-    """InputError that names the first file that is missing, of another size or damaged. Where they are not to be `hashed`, as at
-    every start, files that are large together are only looked at."""
+    """InputError that names the first file that is missing, of another size or damaged. Without `hashed`, as at every start,
+    files that are large together are compared by their sizes alone."""
     records = list(records)
     small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
     if problems := find_damage(folder, records, hashed=hashed or small):
@@ -155,11 +151,9 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
     wait. InputError where the file cannot be made.
     """
-    try:
+    with refusing((OSError,), f"{path.parent}: cannot be written", "name another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
-    except OSError as error:
-        raise InputError(f"{path.parent}: cannot be written: {error.strerror}; name another folder") from None
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

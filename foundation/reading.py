@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +69,8 @@ def load_with_bases(path: str | os.PathLike[str], above: tuple[Path, ...] = ()) 
 
 def load_object(path: Path, remedy: str) -> dict[str, Any]:
     """The object in a JSON file; InputError, with the `remedy`, where it cannot be read or holds something else."""
-    try:
+    with refusing((OSError, ValueError), f"{path}: cannot be read", remedy):
         value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read: {one_line(error)}; {remedy}") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: a JSON object is wanted, here is {type(value).__name__}; {remedy}")
     return value
@@ -80,3 +80,14 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
     """What an error says in one line, cut to 300 characters; its type where it says nothing, and before it if `named`."""
     kind, text = type(error).__name__, " ".join(str(error).split())[:300]
     return f"{kind}: {text}" if named and text else text or kind
+
+
+@contextmanager
+def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") -> Iterator[None]:
+    """Entered around what another library may refuse: an error of `kinds` becomes an InputError that says `what` was the matter,
+    the error in a line, and the `remedy`."""
+    try:
+        yield
+    except kinds as error:
+        said = one_line(error, named=isinstance(error, (LookupError, AttributeError, AssertionError))).rstrip(". ")
+        raise InputError(f"{what}: {said}{remedy and f'; {remedy}'}") from None

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from foundation.errors import InputError
-from foundation.reading import one_line, parse_yaml
+from foundation.reading import parse_yaml, refusing
 
 
 class Settings(BaseModel):
@@ -142,10 +142,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
         return [text]
     if members & {str, Path} and text != "null" and not (lists and begins_list):
         return "" if text in ("''", '""') else text.replace("\\n", "\n").replace("\\t", "\t")
-    try:
+    with refusing((ValueError, TypeError, yaml.YAMLError), f"command line: the value of `{key}={text:.200}` is not valid YAML"):
         return parse_yaml(text)
-    except (ValueError, TypeError, yaml.YAMLError) as error:
-        raise InputError(f"command line: the value of `{key}={text:.200}` is not valid YAML: {one_line(error)}") from None
 
 
 def set_value(values: dict[str, Any], key: str, value: Any) -> None:

@@ -157,7 +157,7 @@ def _described(path: Path, verify: bool) -> Iterator[str]:
 
 def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
     """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
-    if index >= len(packs):
+    if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
     stored = [file for folder in (packs.path, packs.path.parent / FIRST) if (file := folder / "tokenizer.json").is_file()]
     tokenizer = load_tokenizer(tokenizer_name or str(stored[0])).tokenizer if tokenizer_name or stored else None

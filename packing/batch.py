@@ -57,16 +57,16 @@ class StepBatches:
     # Over all ranks, of real documents, for the FLOPs of attention; attention over padding is not useful work.
     sum_squared_lengths: int
     epoch: float  # epochs consumed once this step is done
-    # Of several sources, epochs and share of each once it is done; of a stream, where it is.
+    # Once the step is done: epochs and share of each of several sources, and the place in a stream.
     sources: dict[str, float] = field(default_factory=dict)
 
 
 def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
     """Lay packs of one length end to end.
 
-    The last token of a pack has no label, nor has that of a document with `mask_boundaries`; without, it has to predict the next
-    document's first. Nor is a token a label that is not to be learnt (`Pack.trained`). Padding at a pack's end is never a label,
-    and is a document of its own to attention.
+    The last token of a pack has no label. The last one of a document has none with `mask_boundaries`, and else predicts the next
+    document's first. Tokens that are not to be learnt (`Pack.trained`) are no labels, nor is padding at a pack's end, which is a
+    document of its own to attention.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
@@ -233,7 +233,7 @@ class BatchStream(Batching):
         squares = [sum_of_squares(pack.lengths) for pack in packs]
         microbatches = -(-len(indices) // (self.world_size * self.microbatch))
         blanks = self.world_size * microbatches * self.microbatch - len(indices)
-        # Free of cost, they come last: to the lightest microbatches, and one that holds nothing else to the end of its rank's.
+        # Blanks cost nothing, so they are dealt last, to the lightest microbatches; one of blanks alone ends its rank's.
         mine = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
             microbatches=[self.build(self.packs, [indices[i] for i in places if i < len(indices)]) for places in mine],
@@ -257,12 +257,10 @@ def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: int |
     pack = packs[index]
     if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
         raise InputError(
-            f"{packs.path}: pack {index} holds token id {highest}, but the model's vocabulary has {vocab_size} tokens; "
-            "prepare the packs with the model's own tokenizer, or choose the model they were made for"
+            f"{packs.path}: pack {index} holds token id {highest}, and the model has {vocab_size} ids; take its own tokenizer"
         )
     if positions and len(pack.lengths) and (end := pack.first_position + int(pack.lengths[0])) > positions:
         raise InputError(
-            f"{packs.path}: pack {index} begins in a document that goes on to position {end - 1:,}, and the model knows "
-            f"{positions:,}; take packs whose positions restart, or a model with rotary positions of fixed frequencies"
+            f"{packs.path}: pack {index} goes on to position {end - 1:,}, the model knows {positions:,}; let positions restart"
         )
     return pack

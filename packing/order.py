@@ -148,8 +148,7 @@ def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Or
 
 
 def _tokens_of(packs: Packs) -> float:
-    """Returns how many real tokens a pack has on average; of packs that do not record how many they hold, by 1,000 spread over
-    all."""
+    """How many real tokens a pack has on average; where packs do not record their number, 1,000 of the packs are counted."""
     if isinstance(packs, ArrowPacks):
         return packs.tokens / len(packs)
     return float(np.mean([int(packs[index].lengths.sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))

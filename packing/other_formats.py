@@ -112,9 +112,7 @@ class Shard(Packs):
         (lengths, first_position), trained = documents(len(ids), mask, positions, where), None
         if labels is not None:
             if not same_or_ignored(labels, ids):
-                raise InputError(
-                    f"{where}: its labels are neither its tokens nor {IGNORE}; write them not shifted, or not at all"
-                )
+                raise InputError(f"{where}: its labels are neither its tokens nor {IGNORE}; write them unshifted, or not at all")
             trained = (labels != IGNORE) & (np.arange(len(ids)) < lengths.sum())  # padding is never to be learnt
         return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
 
@@ -152,9 +150,7 @@ def _row(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
     """A column with a number a token; None where there is none of this name."""
     row = sample.get(name)
     if row is not None and (not isinstance(row, np.ndarray) or row.ndim != 1 or row.dtype.kind not in "iu"):
-        raise InputError(
-            f"{where}: column `{name}` holds no row of integers; write it as ndarray:uint32, or as uint32 without a fixed size"
-        )
+        raise InputError(f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 without a size")
     return row
 
 

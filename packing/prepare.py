@@ -32,7 +32,7 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, replace_file
 from foundation.progress import Progress, say
-from foundation.reading import load_object
+from foundation.reading import load_object, refusing
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -94,10 +94,7 @@ def holds_packs_of(settings: DataSettings) -> bool:
     if before["tokenizer"] != now["tokenizer"] or Path(str(settings.tokenizer)).exists():
         before["tokenizer"], now["tokenizer"] = manifest["tokenizer"]["fingerprint"], load_tokenizer(now["tokenizer"]).fingerprint
     if different := differences(before, now):
-        raise InputError(
-            f"{packs}: holds packs prepared with other settings ({different}); set data.packs to another folder, or remove this "
-            "one to prepare it anew"
-        )
+        raise InputError(f"{packs}: prepared with other settings ({different}); set another data.packs, or remove this folder")
     return True
 
 
@@ -119,22 +116,20 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
     kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
-    with PackMaker(settings, processes) as maker:
-        try:
-            log = TokenLog(kept, maker.key())
-            if not log.complete:
-                first = log.counts.documents + 1
-                say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
-                with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
-                    for result in maker.tokenize(maker.source.chunks(log.place)):
-                        log.append(result)
-                        line.update(log.counts.tokens - line.n)
-                    check_counts(settings, log.counts)
-                    log.complete = True
-            with Progress("packing", shown=progress):
-                manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
-        except OSError as error:
-            raise InputError(f"{settings.packs}: {error}; then run this again: what is tokenised is kept in {kept}") from None
+    left = f"then run this again: what is tokenised is kept in {kept}"
+    with PackMaker(settings, processes) as maker, refusing((OSError,), str(settings.packs), left):
+        log = TokenLog(kept, maker.key())
+        if not log.complete:
+            first = log.counts.documents + 1
+            say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
+            with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
+                for result in maker.tokenize(maker.source.chunks(log.place)):
+                    log.append(result)
+                    line.update(log.counts.tokens - line.n)
+                check_counts(settings, log.counts)
+                log.complete = True
+        with Progress("packing", shown=progress):
+            manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
     shutil.rmtree(kept)
     return manifest
 
@@ -157,8 +152,7 @@ class PackMaker(AbstractContextManager):
         self._pool.shutdown(cancel_futures=True)
 
     def key(self) -> dict[str, Any]:
-        """What tokens follow from. `on_bad_line` is not part of it: after a bad line hours into the work, setting it to `skip`
-        goes on from there."""
+        """What tokens follow from. Not `on_bad_line`: after a bad line hours into the work, `skip` goes on from that line."""
         content = content_settings(self.settings)
         key = {name: content[name] for name in _TOKEN_KEYS if name not in ("on_bad_line", "source", "tokenizer")}
         key |= {"source files": self.source.identity, "tokenizer fingerprint": self.tokenizer.fingerprint}
@@ -176,9 +170,7 @@ class PackMaker(AbstractContextManager):
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise InputError(
-                "a tokenizer process has ended; if memory ran out, leave the run fewer cores (taskset). What is done is kept"
-            ) from None
+            raise InputError("a tokenizer process died: if memory ran out, use fewer cores (taskset). The work is kept") from None
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out packs. held_out: set a part apart as the settings say."""
@@ -186,8 +178,8 @@ class PackMaker(AbstractContextManager):
         return Arranged(tokens, settings, one_file=self.source.identity["kind"] == "text")
 
     def write(self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
-        """Write packs to the folder `path`, `whole` with what is held out and the tokenizer, and return their manifest. stream:
-        the place of a part."""
+        """Write packs to the folder `path` and return their manifest. whole: also the held-out part and the tokenizer. stream: a
+        part's place."""
         with PackWriter(path, self.settings.length) as writer:
             for split in arranged.layouts if whole else ("train",):
                 arranged.write(writer, split, self.tokenizer.padding)
@@ -310,8 +302,8 @@ def usable_cores(among: int = 1) -> int:
 
 
 def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise and lay out a part; also returns where the next one begins. Where the source ends, it begins again with a part of
-    its own."""
+    """Tokenise and lay out a part; also returns where the next part begins. A source that ended begins again in a part of its
+    own."""
     epoch, tokens = start.epoch, _fill(maker, start.place)
     if not tokens.counts.documents and start.number:  # the part before has taken the last document
         epoch, tokens = epoch + 1, _fill(maker, {})

@@ -23,7 +23,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import load_object, one_line
+from foundation.reading import load_object, one_line, refusing
 from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
 from packing.tokenizer import REMEDY, TextTokenizer, file_of
@@ -56,13 +56,9 @@ class TextTemplate:
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
-        try:
+        with refusing((ValueError,), f"data: the template {text!r}", "write columns as {title}, braces as {{ and }}"):
             parsed = string.Formatter().parse(text if "{" in text or "}" in text else f"{{{text}}}")
             pieces = tuple((literal, name) for literal, name, _, _ in parsed)
-        except ValueError as error:
-            raise InputError(
-                f"data: the template {text!r}: {error}; write columns as {{title}}, braces as {{{{ and }}}}"
-            ) from None
         return cls(tuple(dict.fromkeys(name for _, name in pieces if name is not None)), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:
@@ -185,8 +181,7 @@ class TokenColumns:
             raise ValueError(f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids")
         if not same_or_ignored(labels, tokens):
             raise ValueError(
-                f"column `{self.labels}` is neither `{self.input_ids}` itself nor {IGNORE}; write it as the tokens themselves, "
-                "not shifted (the loss shifts them), or leave data.labels out"
+                f"column `{self.labels}` is neither `{self.input_ids}` nor {IGNORE}; write it unshifted, or leave data.labels out"
             )
         return [np.where(labels == IGNORE, tokens.astype(np.uint32) | UNTRAINED, tokens.astype(np.uint32))] if len(tokens) else []
 
@@ -202,14 +197,13 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     where there is none, or where it writes an EOS token that the tokenizer does not have."""
     if settings.input_ids is not None:
         return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
-    if not settings.is_chat:
+    if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, which {tokenizer.name} does not have, so answers would have no end; name "
-            "one in its tokenizer_config.json, or set a template without it"
+            f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in its tokenizer_config.json"
         )
     named = tuple(sorted(tokens.items()))
     if isinstance(settings.messages, str):
@@ -232,7 +226,6 @@ def chat_template(given: str | None, tokenizer: str) -> str:
     template = load_object(config, REMEDY).get("chat_template") if config else None
     if template is None:
         raise InputError(
-            f"data.chat_template: the tokenizer {tokenizer} has no chat template to write chats with; set data.chat_template to "
-            "chatml or a Jinja file, or name a tokenizer that has one, as those of instruct models do"
+            f"data.chat_template: {tokenizer} has none; set it to chatml or a Jinja file, or take an instruct model's tokenizer"
         )
     return template

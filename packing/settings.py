@@ -40,13 +40,9 @@ class SourceSettings(Settings):
     labels: str | None = None  # column with the same ids and -100 where there is no loss; null: every token is trained on
 
     @property
-    def is_chat(self) -> bool:
-        return self.messages is not None
-
-    @property
     def masks(self) -> bool:
         """Whether some tokens have no loss because of what the source says of them."""
-        return self.is_chat or self.labels is not None
+        return self.messages is not None or self.labels is not None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
         """Returns which of the settings `names` are not at their defaults."""

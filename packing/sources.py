@@ -25,7 +25,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.reading import one_line, refusing
 from packing.arrow import MANIFEST
 from packing.records import UNTRAINED, Records
 from packing.settings import HUB_NAME, DataSettings, split_revision
@@ -168,12 +168,10 @@ class FileSource:
                 continue
             at, line = (begin.get("at", 0), begin.get("line", 1)) if number == first else (0, 1)
             chunks = self._jsonl_chunks(path, size, at, line) if self.kind == "jsonl" else self._parquet_chunks(path, size, at)
-            try:
+            kinds, remedy = (OSError, pa.ArrowException, UnicodeDecodeError), "the file is damaged or not of this format"
+            with refusing(kinds, f"{path}: cannot be read", remedy):
                 for chunk in chunks:
                     yield replace(chunk, after={"file": number} | chunk.after)
-            except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-                reason = one_line(error)
-                raise InputError(f"{path}: cannot be read: {reason}; the file is damaged or not of this format") from None
 
     # Each yields chunks of a file. `at`: the byte or row to begin with.
 
@@ -254,19 +252,16 @@ class DatasetSource:
         import datasets
 
         settings = self.settings
-        try:
+        # RuntimeError: it has a loading script, whose code is not run.
+        kinds = (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError)
+        asked = f"{self.name} (data.subset: {settings.subset}, data.split: {settings.split})"
+        with refusing(kinds, f"data.source: {asked}: neither a file or folder here nor a dataset that can be loaded"):
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
                 return data[settings.split] if isinstance(data, datasets.DatasetDict) else data
             name, revision = split_revision(self.name)
             chosen = {"split": settings.split, "revision": revision, "streaming": bool(settings.streaming)}
             return datasets.load_dataset(name, settings.subset, **chosen)
-        # RuntimeError: it has a loading script, whose code is not run.
-        except (OSError, ValueError, LookupError, TypeError, RuntimeError, datasets.exceptions.DatasetsError) as error:
-            raise InputError(
-                f"data.source: {self.name}: neither a file or folder here nor a dataset that can be loaded "
-                f"(data.subset: {settings.subset}, data.split: {settings.split}): {one_line(error)}"
-            ) from None
 
 
 def _rows(table: pa.RecordBatch | pa.Table, origin: str, first: int, size: int) -> Iterator[Chunk]:

@@ -22,8 +22,8 @@ _MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or p
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each source that is trained on, by name: of several their own, or else the last part of `source`, without
-    suffixes; "" where there is one only. Of a stream each has its share of the window, so that their parts last equally long."""
+    """The settings of each source that is trained on, by name: their own name, or the last part of `source` without suffixes; ""
+    for a single source. In a stream each gets its share of the window, so that parts last equally long."""
     if not settings.sources:
         return {"": settings.model_copy(update={"validation": None})}
     parts: dict[str, DataSettings] = {}
@@ -130,10 +130,7 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
     """The training or held-out part of `packs`; the packs whose indices have the smallest hashes are held out."""
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
-        raise InputError(
-            f"{packs.path}: {len(packs)} packs cannot give up a share of {share} (`data.held_out`) and leave some to train on; "
-            "set `data.held_out` to 0 or take more text"
-        )
+        raise InputError(f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train on; set it to 0")
     chosen = np.zeros(len(packs), bool)
     chosen[np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]] = True
     return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))

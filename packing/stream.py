@@ -111,7 +111,7 @@ class SourceStream:
         return part
 
     def release(self, place: int) -> None:
-        """Close the parts before that of the last pack before `place`. Packs before it are read no more."""
+        """Close the parts before the one with the last pack before `place`: nobody reads them any more."""
         with self._lock:
             if read := [part for part in self._parts if part.start.first < place]:
                 self.record = {"start": asdict(read[-1].start), "fingerprint": read[-1].packs.fingerprint}
@@ -128,28 +128,26 @@ def check_disk(settings: DataSettings) -> None:
     limit, free = settings.stream.disk_gb, (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
     if limit > free:
         raise InputError(
-            f"data.streaming.disk_gb: {limit:g}, and the disk of {settings.packs} has {free:.3g} GB for packs; set it to "
-            f"{free * 0.95:.2g} or less, or data.packs to another disk"
+            f"data.streaming.disk_gb: {limit:g}: {settings.packs} has room for {free:.3g} GB; lower it, or take another disk"
         )
 
 
-class PackerProcess:
+class PackerProcess(ExitStack):
     """Packs in a process of its own, and in those that tokenise for it; they end with the one that made this, however it ends.
 
-    One run a folder: InputError where another one has it.
+    One run a folder: InputError where another one has it. `close` ends the process, and lets others have the folder.
     """
 
     def __init__(self, settings: DataSettings) -> None:
+        super().__init__()
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
         def refuse(holder: str) -> None:
-            raise InputError(
-                f"{settings.packs}: another run trains on this stream, {holder}; set another data.packs, or wait for it"
-            )
+            raise InputError(f"{settings.packs}: another run, {holder}, trains on this stream; wait, or set another data.packs")
 
-        self._lock = ExitStack()
-        self._lock.enter_context(locked(settings.packs / ".lock", refuse))
+        self.enter_context(locked(settings.packs / ".lock", refuse))
+        self.callback(self._end_process)
         check_disk(settings)
 
     def begin(self, starts: Mapping[str, Any]) -> None:
@@ -187,17 +185,11 @@ class PackerProcess:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
 
-    def close(self) -> None:
-        """End it, and let others have the folder; closing twice is harmless."""
-        self._end_process()
-        self._lock.close()
-
 
 class StreamedPacks(Packs):
-    """The packs of one source or several in shares of the tokens, as they come: index n * sources + s is pack n of source s.
+    """The packs of one source, or of several by their shares of the tokens. Index n * sources + s is pack n of source s.
 
-    `begin` says where to read, and `packing` who makes what is not there; without, parts are waited for that another process
-    makes. A pack that is not there is waited for.
+    `begin` says where to read. `packing` makes the parts; None: another process does. A pack that is not there is waited for.
 
     parts: the settings of each source, by name, "" where there is one only.
     """
@@ -264,7 +256,7 @@ class StreamedPacks(Packs):
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A block after `reads`; threads that still wait for parts when it is left, end."""
+        """Entered after `reads`. When it is left, threads that still wait for parts end."""
         try:
             yield
         finally:
@@ -278,7 +270,7 @@ class StreamOrder(Order):
     packs: StreamedPacks = field(kw_only=True)
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Each place has another pack of its part."""
+        """Within a part, an order drawn for it says which pack comes at a place."""
         source = list(self.packs.sources.values())[number]
         # Sources must not go through their parts in the same order, nor epochs through the same part.
         key = splitmix64(splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number)))

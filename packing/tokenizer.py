@@ -58,8 +58,7 @@ class TextTokenizer:
         """The id that ends a text; InputError if there is none."""
         if "eos" not in self.special:
             raise InputError(
-                f"data.tokenizer: {self.name} names no EOS token to end texts with; name one in its tokenizer_config.json as "
-                "`eos_token`"
+                f"data.tokenizer: {self.name} names no EOS token to end texts with; set `eos_token` in its tokenizer_config.json"
             )
         return self.special["eos"]
 
@@ -115,8 +114,7 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         if not needed and isinstance(error, absent):
             return None
         raise InputError(
-            f"data.tokenizer: {repository}: no such file or folder in {Path.cwd()}, and no {name} from the hub: "
-            f"{one_line(error)}; {REMEDY}"
+            f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: {one_line(error)}; {REMEDY}"
         ) from None
 
 

@@ -57,7 +57,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
-        """`keep`: the newest so many are kept, and the newest up to step `before`, where the rate begins to fall."""
+        """`keep`: how many of the newest are kept, beside the newest up to step `before`, where the rate begins to fall."""
         self.folder, self.keep, self.before = folder, keep, before
         self.rank = torch.distributed.get_rank() if in_a_group() else 0
         self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
@@ -164,9 +164,8 @@ class Checkpoints:
                 shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
             before = f"{self._complete} is untouched" if self._complete else "no earlier checkpoint was touched"
             raise InputError(
-                f"{self.folder}: the checkpoint of step {step_of(pending.final)} could not be saved: {reasons[0]}; "
-                f"{memory(free_bytes(self.folder) / GIB)} are free there; {before}. Free space, or set a `run_dir` on another "
-                "disk, then start the same command again to resume"
+                f"{self.folder}: step {step_of(pending.final)} could not be saved: {reasons[0]}; {before}. There are "
+                f"{memory(free_bytes(self.folder) / GIB)} free; make room, or set a `run_dir` on another disk, and start again"
             )
         self._complete = pending.final
         self.damaged.discard(pending.final)  # it is a new one now
@@ -354,8 +353,7 @@ def check_space(folder: Path, needed: int) -> None:
     free = free_bytes(folder)
     if free < needed:
         raise InputError(
-            f"{folder}: checkpoints need {memory(needed / GIB)} there and {memory(free / GIB)} are free; "
-            "free space, lower `checkpoint.keep`, or point `run_dir` to a larger disk"
+            f"{folder}: checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are free; lower `checkpoint.keep`"
         )
 
 

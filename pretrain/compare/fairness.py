@@ -96,9 +96,8 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
     for run in runs[1:]:
         if unfair := {key: both for key, both in differing(runs[0], run).items() if not is_varied(key, vary)}:
             raise InputError(
-                f"{runs[0].path} and {run.path} cannot be compared, as they differ in more than precision and weights: "
-                f"{in_words(unfair)}; report each alone, or train one of them again; if this is what you compare, add "
-                f"{' '.join(f'--vary {key}' for key in unfair)}"
+                f"{runs[0].path} and {run.path} differ in more than precision and weights: {in_words(unfair)}; report each "
+                f"alone, train one again or, if that is what you compare, add {' '.join(f'--vary {key}' for key in unfair)}"
             )
 
 

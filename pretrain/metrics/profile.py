@@ -26,10 +26,7 @@ class StepProfile:
         self.step = state.step + PROFILED
         self._folder, self._device, self._records = folder, accelerator.device, accelerator.is_main_process
         if self.step > state.steps:
-            raise InputError(
-                f"`--profile` records step {self.step}, by when everything is compiled, and the run ends with step "
-                f"{state.steps}; train longer (`train`), or leave it out"
-            )
+            raise InputError(f"`--profile` records step {self.step}, and the run ends with step {state.steps}; train longer")
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:

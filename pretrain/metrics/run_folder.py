@@ -87,9 +87,7 @@ def check_ours(path: Path) -> None:
     strange = sorted(name for name in listed if not name.startswith(".") and name not in _BEFORE_CONFIG)
     config = path / "config.yaml"
     if strange and not (config.is_file() and load_yaml(config).keys() >= _OF_EVERY_RECIPE):
-        raise InputError(
-            f"{path}: holds {strange[0]} and no config.yaml of a run; set another `run_dir`, or move what is there away"
-        )
+        raise InputError(f"{path}: holds {strange[0]} and no config.yaml of a run; set another `run_dir`, or move that away")
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:

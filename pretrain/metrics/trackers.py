@@ -22,6 +22,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_availa
 
 from foundation.errors import InputError
 from foundation.files import replace_file
+from foundation.reading import refusing
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
 from pretrain.settings.recipe import LogSettings
@@ -47,15 +48,13 @@ class JsonlTracker:
         """Remove the steps after the resumed checkpoint's from the file, and a last line that is not whole; open it to append."""
         if not self.main_process:
             return
-        try:
+        with refusing((OSError,), f"{self.path}: cannot be written", "move it away"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
             whole = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= self.resumed_step]
             if len(whole) < len(lines):
                 replace_file(self.path, b"".join(whole))
             self._file = self.path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise InputError(f"{self.path}: cannot be written: {error.strerror}; move it away") from None
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Write `values`, which hold their own `step`; JSON has no infinity and no not-a-number, so these become null."""
@@ -69,8 +68,7 @@ class JsonlTracker:
             with contextlib.suppress(OSError):  # it cannot flush either; the next start removes a part of a line
                 self._file.close()
             raise InputError(
-                f"{self.path}: cannot be written: {error.strerror}; every checkpoint is untouched. Free space there, then start "
-                "the same command again to resume."
+                f"{self.path}: cannot be written: {error.strerror}; checkpoints are untouched. Free space, then start again"
             ) from None
 
     def finish(self) -> None:

@@ -47,8 +47,8 @@ FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)  # below, nobody has measured whether it is faster
 FA4_GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: it is written for these, and measured on the first
-# Tokens of a mean document, times the heads of a group: beyond, FlashAttention-4's products take so long that memory does not
-# count. Empty slots are documents here, since only the device knows how many there are: 4 packs of one document have 15 slots.
+# Tokens of a mean document times the query heads of a group. Beyond it, FlashAttention-4's products take so long that memory does
+# not count. Empty slots count as documents, as only the device tells them apart: 4 packs of one document have 15 slots.
 LONG = 8192
 WIDE = 4  # query heads of a group: each is a call of its own, and wider groups have not been measured
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
@@ -207,8 +207,7 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
 
 @_packed
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's kernel for CPUs, a document at a time; within a window, which that kernel does not know, by
-    `packed_sdpa`."""
+    """Attends by torch's CPU kernel, a document at a time; by `packed_sdpa` within a window, which the kernel lacks."""
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
         return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import partial
 from typing import Any, TypeVar
 
 import psutil
@@ -19,13 +20,15 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.reading import refusing
 from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")
 # How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
+_REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
+_explaining_accelerate = partial(refusing, _REFUSED, "accelerate configuration: accelerate does not take it")
 
 
 # ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
@@ -49,15 +52,6 @@ def compute_in_a_fixed_order() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
-
-
-@contextmanager
-def _explaining_accelerate() -> Iterator[None]:
-    """Make the Accelerator within this: what it refuses of its configuration is an InputError."""
-    try:
-        yield
-    except (ValueError, LookupError, TypeError, ImportError, AssertionError) as error:
-        raise InputError(f"accelerate configuration: accelerate does not take it: {one_line(error)}") from None
 
 
 def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False) -> None:
@@ -86,16 +80,16 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """End the process group, after the model, which accelerate refers to: under FSDP2 a group that ended first was seen to abort
-    its process. Collective."""
+    """Free the model, then end the process group: under FSDP2, ending the group first was seen to abort its process.
+    Collective."""
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Whether FSDP2 was asked for the way of pretrain.model.sharding that gathers once a step; None leaves that to the plan's
-    memory. False without FSDP2."""
+    """Whether FSDP2 was asked to gather once a step (pretrain.model.sharding); None: as the memory planned allows. False without
+    FSDP2."""
     reshards = accelerator.state.fsdp_plugin.reshard_after_forward if accelerator.is_fsdp2 else True
     return None if reshards is None else not reshards
 
@@ -123,26 +117,15 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
 
 
 @contextmanager
-def placed_as_planned(
-    accelerator: Accelerator,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    compute_dtype: torch.dtype,
-    *,
-    once_a_step: bool = False,
+def sharded_as_planned(
+    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype, *, once_a_step: bool
 ) -> Iterator[None]:
-    """`accelerator.prepare(model, optimizer)` within this puts the model on its device, or shards it under FSDP2, and leaves
-    `optimizer` with the parameters that training uses.
+    """`accelerator.prepare(model, optimizer)` within this shards the model by FSDP2, and leaves `optimizer` with the shards.
 
-    Under FSDP2, parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in
-    FP32. Elsewhere nothing is wrapped: DistributedDataParallel, which accelerate would put around the model, adds up in the
-    parameters' dtype, and `RankSums` of pretrain.model.gradients in FP32.
+    Parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in FP32. A run
+    without FSDP2 needs none of it: its model is built on its device. DistributedDataParallel, which accelerate would put around
+    that, adds up in the parameters' dtype; `RankSums` of pretrain.model.gradients adds up in FP32.
     """
-    if not accelerator.is_fsdp2:
-        kind, accelerator.state.distributed_type = accelerator.state.distributed_type, DistributedType.NO
-        yield
-        accelerator.state.distributed_type = kind
-        return
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
     # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
@@ -207,8 +190,7 @@ def refused_together(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite `tensors`, contiguous, by the first rank's: a machine with other files or libraries makes no other model.
-    Collective."""
+    """Overwrite `tensors`, contiguous, by the first rank's: other machines' files or libraries may differ. Collective."""
     if accelerator.num_processes > 1:
         for tensor in tensors:
             torch.distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)

@@ -83,11 +83,9 @@ class GroupedExperts(nn.Module):
         if self.training and torch.is_grad_enabled():  # of a layer that is recomputed all count twice
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = gate_up(Dispatched.apply(hidden, groups), self.gate_up_proj, groups)
-        rows = down(self._activated(rows), self.down_proj, groups)
+        has_kernel = self._is_swiglu and in_bf16_on_a_gpu(rows)
+        rows = down(_SwiGLU.apply(rows) if has_kernel else self._apply_gate(rows), self.down_proj, groups)
         return Combined.apply(rows, weights, groups).to(hidden.dtype)
-
-    def _activated(self, hidden: Tensor) -> Tensor:
-        return _SwiGLU.apply(hidden) if self._is_swiglu and in_bf16_on_a_gpu(hidden) else self._apply_gate(hidden)
 
 
 # ── Tokens to rows, and back ────────────────────────────────────────────────────────────────────────────────────────────────────

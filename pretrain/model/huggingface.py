@@ -7,8 +7,8 @@ import inspect
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ from transformers.utils import logging as transformers_logging
 from foundation.errors import InputError
 from foundation.files import fsync, fsync_tree
 from foundation.progress import advance
-from foundation.reading import one_line
+from foundation.reading import refusing
 from pretrain.model import attention, routing
 from pretrain.model.distributed import from_all_ranks, refused_together
 from pretrain.model.loss.head import check as check_loss
@@ -43,11 +43,13 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
-# What transformers and torch raise for values that they did not expect.
+# What transformers and torch raise for values that they did not expect: an architecture checks values in its own way, or not at
+# all and fails where it first uses them.
 _WRONG_VALUES = (
     *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
     *(StrictDataclassError, SafetensorError),
 )
+_refusing = partial(refusing, _WRONG_VALUES)
 # What a config.json may say otherwise without another model: paths and versions, what a run decides by itself, what a caller
 # gets, and what is a classifier's.
 _NOT_OF_THE_MODEL = {
@@ -57,17 +59,6 @@ _NOT_OF_THE_MODEL = {
 }
 
 transformers_logging.disable_progress_bar()  # they are drawn into log files too
-
-
-@contextmanager
-def _refusing(what: str) -> Iterator[None]:
-    """InputError that begins with `what` where transformers or torch refuses something within: an architecture checks its values
-    in its own way, or not at all and fails where it first uses them."""
-    try:
-        yield
-    except _WRONG_VALUES as error:
-        named = isinstance(error, (LookupError, AttributeError, AssertionError))
-        raise InputError(f"{what}: {one_line(error, named=named).rstrip('. ')}") from None
 
 
 # ── Its configuration ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -95,10 +86,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
         config = type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
-        raise InputError(
-            "`model.config.router_aux_loss_coef` does nothing by itself, as in transformers; `model.config.output_router_logits: "
-            "true` trains the loss that it multiplies"
-        )
+        raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
     return config
 
 
@@ -133,11 +121,9 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     name, config = type(model).__name__, model.config.get_text_config()
     if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
         raise InputError(f"`model`: in {name}, tokens see those after them; name a causal language model")
-    heads, kv_heads = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
-    if heads and kv_heads and heads % kv_heads:
-        raise InputError(
-            f"`model.config`: `num_attention_heads: {heads}` is not a multiple of `num_key_value_heads: {kv_heads}`; change one"
-        )
+    heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if heads and kv and heads % kv:
+        raise InputError(f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`")
     between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
     if between or model.base_model is model:
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")

@@ -78,9 +78,8 @@ class PackedLanguageModel(nn.Module):
         return sums if self.routing is None else sums | self.routing.take_sums()
 
     def mean_losses(self, accelerator: Accelerator, tokens: int, trained: Tensor) -> dict[str, Tensor]:
-        """`loss`, the cross-entropy in a step's mean loss `trained`, and the mean over the `tokens` of all ranks of what else
-        `take_sums` has, penalty and router loss without their weights; and of a mixture its `balance`. FP32 scalars.
-        Collective."""
+        """`loss`, the cross-entropy within a step's mean loss `trained`; the means over the `tokens` of all ranks of what else
+        `take_sums` has, without the weights of penalty and router loss; and a mixture's `balance`. FP32 scalars. Collective."""
         balance = self.routing.balance(accelerator) if self.routing else {}
         sums = self.take_sums()
         names = ["loss", "penalty"] if self.hf.get_output_embeddings().penalty else []

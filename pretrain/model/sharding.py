@@ -148,8 +148,7 @@ class Sharding:
             group.module.reshard()
 
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Prepares the backward as FSDP2 itself does: a hook on what a group's forward gave runs before anything of the group's
-        backward."""
+        """Prepares the backward as FSDP2 does: a hook on what a group's forward returned runs before all else in its backward."""
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:

@@ -127,9 +127,9 @@ def wrap_layers(
             if cast_to is not None:
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
             continue
-        # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces: a graph
-        # cannot end inside of the context that swaps the parameters. Outside of a lone norm too, whose graph would leave the
-        # rounding of its weight out. A norm's graph serves any number of tokens, but cuts its sums by the number that it saw
+        # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces, as a
+        # graph cannot end inside of the context that swaps the parameters; and outside of a lone norm's graph, which would leave
+        # out the rounding of its weight. A norm's graph serves any number of tokens, but cuts its sums by the number that it saw
         # first, which in a resumed run is another: where bits are to repeat, each number has a graph of its own.
         in_pieces = any(isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules())
         alone = not isinstance(unit, GradientCheckpointingLayer)

@@ -40,18 +40,9 @@ class ExactAdamW(torch.optim.Optimizer):
     State of a parameter: `exp_avg`, `exp_avg_sq`, `remainder` (mode bf16_exact), and `step` on the host, so that nothing waits.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        exact: bool = True,
-        moments: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], *, exact: bool = True, moments: torch.dtype | None = None, **defaults: Any) -> None:
+        """`defaults`: lr, betas, eps and weight_decay of the groups in `params` that do not say them."""
+        super().__init__(params, defaults)
         self.exact, self.moments = exact, moments
         self._updated, self._lost = 0, torch.zeros((), dtype=torch.int64)  # values in the last step, and lost updates among them
 
@@ -271,6 +262,6 @@ def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """How many updates the moments have seen, on which their bias correction rests: training steps less the skipped ones."""
+    """Set how many updates the moments have seen, by which their bias is corrected: training steps less the skipped ones."""
     for state in optimizer.state.values():
         state["step"].fill_(updates)

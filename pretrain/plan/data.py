@@ -142,7 +142,6 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
             labels = partial(count_valid_tokens, mask_boundaries=settings.mask_boundaries)
             if not any(labels(pack.lengths, pack.trained) for pack in map(packs.__getitem__, range(count))):
                 raise InputError(
-                    f"{packs.path}: no token that is {what} in the first {plural(count, 'pack')} has a loss: each is masked, or "
-                    "the first of its document or pack, which nothing predicts; prepare longer packs (`data.length`), of longer "
-                    "documents or with other labels, or raise `evaluate.packs`"
+                    f"{packs.path}: no token {what} in the first {plural(count, 'pack')} has a loss: each is masked, or the "
+                    "first of a document or pack; prepare longer packs (`data.length`) or other labels, or raise `evaluate.packs`"
                 )

@@ -32,7 +32,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -108,7 +107,7 @@ def memory_of(plan: Plan, precision: str, layers: Sequence[LayerMemory] | None, 
     number, layouts = products.number_bytes, products.layouts_on(devices.capability)
     head, values = shape.vocabulary * shape.hidden, math.ceil(flops.parameters / devices.shards)
     low_head = products.quantized and recipe.fp8_config.scope != "linear"
-    layers = layers or [compiled_layer(flops, products, layouts)] * shape.layers
+    layers = layers or [compiled_layer(flops, products, layouts, {})] * shape.layers
     if plan.keeps_rotated:
         layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
     again = [recipe.model.recomputes(index) for index in range(len(layers))]
@@ -247,9 +246,7 @@ def _experts_left_out(model: PreTrainedModel, decisions: Mapping[str, Decision])
     return shares if stacks else {"they are not stacked as most are": 1.0}
 
 
-def compiled_layer(
-    flops: ModelFlops, precision: Precision, layouts: int, experts_left_out: Mapping[str, float] = MappingProxyType({})
-) -> LayerMemory:
+def compiled_layer(flops: ModelFlops, precision: Precision, layouts: int, experts_left_out: Mapping[str, float]) -> LayerMemory:
     """A mean layer of the model that `flops` counts; `layouts`: held of a quantized weight."""
     shape, number = flops.shape, precision.number_bytes
     linears = (flops.attention_weights + flops.mlp_weights) // shape.layers
@@ -278,7 +275,6 @@ def explaining_errors() -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise InputError(
-            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints "
-            "are untouched: the same command with one of these goes on from the last; where it changes `weights` or `optimizer`, "
-            "with --accept-changes too"
+            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how much. Checkpoints are "
+            "untouched: the same command with one of these goes on, with --accept-changes where `weights` or `optimizer` differ"
         ) from None

@@ -140,8 +140,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     missing, opening = unprepared(recipe.data), partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
     if missing and purpose == "plan":
         raise InputError(
-            f"`data.packs`: {missing[0]} is not prepared yet; `python -m packing prepare RECIPE` prepares it, and so does "
-            "starting the run. `python -m pretrain plan RECIPE` plans without"
+            f"`data.packs`: {missing[0]} is not prepared; run `python -m packing prepare`, or `python -m pretrain plan` without"
         )
     last = purpose == "run" and recipe.data.prepares
     data = None if last or (elsewhere and missing) else opening()
@@ -169,8 +168,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         check_labels(data, recipe.data, recipe.evaluate.packs)
     elif recipe.train.epochs is not None:
         raise InputError(
-            f"`data.packs`: {recipe.data.packs} is not prepared here, and `train.epochs` counts its packs; train.tokens=N or "
-            "train.steps=N on the command line plans without it"
+            f"`train.epochs` counts packs, and {recipe.data.packs} has none yet; train.steps=N or train.tokens=N plans without"
         )
 
     # In figures.

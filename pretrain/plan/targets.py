@@ -27,9 +27,7 @@ class Target:
         """`H200` or `8xB200`; InputError for a device whose peak is not known."""
         count, name = re.fullmatch(r"\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*", text, re.DOTALL).groups()
         if peak(name, "bf16") is None or count == "0":
-            raise InputError(
-                f"--on {text}: no BF16 peak of {name!r} is known; give a device as its driver names it: H200, 8xB200, 'RTX 4090'"
-            )
+            raise InputError(f"--on {text}: {name!r} has no known BF16 peak; name it as drivers do: H200, 8xB200, 'RTX 4090'")
         return cls(name, int(count or 1))
 
     def __str__(self) -> str:

@@ -61,9 +61,7 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
     `TextTokenizer.describe`. InputError where they contradict each other."""
     size = tokenizer["vocab_size"]
     if given.get("vocab_size", size) < size:
-        raise InputError(
-            f"`model.config.vocab_size: {given['vocab_size']}`: the tokenizer of the data has {size} ids; leave it out"
-        )
+        raise InputError(f"`model.config.vocab_size: {given['vocab_size']}`: the data's tokenizer has {size} ids; leave it out")
     values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
         if f"{role}_id" not in tokenizer:

@@ -39,7 +39,7 @@ class DelayedState:
         self._modules: list[str] = []
         # By direction: amaxes [length, columns], of which row 0 is that of the step under way, and scales [columns].
         self._histories: dict[str, tuple[Tensor, Tensor]] = {}
-        # Those that the forward under way, or the last one, computes with: a tensor that is never written to.
+        # The scales of the forward under way, or of the last one; nobody writes into this tensor.
         self.forward_scales: Tensor | None = None
         self._depth = 0
         self._recording = True

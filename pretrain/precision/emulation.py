@@ -40,8 +40,8 @@ class Operand(NamedTuple):
 
 
 class BothWays(NamedTuple):
-    """What an operand [rows, features] is along either axis of a sum. Of an input along its features alone, with what `restore`
-    needs: x, and the scale of delayed scaling that was in force when it came."""
+    """An operand [rows, features], quantized for sums along either axis. An input is quantized along its features alone; for its
+    rows `restore` takes x, and the delayed scale that was in force when it came."""
 
     features: Operand | None
     rows: Operand | None

@@ -55,8 +55,7 @@ def check_experts(model: PreTrainedModel) -> None:
                 raise InputError(f"`model.config.num_experts_per_tok`: {taken}; choose 1 to {experts}")
             if width % MULTIPLE_OF or features % MULTIPLE_OF:
                 raise InputError(
-                    f"`model.config`: {name}.{key} has experts of {width} x {features}; grouped products take sizes that are "
-                    f"multiples of {MULTIPLE_OF}, so change the hidden size or that of the experts"
+                    f"`model.config`: {name}.{key} has experts of {width} x {features}; both must be multiples of {MULTIPLE_OF}"
                 )
 
 

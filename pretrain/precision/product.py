@@ -63,8 +63,8 @@ class Product:
         return None
 
     def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Operand:
-        """The weight as a factor. `matrix` gives it, [out, in], where it must be quantized: where `refresh` (the first microbatch
-        of a step), and where nothing is kept from one. Evaluation, not `differentiable`, leaves alone what training keeps."""
+        """The weight as a factor: what was kept of it, or quantized anew from `matrix`(), [out, in], under `refresh` (a step's
+        first microbatch) and where nothing was kept. Evaluation, not `differentiable`, leaves alone what training keeps."""
         if not differentiable:
             return self.operand("weight", matrix(), both=False)
         if refresh or self.weight is None:
@@ -88,8 +88,8 @@ class Product:
 
     @staticmethod
     def save(*operands: Operand) -> Saved:
-        """Inputs, needed from now on for weights' gradients alone, and other tensors: as autograd can save them, with what
-        `restore` needs beside them."""
+        """Tensors for autograd to save, and what else `restore` needs. Inputs are needed from now on for weights' gradients
+        alone."""
         return operands, None
 
     @staticmethod
@@ -98,7 +98,7 @@ class Product:
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """Whether no quantized product of this forward came before, asked once by each: its backward is the last, and calls
+        """True for the first product of a forward; every product asks once. The first one's backward is last, and calls
         `finish_backward`."""
         return False
 
@@ -157,8 +157,8 @@ class Multiplication:
     def output(
         self, x: Operand, weight: Operand, matrix: Callable[[], Tensor], bias: Tensor | None, residual: Tensor | None = None
     ) -> Tensor:
-        """-> [tokens, out], with `residual` added, which stays as it was: in the product itself where that can. `matrix` gives
-        the weight [out, in] as it is now."""
+        """-> [tokens, out], with `residual` added, in the product itself where it can be; `residual` stays as it was. `matrix`
+        gives the weight [out, in] as it is now."""
         self.show_weight(weight, matrix)
         inside = residual is not None and not self.seen_by.result_observers  # who looks on sees this product alone
         y = self.multiply("forward", x, weight, bias, *([residual] if inside else []))
@@ -190,7 +190,7 @@ class Multiplication:
             observer(self.product.name, role, tensor.detach().flatten(0, -2))
 
     def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
-        """A weight as the forward product is about to take it, and as it is; among the operands where it is made."""
+        """Show the weight as the forward product takes it, beside the weight itself; where it is made, among the operands too."""
         if self.refresh and self.seen_by.observers:
             self.show("weight", matrix())
         for observer in self.context.weight_observers:
@@ -203,7 +203,7 @@ class Multiplication:
 
 
 class LinearCall(Multiplication):
-    """The same at once, of a weight that is handed in."""
+    """A whole forward, and a whole backward, with a weight that is handed in."""
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
         """x [tokens, in] -> [tokens, out], and what `backward` takes of x."""
@@ -301,10 +301,7 @@ class PrecisionContext:
     result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(default_factory=list)
     quantizing: bool = True  # false while parity runs the same model with its quantization off
     groups: dict[str, Tensor] = field(default_factory=dict)  # of grouped products, by name: where each expert's rows end now
-    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other; none: `backend` alone
-
-    def __post_init__(self) -> None:
-        self.backends = self.backends or ([self.backend] if self.backend else [])
+    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -348,7 +345,7 @@ class PrecisionContext:
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Put this around passes that are not training's: history and scales are afterwards what they were before."""
+        """Put this around passes that are not training's: it puts histories and scales back afterwards."""
         copies = self.copied_state()
         try:
             yield
@@ -362,7 +359,7 @@ class PrecisionContext:
 
 
 class TakesTurns:
-    """What has products of its own in some of the run's precisions, by the backend that computes them, and none in the others."""
+    """What has a product for some of the run's precisions, by the backend that computes it, and none for the others."""
 
     context: PrecisionContext
     products: dict[Backend | None, Product]

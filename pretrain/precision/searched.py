@@ -140,13 +140,7 @@ def _factor(operand: Any) -> Factor | None:
 
 
 def problem_of(
-    a: Factor,
-    b: Factor,
-    transposed: tuple[bool, bool],
-    residual: Tensor | None = None,
-    total: Tensor | None = None,
-    *,
-    fast_accumulation: bool = False,
+    a: Factor, b: Factor, transposed: tuple[bool, bool], residual: Tensor | None, total: Tensor | None, *, fast_accumulation: bool
 ) -> Problem | None:
     """What the product of `a` and `b` is, as `multiply` has it; None where cublasLt would not take it as they lie."""
     is_fp8 = a.scale is not None

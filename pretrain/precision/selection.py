@@ -68,21 +68,16 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
     )
 
 
-def make_backend(active: ActivePrecision, device: torch.device) -> Backend:
-    """A backend for one model, whose products are on `device`."""
-    on_hardware = active.backend == "transformer_engine"
-    return (transformer_engine.TransformerEngineBackend if on_hardware else EmulationBackend)(active, device)
-
-
 def make_backends(actives: Sequence[ActivePrecision], device: torch.device) -> dict[str, Backend | None]:
-    """The backend of each precision of one model by name, None where nothing is quantized. What has its forward in BF16 shares
-    that of the precision itself."""
+    """The backend of each precision of one model, by name, with products on `device`; None where nothing is quantized. One with
+    its forward in BF16 shares the backend of the same precision without."""
+    kinds = {"emulation": EmulationBackend, "transformer_engine": transformer_engine.TransformerEngineBackend}
     made: dict[str, Backend | None] = {}
     for active in actives:
         name = active.precision.use
         if name not in made:
-            itself = replace(active, precision=precision_called(name))
-            made[name] = make_backend(itself, device) if itself.precision.quantized else None
+            kind = kinds.get(active.backend)
+            made[name] = kind and kind(replace(active, precision=precision_called(name)), device)
         if active.precision.plain_forward:
             made[active.precision.name] = PlainForwardBackend(made[name])
     return {active.precision.name: made[active.precision.name] for active in actives}

@@ -52,7 +52,7 @@ def missing() -> str | None:
 
 
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
-    """The same for running `precision` on it."""
+    """What this process would need to run `precision` on it, worded as `missing`; None: nothing more."""
     if precision.te_available is None:
         return precision.hardware.missing(None)
     if need := missing():
@@ -74,14 +74,13 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
     te_recipe = getattr(te, precision.te_recipe)(**options)
     if dropped := [key for key, value in options.items() if getattr(te_recipe, key, None) != value]:
         raise InputError(
-            f"`precision: {precision.name}`: the installed Transformer Engine takes no `fp8_config.{dropped[0]}`; install the "
-            "version of requirements-cuda.txt"
+            f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks it; install the version of requirements-cuda.txt"
         )
     return te_recipe
 
 
 def split_accumulator(te_recipe: Any, product: str) -> bool:
-    """Whether `product` (fprop, dgrad, wgrad) adds up in full: what the recipe says, and where it says nothing, gradients."""
+    """Whether `product` (fprop, dgrad, wgrad) adds up in full precision: as the recipe says, else for gradients."""
     wanted = getattr(te_recipe, f"fp8_gemm_{product}", None)
     return product != "fprop" if wanted is None else wanted.use_split_accumulator
 
@@ -129,16 +128,10 @@ class TransformerEngineProduct(Product):
         return operand._data if one_scale else operand._rowwise_data
 
     def multiply(
-        self,
-        gemm: Gemm,
-        left: Any,
-        right: Any,
-        dtype: torch.dtype = torch.bfloat16,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        out: Tensor | None = None,
+        self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype, *added: Tensor | None, out: Tensor | None = None
     ) -> Tensor:
         """`out` takes a gradient, in its dtype."""
+        bias, residual = (*added, None, None)[:2]
         if gemm == "dgrad":
             right.update_usage(columnwise_usage=True)
         if gemm != "forward":

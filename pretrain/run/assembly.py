@@ -47,14 +47,13 @@ EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.
 REHEARSALS = 8
-# Tokens of the pack observed where nothing is quantized or fused: uncompiled, a whole one may not fit where training does. In so
-# few every linear multiplies too.
+# Tokens observed where nothing is quantized or fused: all linears multiply in them, and a whole pack may not fit uncompiled.
 SEEN_UNQUANTIZED = 128
 
 
 @dataclass(frozen=True)
 class AssembledPrecision:
-    """What a model has of one of the precisions that it computes in, one after the other."""
+    """What a model holds for one of the precisions of its run."""
 
     active: ActivePrecision
     backend: Backend | None  # None where nothing is quantized
@@ -128,7 +127,7 @@ class Assembly:
         return named_state(self.optimizer, self.hf)
 
     def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
-        """Statistics of the low-precision operands every so many steps, None where there are none or none are wanted."""
+        """The watch over low-precision operands every so many steps; None without such operands, or where nobody wants it."""
         if not self.context.backends or every is None:
             return None
         file = JsonlTracker(folder / STATISTICS_FILE, step, main_process=main_process)
@@ -153,8 +152,8 @@ class Assembly:
 
 
 def build_model(job: Job, accelerator: Accelerator, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """The model of `job`, the same on all ranks, and by parameter the values that it gets once it has its place on the devices:
-    of `bf16_exact` the FP32 values; under FSDP2 all values, on the first rank alone, as no other has weights. Collective."""
+    """The model of `job`, the same on all ranks; and by parameter the values that it gets later, when it is placed on its
+    devices: under `bf16_exact` the FP32 values, under FSDP2 all values, on the first rank alone. Collective."""
     recipe, exact = job.recipe, job.recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
     options = {"seed": recipe.seed, "backend": attention}
@@ -184,7 +183,7 @@ def in_its_precisions(
     for each in actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
         precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
-    # A phase with a BF16 forward takes its products from the phase without, which so comes first.
+    # A phase with a BF16 forward takes its products from its precision without one, which so comes first.
     in_order = sorted(precisions.values(), key=lambda each: each.active.precision.plain_forward)
     packed.fused, what_is_fused = _fuse(job, layers, in_order, context, device.type)
     for each in in_order:
@@ -201,7 +200,7 @@ def _fuse(
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
-    """Fuse what can be fused. Returns None where no layer is, and what the audit says of it."""
+    """Fuse the layers that can be. Returns them, None where there are none, and what the audit says of it."""
     # Of several precisions the quantized one's arithmetic serves all, so it comes last.
     for active in sorted(job.plan.actives, key=lambda each: each.precision.quantized):
         arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
@@ -213,7 +212,7 @@ def _fuse(
 
 
 def sum_gradients_apart(job: Job, accelerator: Accelerator, packed: PackedLanguageModel) -> None:
-    """Give the gradients of the placed model the sums that they are added up in, and ranks the way to exchange them."""
+    """Allocate the sums in which the placed model's gradients add up, and let ranks exchange them."""
     summed_in = getattr(torch, WEIGHT_DTYPES[job.recipe.gradients_kept_in])
     stacks = packed.fused.stacks if packed.fused else ()
     if accelerator.is_fsdp2:
@@ -224,8 +223,8 @@ def sum_gradients_apart(job: Job, accelerator: Accelerator, packed: PackedLangua
 
 
 def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -> bool:
-    """Whether gradients are summed in a place of their own. Autograd sums in the parameters' dtype by itself: another dtype needs
-    one, products that add to it, and ranks that exchange it."""
+    """Whether gradients have buffers to add up in. Autograd by itself adds up in the parameters' dtype: another dtype needs
+    buffers, and so do products that add to them, and ranks that exchange them."""
     kept_in = job.recipe.gradients_kept_in
     if WEIGHT_DTYPES[kept_in] != WEIGHT_DTYPES[job.recipe.weights]:
         return True
@@ -235,8 +234,8 @@ def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -
 
 
 def give_values(hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactAdamW, *, exact: bool) -> None:
-    """Give the parameters, where they lie now, the values that were set `aside`: taken out one by one, so that FP32 weights go as
-    moments and remainders come."""
+    """Give the placed parameters the values that were set `aside`. These are taken out one by one, so that FP32 weights are freed
+    as remainders are allocated."""
     weights = torch.float32 if exact else hf.dtype
     for name, parameter in hf.named_parameters():
         values = aside.pop(name, None)
@@ -253,7 +252,7 @@ def give_values(hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactA
 def observe(job: Job, accelerator: Accelerator, assembly: Assembly, console: Console) -> None:
     """Run a pack through the model in each of its precisions under observation, and fill the audit. Last, as it must see what
     training will run. Collective."""
-    # The present one comes last: a phase with a BF16 forward shares its histories, which are to begin anew.
+    # The present precision comes last: a phase with a BF16 forward shares its histories, and they are to begin anew.
     for each in sorted(assembly.precisions.values(), key=lambda each: each is assembly.now):
         with assembly.using(each.active):
             if each.backend is not None:
@@ -301,17 +300,6 @@ def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
     length = min(tokens, batch.max_seqlen)
     cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")}
     return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
-
-
-def compiles_layers(job: Job, device: torch.device) -> bool:
-    """Whether torch compiles what is not fused of a layer."""
-    choice = job.recipe.model.compile
-    return choice == "layer" or (choice == "auto" and device.type == "cuda")
-
-
-def working_dtype(job: Job, accelerator: Accelerator) -> torch.dtype | None:
-    """The dtype of the working copies of a layer's weights; None where it has none: FSDP2's come of its gathering."""
-    return job.compute_dtype if job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2 else None
 
 
 def what_is_compiled(compiled: bool, packed: PackedLanguageModel) -> str:

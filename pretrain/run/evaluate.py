@@ -53,7 +53,7 @@ def evaluate_once(run: Run) -> None:
 
 
 def measure_of(run: Run) -> dict[str, Any]:
-    """What the line of an evaluation says that it is of; nothing where no packs are held out."""
+    """The packs and the precision of an evaluation, as its line in metrics has them; empty where no packs are held out."""
     job = run.job
     if job.data.held_out is None:
         return {}
@@ -66,8 +66,8 @@ def measure_of(run: Run) -> dict[str, Any]:
 
 
 def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
-    """`held_out_loss` of the held-out packs that the recipe evaluates on; of several sources, each by as large a part of its
-    packs, also that of each as `held_out_loss/NAME`. Collective."""
+    """`held_out_loss` of the held-out packs that the recipe evaluates on; of several sources, an equal share of each one's packs,
+    and `held_out_loss/NAME` too. Collective."""
     sums = {}
     for name, (packs, most) in evaluated_parts(job).items():
         with Batching(**job.batching(accelerator)).evaluation(packs, most) as batches:
@@ -84,8 +84,8 @@ def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
 
 
 def best_so_far(run: Run) -> Record | None:
-    """The best evaluation in metrics.jsonl whose checkpoint still exists, where evaluations to come are of the same. The file
-    holds none after the present step. Collective."""
+    """The best evaluation in metrics.jsonl whose checkpoint still exists, if evaluations to come have the same measure. The file
+    has none after the present step. Collective."""
     best = None
     if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
         evaluations = own_evaluations(read_metrics(run.folder.path))

@@ -7,8 +7,7 @@ config.yaml leads to: the model's source or its config, and the packs or the tok
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from foundation.reading import load_object
+from foundation.reading import load_object, refusing
 from foundation.units import cell, count, percent
 from packing.settings import HUB_NAME
 from packing.store import open_packs
@@ -40,6 +39,7 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 CARD, PICTURE = "README.md", "loss.png"
+_REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)  # of the hub, or that it is not reached
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -60,7 +60,8 @@ def main(options: argparse.Namespace) -> int:
     without = f"; without a tokenizer: {why_not}" if tokenizer is None else ""
     print(f"{saved.folder} is exported to {out}: weights in {saved.to}{without}")
     if options.push is not None:
-        with _refused(f"{out} is whole; push it by `hf upload {options.push} {out}`"):
+        whole = f"{out} is whole; push it by `hf upload {options.push} {out}`"
+        with refusing(_REFUSALS, f"--push: {HfApi().endpoint} does not take it", whole):
             old = "model*.safetensors*"  # an earlier push may have had other shards, which transformers would load
             message = f"{saved.recipe.name}, {saved.folder.name}"
             done = HfApi().upload_folder(repo_id=options.push, folder_path=out, commit_message=message, delete_patterns=old)
@@ -74,18 +75,8 @@ def make_repository(name: str) -> None:
         raise InputError(f"--push {name}: name the repository as OWNER/NAME")
     if get_token() is None:
         raise InputError("--push: no token of the hub is known here; type `hf auth login`, or set HF_TOKEN")
-    with _refused("nothing is exported; mend that, or leave --push out"):
+    with refusing(_REFUSALS, f"--push: {HfApi().endpoint} does not take it", "nothing is exported; mend that, or drop --push"):
         HfApi().create_repo(name, private=True, exist_ok=True)
-
-
-@contextmanager
-def _refused(remedy: str) -> Iterator[None]:
-    """What the hub refuses, or that it is not reached, as an InputError that ends with `remedy`."""
-    try:
-        yield
-    except (HTTPError, OSError, RuntimeError, ValueError) as error:
-        said = " ".join(str(error).split())
-        raise InputError(f"--push: {HfApi().endpoint} does not take it: {said}; {remedy}") from None
 
 
 def best_checkpoint(run_dir: Path) -> Path:
@@ -101,8 +92,7 @@ def best_checkpoint(run_dir: Path) -> Path:
 
 @dataclass(frozen=True)
 class SavedModel:
-    """The model in the checkpoint at `folder`, read as mode `to` stores it: whole tensors, one at a time, whatever processes
-    wrote them."""
+    """The model in the checkpoint at `folder`, stored as `to` says: whole tensors, one at a time, whatever processes wrote it."""
 
     folder: Path
     manifest: Manifest

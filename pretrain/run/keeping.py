@@ -27,7 +27,7 @@ from pretrain.run.running import Run
 
 
 def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's, and all that a checkpoint holds beside it: the optimizer's, and histories and scales of delayed scaling."""
+    """The model's tensors; and beside them the optimizer's, with histories and scales of delayed scaling."""
     histories = assembly.context.saved_state() if assembly.context.backends else {}
     return assembly.tensors, assembly.optimizer_tensors | histories
 
@@ -69,17 +69,16 @@ FAILED = 999  # why ranks stop, where it is no signal. Above all numbers of sign
 
 
 def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """The signal that has come, or FAILED: the checkpoint being written cannot be, or the packs of the next of `steps` cannot be
-    read, or come no more; else 0. Before this run's first step, when nothing can be lost, signals alone. A rank knows only of the
-    files that it writes and the packs that it reads itself."""
+    """The signal that has come; or FAILED, where a checkpoint cannot be written or the next packs cannot be read, or do not come;
+    else 0. Before this run's first step nothing can be lost, and only signals count. A rank knows its own files and packs."""
     if run.state.step > run.resumed_step and (run.checkpoints.failed or steps.failure):
         return FAILED
     return stop.requested or 0
 
 
 def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
-    """Save, as a signal or what has gone wrong asks for; returns the number of the signal to end by, or raises what was lost.
-    `steps`: those that would have come next. TrainingHalted where the weights are not finite. Collective."""
+    """Save, for a signal or a failure; returns the signal's number, or raises the failure. `steps`: those that would have come
+    next. TrainingHalted where the weights are not finite. Collective."""
     run.checkpoints.wait()  # which raises that a save has failed
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
@@ -112,8 +111,8 @@ def save_last(run: Run, stop: StopRequest) -> int:
 
 @torch.no_grad()
 def judge_weights(run: Run) -> StepDecision:
-    """Whether the present weights may be saved: the last update may have overflowed them, which its own loss and gradient cannot
-    show, and what is saved is good to go back to. Collective. Where they stop the run, metrics.jsonl says so."""
+    """Whether the weights may be saved: the last update may have overflowed them, and its loss and gradient, computed before,
+    cannot show that. Where it stops the run, metrics.jsonl says so. Collective."""
     device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
     # A norm allocates nothing of the parameters' size.
     largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
@@ -128,7 +127,7 @@ def judge_weights(run: Run) -> StepDecision:
 
 
 def halted(run: Run, decision: StepDecision) -> TrainingHalted:
-    """The end of a run at a step that it does not survive, with what to change. All ranks call it. What was being saved is saved
-    then, or InputError says why not."""
+    """The exception that ends a run at a bad step, with what to change. Waits for the save under way, and raises InputError where
+    that fails. Collective."""
     run.checkpoints.wait()
     return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")

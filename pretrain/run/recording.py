@@ -44,8 +44,7 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 
 
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Say on a console for `job` what was corrected in the launch, and what is done in place of a precision that the device
-    lacks."""
+    """A console for `job` that has said what the launch was corrected in, and what is done in place of a missing precision."""
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in notices:
         console.notice(text)
@@ -103,8 +102,8 @@ def statistics_of_step(run: Run) -> dict[str, float]:
 
 
 def judge_gap(run: Run, decision: StepDecision, gap: GapMeter) -> tuple[StepDecision, dict[str, Any]]:
-    """What to do with the step under way by its `gap`, where its loss and norm have decided for an update, and the part of its
-    metrics. If the run is to go on in BF16, its plan says so from here on, and the next step goes over."""
+    """What the `gap` decides of a step that its loss and norm would let update, and the gap's part of its metrics. If the run is
+    to go on in BF16, its plan says so from here on, and the next step changes."""
     health, step = run.health, run.state.step + 1
     judged, figures = health.judge_gap(step, run.assembly.active.precision.name, gap.places)
     if health.state.switched_after == step:
@@ -160,8 +159,8 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 
 
 def sum_up(run: Run) -> RunRecord | None:
-    """Draw the curves; returns what the run folder holds, with the summary that `conclude` writes. None but on the main
-    process."""
+    """Draw the curves; returns what the run folder holds, with `conclude`'s summary; None on other processes than the main
+    one."""
     if not run.accelerator.is_main_process:
         return None
     finished = read_run(run.folder.path)
@@ -170,14 +169,14 @@ def sum_up(run: Run) -> RunRecord | None:
 
 
 def conclude(run: Run, finished: RunRecord | None) -> None:
-    """Write the summary, the last thing that a run does: who finds it of the last step finds all else. And say where all is."""
+    """Write the summary, and say where everything is. It comes last: where it is of the last step, all other files are there."""
     if finished is not None:
         write_json(run.folder.summary, finished.summary)
         run.console.panel(*last_screen(finished, run.folder))
 
 
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
-    """Whether an earlier start has done all of a run that has no steps to come, which is said then."""
+    """Whether an earlier start has finished a run that has no steps to come; then it says so."""
     finished = read_finished(job.run_dir)
     over = finished is not None and finished.summary["steps"] == job.plan.steps
     if over := over and (not job.recipe.checkpoint.at_end or folder.final.exists()):

@@ -37,7 +37,7 @@ from pretrain.run.running import Run
 from pretrain.settings.config import HORIZON, begin_of, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 
-# What the scales of gradients follow: their largest code, the loss, and by how many tokens it is divided.
+# Settings that scales of gradients depend on: the largest code, the loss, and by how many tokens it is divided.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 
@@ -60,12 +60,12 @@ class ResumePoint:
 
     @property
     def health(self) -> HealthState:
-        """That of the steps up to here; of another run's, the losses tell what is usual all the same."""
+        """The state after the steps up to here; of another run only the losses, which tell what is usual here too."""
         own = {"skipped_steps": 0, "rollbacks": 0, "switched_after": None, "usual_gap": {}} if self.begins else {}
         return HealthState(**self.record["health"] | own)
 
     def is_of_another_stream(self, job: Job) -> bool:
-        """Whether this run's packs are streamed, and the checkpoint has no place in that text: it begins at its first pack."""
+        """Whether this run streams packs of text in which the checkpoint has no place: then it begins at the first pack."""
         return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
 
     def shift(self, job: Job) -> int:
@@ -79,9 +79,8 @@ class ResumePoint:
 
 
 def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
-    """The checkpoint from which the run goes on, among the checkpoints of its folder, and the job as it goes on from there.
-    Nothing on the disk is changed. Collective. InputError as `find_resume_point`, and where nothing can be trained from there
-    on."""
+    """The run folder's checkpoints, the one to go on from, and the job as it goes on. Changes nothing on disk. Collective.
+    InputError as `find_resume_point`, and where nothing can be trained from there."""
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay)
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     own = source is not None and checkpoints.owns(source.path)
@@ -140,8 +139,7 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
 
 
 def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
-    """Whether the checkpoint's steps had the rates that they have under the present horizon, too: the last had, and a rate that
-    has begun to fall would be another."""
+    """Whether the checkpoint's steps had the present horizon's rates, by the last one: a rate that had begun to fall differs."""
     rates = [
         learning_rate(max(record["progress"]["step"] - 1, 0), job.recipe.schedule, job.recipe.optimizer, steps)
         for steps in (record["progress"]["steps"], job.plan.steps)
@@ -150,12 +148,10 @@ def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
-    """InputError where `source` has no place in this run's stream, is at the horizon already, or its steps were of other sizes
-    and the horizon counts tokens."""
+    """InputError where `source` is of another stream or at the horizon, or had other step sizes under a horizon in tokens."""
     if source.is_of_another_stream(job) and not source.begins:
         raise InputError(
-            f"{source.path}: was trained on other text than this stream has; set another `run_dir`, and `train.begin_with: "
-            f"{source.path}` to begin this stream with its weights"
+            f"{source.path}: is of another stream; set another `run_dir`, and `train.begin_with: {source.path}` for its weights"
         )
     train, plan, tokens = job.recipe.train, job.plan, source.record["progress"]["tokens"]
     if train.steps is None and tokens != source.step * plan.tokens_per_step:
@@ -247,9 +243,8 @@ def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """Goes over to the precision that the run's last step before the checkpoint `source` computed in, once it was read; the next
-    step changes it where it is in another. A run that begins with another's checkpoint has no such step, and is in the precision
-    of its next one. Histories that the checkpoint lacks begin here. Collective."""
+    """After `source` was read, take the precision of the run's last step before it or, where the checkpoint is another run's, of
+    its next step. The next step may change it. Histories that the checkpoint lacks begin here. Collective."""
     plan, ran = run.job.plan, None if source.begins else source.record["precision"]
     last = next((each for *_, each in plan.spans if each.precision.name == ran), plan.active_after(run.state.step))
     if plan.is_scheduled or last != run.assembly.active:  # which a rollback to before a switch to BF16 takes back

@@ -1,7 +1,7 @@
-"""What a running training consists of, which everything that happens to it is given; and how it changes its precision.
+"""The parts of a running training, handed to all that acts on it; and how it changes its precision.
 
-When a schedule changes the precision follows from the settings alone. A run that is resumed at that step does again what the
-unbroken run did there, and at any later one it finds the histories in its checkpoint. So both have the same bits.
+The settings alone say at which step the precision changes. A run that is resumed at that step repeats the change, and one resumed
+later finds the histories in its checkpoint. So both have the bits of an unbroken run.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from pretrain.verify.gap import GapMeter
 
 
 def best_evaluation(records: Iterable[Record]) -> Record | None:
-    """The evaluation with the lowest held-out loss among those of the same measure as the last of `records`, evaluations in
-    order. The first of equal ones, and one whose loss is not finite does not count."""
+    """The first evaluation with the lowest finite held-out loss among those of the same measure as the last of `records`."""
     best = None
     for record in records:
         loss = record["held_out_loss"]
@@ -69,16 +68,14 @@ class Run:
     best: Record | None = None  # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
 
     def compute_in(self, active: ActivePrecision, first_step: int) -> None:
-        """Let all that knows the precision of a step know that it is `active` now; `first_step`: the one whose operands are
-        measured in any case."""
+        """Tell the job and the watch that steps compute in `active` now. Operands of `first_step` are measured in any case."""
         self.job = self.job.with_plan(active=active)
         if self.precision_watch:
             self.precision_watch.go_over_to(active, first_step)
 
 
 def follow_the_schedule(run: Run) -> None:
-    """Goes over to the precision of the next step, if that is another. Call it between two steps, before random numbers are drawn
-    for the next. Collective."""
+    """Change to the precision of the next step, if that is another, before random numbers are drawn for it. Collective."""
     active, before, step = run.job.plan.active_after(run.state.step), run.assembly.active, run.state.step
     if active.precision.name == before.precision.name:
         return

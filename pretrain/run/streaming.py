@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from accelerate import Accelerator
 
@@ -23,12 +23,9 @@ def packing_stream(job: Job, accelerator: Accelerator) -> Iterator[None]:
     Entering it is collective, leaving is not. InputError where another run has the folder."""
     stream = job.data.stream
     stream.packing = refused_together(lambda: PackerProcess(job.recipe.data) if accelerator.is_main_process else None)
-    try:
+    with stream.packing or nullcontext():
         require_shared(stream.path)
         yield
-    finally:
-        if stream.packing is not None:
-            stream.packing.close()
 
 
 def tell_stream(run: Run, stream: StreamedPacks) -> None:

@@ -53,8 +53,7 @@ def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] |
                 )
     if None in fitting:
         raise InputError(
-            "`batch.microbatch: auto`: not even 1 pack fits into the memory at once; set a shorter `data.length`, or what takes "
-            f"less: {TAKES_LESS}"
+            f"`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a shorter `data.length`, {TAKES_LESS}"
         )
     return min(fitting)
 
@@ -100,8 +99,8 @@ def largest_that_fits(
 def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], begin: float = 0.5) -> int | None:
     """The largest of `sizes` (packs, ascending) for which `most_used` gives no more than `limit` bytes; None if there is none.
 
-    Memory is taken to be a line in packs, through the last two sizes tried, of which the first is `begin`, part of a pack or a
-    whole one: much of it is taken at any size. A step is at most fourfold, so that what is not quite a line shows.
+    Memory is taken to grow linearly in packs, by the last two sizes tried: much of it is taken at any size. The first size is
+    `begin`, part of a pack or a whole one. Sizes grow fourfold at most, so that what is not quite linear shows.
     """
     fewer, less = begin, most_used(begin)
     if less > limit:
@@ -122,8 +121,7 @@ def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], be
 
 
 def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
-    """Runs two forwards and backwards of `batch`, from a fresh count of the device's peak memory; gradients are zero
-    afterwards."""
+    """Runs two forwards and backwards of `batch`, with the device's peak memory counted afresh; clears gradients afterwards."""
     device = accelerator.device
     gc.collect()  # what a trial that failed has left in reference cycles
     if device.type == "cuda":
@@ -144,8 +142,7 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
 
 
 def find_parity(run: Run) -> list[Parity | str]:
-    """Compares step 0 with plain transformers in each of the run's precisions, or says why not; the audit holds the results.
-    Collective."""
+    """Compares step 0 with plain transformers in each of the run's precisions, or says why not, for the audit. Collective."""
     assembly, results = run.assembly, []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.actives)
     with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):

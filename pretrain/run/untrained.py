@@ -77,10 +77,7 @@ def _evaluate(recipe: Recipe, wanted: str, assemble: Callable[[Job, Accelerator]
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, wanted, job, accept_changes=True)
     if source is None and job.recipe.model.weights_source is None:
-        raise InputError(
-            f"`run_dir`: {job.run_dir} has no checkpoint, and this recipe begins with random weights; set it to that of a run "
-            "that has saved one, name a checkpoint with --resume, or set `model.source`"
-        )
+        raise InputError(f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set `model.source`")
     assembly = assemble(job, accelerator)
     for note in load_weights(source, checkpoints, job.recipe.weights, assembly) if source else ():
         console.notice(note)

@@ -62,9 +62,7 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     for text in overrides:
         key, _, value = text.partition("=")
         if not key or key == text:
-            raise InputError(
-                f"command line: {text!r} is not of the form key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
-            )
+            raise InputError(f"command line: {text!r} is not key=value, as in weights=bf16 or optimizer.learning_rate=1e-4")
         values.append((key.strip(), value_from_text(Recipe, key.strip(), value)))
     return values
 

@@ -106,10 +106,7 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precisi
     if mixed_precision == _FP8:
         return _read_fp8_config(_in_our_names(variables))
     if (precision := BY_ACCELERATE.get(mixed_precision)) is None:
-        raise InputError(
-            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; use 'bf16', as fast "
-            "as FP16 and without its loss scaling, 'no' for FP32, or 'fp8' with `recipe` in an `fp8_config`"
-        )
+        raise InputError(f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set bf16, 'no' for FP32, or fp8")
     return precision, LowPrecisionSettings()
 
 
@@ -117,15 +114,12 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     for key, nothing in _WITHOUT_EFFECT.items():
         if (value := values.pop(key, nothing)) != nothing:
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out. `recipe` names a precision, such as mxfp8, "
-                "and `keep_bf16_layers` what stays in BF16"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out (`recipe: mxfp8`, `keep_bf16_layers` have)"
             )
     config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
-        raise InputError(
-            f"{_ORIGIN}: `fp8_config.recipe: {precision.name}` is no FP8; set `mixed_precision: bf16`, or 'no' for FP32"
-        )
+        raise InputError(f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is no FP8; set `mixed_precision: bf16`, FP32 is 'no'")
     filled_in = {key for key, value in _FILLED_IN.items() if values.get(key) == value and key not in precision.options}
     chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *filled_in})
     settings = LowPrecisionSettings.model_validate(chosen)
@@ -215,8 +209,7 @@ def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[s
         # accelerate sets MASTER_ADDR for several processes, also where it then starts only one.
         raise InputError(
             f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
-            "one; take accelerate_configs/ddp.yaml (MULTI_GPU), which trains on CPUs where no GPU is seen, or set "
-            "`num_processes: 1`. A MASTER_ADDR that a job script exports for one process: unset it"
+            "one; take accelerate_configs/ddp.yaml (MULTI_GPU), on CPUs too, or set `num_processes: 1` and unset MASTER_ADDR"
         )
     if world == 1 and environ.get("LOCAL_RANK", "0") == "0":  # a group of one has nobody to exchange anything with
         for variable in _GROUP:

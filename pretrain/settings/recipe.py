@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from foundation.settings import Count, PathText, PositiveCount, Seed, Settings, Share
 from packing.settings import DataSettings, split_revision
@@ -17,14 +17,12 @@ from pretrain.precision.settings import LowPrecisionSettings, PrecisionSetting, 
 
 MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last number before infinity
 USUAL_CHUNK = 4096  # tokens of the loss at once
-Switch = Literal["auto", "on", "off"]
+# YAML reads a bare `on` as true and a bare `off` as false.
+Switch = Annotated[
+    Literal["auto", "on", "off"], BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
+]
 Attention = Literal["auto", "varlen", "flash_attn", "documents", "sdpa"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-
-
-def as_a_word(value: Any) -> Any:
-    """YAML reads a bare `on` as true and a bare `off` as false."""
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 class ModelSettings(Settings):
@@ -39,8 +37,6 @@ class ModelSettings(Settings):
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
     compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
     fused: Switch = "auto"  # layers of known architectures as a few large products; auto: where faster
-
-    _fused_is_a_word = field_validator("fused", mode="before")(as_a_word)
 
     @property
     def repository(self) -> str | None:
@@ -66,13 +62,10 @@ class ModelSettings(Settings):
     def _has_an_origin(self) -> ModelSettings:
         if self.from_scratch and self.source is None:
             raise ValueError(
-                "`from_scratch: true` is for the architecture of a `source`, and none is set; without it, `config` alone is from "
-                "scratch anyway"
+                "`from_scratch: true` takes the architecture of a `source`: set one, as `config` alone is from scratch anyway"
             )
         if self.source is None and "model_type" not in (self.config or {}):
-            raise ValueError(
-                "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3, hidden_size: 1024}"
-            )
+            raise ValueError("set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3}")
         return self
 
 

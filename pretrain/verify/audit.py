@@ -54,7 +54,9 @@ def observe(
             of_module = {stack.name: module.get_parameter(key) for key, stack in module.stacks.items()}
             members |= of_module
         else:
-            of_module = {name: matrix} if (matrix := _matrix_of(module)) is not None else {}
+            own = [] if isinstance(module, nn.Embedding) else module._parameters.values()  # it multiplies with none
+            own = [each for each in own if each is not None and each.dim() > 1]
+            of_module = {name: own[0]} if own else {}
         matrices |= of_module
         modules |= dict.fromkeys(of_module, module)
     low = {name for name, each in decisions.items() if each.requested == precision and active.precision.quantized}
@@ -105,21 +107,17 @@ def confirming(active: ActivePrecision, products: Sequence[Entry], step: int, *,
 def confirming_first_microbatch(
     packed: PackedLanguageModel, active: ActivePrecision, products: Sequence[Entry], step: int, *, most: int
 ) -> Iterator[None]:
-    """The same around one microbatch, by which the histories of delayed scaling must move on. Inside of `confirming` products are
-    left to that."""
+    """`confirming` around one microbatch, after which histories of delayed scaling must have moved on. Within a `confirming`,
+    that one sees to the products."""
     looked_at = nullcontext() if ProductObserver.current else confirming(active, products, step, most=most)
     with watching_histories(packed.context, active) as wrong, looked_at:
         yield
     if wrong:
-        raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} histories or scales do not follow from the operands "
-            f"in step {step}: {', '.join(wrong[:5])}"
-        )
+        raise InputError(f"step {step}: {len(wrong)} histories or scales do not follow from the operands: {', '.join(wrong[:5])}")
 
 
 def describe(active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]) -> dict[str, Any]:
-    """What audit.json says of one precision, while the model computes in it. `products`: of `observe`; `backend`: None where
-    nothing is quantized."""
+    """What audit.json says of the precision in force. products: of `observe`; backend: None where nothing is quantized."""
     head = hf.get_output_embeddings()
     return {
         "precision": active.requested,
@@ -166,8 +164,8 @@ def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserv
 
 
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
-    """The precision, or else the dtypes, that a module multiplied in, by itself or in a fused product, of which `all_three` gemms
-    are to be seen."""
+    """The precision, or else the dtypes, of a module's products, alone or fused. all_three: backward's two gemms must be seen
+    too."""
     if not observed:
         return "not run"
     dtypes = " x ".join(sorted({operand for product in observed for operand in (product.left, product.right)}))
@@ -201,8 +199,7 @@ def _refuse(entries: Sequence[Entry], active: ActivePrecision, where: str = "") 
     if wrong:
         listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
         raise InputError(
-            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not run in it as they should"
-            f"{where}: {listed}"
+            f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not compute in it{where}: {listed}"
         )
 
 
@@ -222,9 +219,3 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
             f"model: {len(lost)} parameters get no gradient, or are unknown to the optimizer, {lost[0]} among them; they would "
             f"never be trained. If {type(hf).__name__} attends with them in a way of its own, name another model"
         )
-
-
-def _matrix_of(module: nn.Module) -> Tensor | None:
-    """A matrix of `module` itself, not of what it consists of, or several in one; None where it has none to multiply with."""
-    own = [] if isinstance(module, nn.Embedding) else module._parameters.values()
-    return next((parameter for parameter in own if parameter is not None and parameter.dim() > 1), None)

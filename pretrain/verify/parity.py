@@ -225,8 +225,7 @@ class _Check:
         return lines
 
     def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
-        """Forward and backward as a training step does them; returns the loss. The gradients stay where they add up until the
-        next pass."""
+        """Forward and backward as in a training step; returns the loss. The next pass clears the gradients left here."""
         clear_gradients(self.optimizer, self.model)
         return forward_backward(self.model, step, self.accelerator, around_first).item()
 

@@ -156,8 +156,8 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
 
 
 def _of_one_expert(rows: Tensor, ends: Tensor | None, is_weight: bool) -> Tensor:
-    """Of a grouped product's operand or result what is the expert's with most tokens: of a weight, [experts x out, in], or of
-    [rows, features] by expert. Of another product, which has no `ends`, all."""
+    """The rows of the expert with most tokens, of a grouped product's weight [experts x out, in], or of another operand or a
+    result [rows, features] by expert. All rows of a product without `ends`."""
     if ends is None:
         return rows
     begins = [0, *ends.tolist()]

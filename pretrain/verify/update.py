@@ -55,12 +55,9 @@ class StepCheck:
             labels = (inputs["labels"] != IGNORE).sum().double()
             loss.register_hook(lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()])))
 
-        hook = self._packed.register_forward_hook(after_forward, with_kwargs=True)
-        try:
-            with holding(self._packed.context, weight_observers=[self._see_weight]):
-                yield
-        finally:
-            hook.remove()
+        looks_on = holding(self._packed.context, weight_observers=[self._see_weight])
+        with self._packed.register_forward_hook(after_forward, with_kwargs=True), looks_on:
+            yield
         if old := sorted({name for (name, _), is_old in self._are_old.items() if is_old}):
             self._wrong.append(f"weights of {len(old)} products are copies from before the last update: {some_of(old)}")
         self._microbatches = len(seen)

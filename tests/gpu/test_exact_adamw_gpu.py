@@ -96,7 +96,7 @@ def test_special_masters_are_read_and_written_whole() -> None:
     bits = torch.tensor([0, 1, 0x8000, 0x7FFFFF, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F800000], dtype=torch.int32)
     master = torch.cat([bits, bits + torch.iinfo(torch.int32).min]).view(FP32)
     parameter = nn.Parameter(torch.zeros_like(master, dtype=BF16, device=DEVICE))
-    optimizer = ExactAdamW([parameter], lr=1e-3, weight_decay=0.0)
+    optimizer = ExactAdamW([parameter], lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
     optimizer.set_master(parameter, master.to(DEVICE))
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

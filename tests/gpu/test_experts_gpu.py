@@ -17,7 +17,7 @@ from pretrain.precision.emulation import BothWays, EmulationBackend
 from pretrain.precision.formats.definition import HOPPER
 from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
 from pretrain.precision.product import Operand
-from pretrain.precision.selection import make_backend
+from pretrain.precision.selection import make_backends
 from pretrain.precision.settings import PRECISIONS
 from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.conftest import active_in
@@ -86,7 +86,7 @@ def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
     both = []
     with ExitStack() as entered, torch.no_grad():
         for by in ("transformer_engine", "emulation"):
-            backend = make_backend(active_in(needs(precision), by, fp8_format="E4M3"), DEVICE)
+            (backend,) = make_backends([active_in(needs(precision), by, fp8_format="E4M3")], DEVICE).values()
             both.append(backend.product("experts", IN, OUT, bias=False, grouped=True))
             entered.enter_context(backend.forward())
         for ours, theirs in zip(*(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both), strict=True):

@@ -63,7 +63,7 @@ def assemble(
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
     made = make_backends([active], torch.device("cuda"))[recipe]
-    context = PrecisionContext(made, torch.bfloat16)
+    context = PrecisionContext(made, torch.bfloat16, backends=[*filter(None, [made])])
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
     if fused:
         arithmetic, why_not = choose_arithmetic("auto", active, "cuda", context)

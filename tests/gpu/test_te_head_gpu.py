@@ -27,7 +27,7 @@ class Model:
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
         self.backend = TransformerEngineBackend(active_in(recipe, "transformer_engine", **options), torch.device("cuda"))
-        self.context = PrecisionContext(self.backend, torch.bfloat16)
+        self.context = PrecisionContext(self.backend, torch.bfloat16, backends=[self.backend])
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
         self.below = LowPrecisionLinear(below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context)
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)

@@ -154,7 +154,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> 
     results = []
     for left_out in (True, False):
         backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
-        product, context = backend.product("p", IN, OUT, bias=True), PrecisionContext(backend, torch.bfloat16)
+        product, context = backend.product("p", IN, OUT, bias=True), PrecisionContext(backend, torch.bfloat16, backends=[backend])
         for number in range(3):
             microbatch(backend, product, *operands(number), weight, bias, True)
         if left_out:

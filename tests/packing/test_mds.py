@@ -166,7 +166,7 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
     change_index(number, "[32]", "[4]")
     with pytest.raises(InputError, match=r"shard\.00000\.mds"):
         open_mds(number, 1)
-    with pytest.raises(InputError, match="not shifted"):
+    with pytest.raises(InputError, match="unshifted"):
         open_mds(write_labelled(tmp_path / "shifted", np.append(np.arange(1, 8), -100)), 8)
 
 

@@ -71,7 +71,7 @@ def chunk_loss(
 
     product, (d_hidden, d_weight, _) = call.product, gradients
     x = call.operand("input", hidden.to(_BF16))
-    logits = product.multiply("forward", x, weight)
+    logits = product.multiply("forward", x, weight, _BF16)
     show_result("forward", logits)
     quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
     # Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins.

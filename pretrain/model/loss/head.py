@@ -56,8 +56,7 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
     for key, neutral in _LOGIT_CHANGES.items():
         if (value := getattr(config, key, None)) not in (None, neutral):
             raise InputError(
-                f"model: {config.model_type} changes its logits ({key}: {value}), which no loss here does; name another model. "
-                f"From scratch, `model.config.{key}: {json.dumps(neutral)}` does too"
+                f"model: no loss here computes {key}: {value}; name another, or from scratch set it to {json.dumps(neutral)}"
             )
 
 

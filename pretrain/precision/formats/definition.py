@@ -146,13 +146,13 @@ class QuantizedPrecision(Precision):
         return not self.block_scaled or self.scaling(role).square
 
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
-        """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head): on a device of this
-        compute capability, None: Hopper's."""
+        """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head) on a device of this
+        compute capability (None: Hopper's)."""
         return not (self.block_scaled or self.plain_forward) and (capability is None or capability < BLACKWELL)
 
     def no_groups_on(self, capability: tuple[int, int] | None, settings: OptionValues) -> str | None:
-        """Why the products of a mixture's experts stay unquantized on a device of this compute capability, None: Hopper's; None
-        where they do not. torch's grouped product in FP8 takes a scale a row, and E4M3 alone."""
+        """Why a mixture's experts stay unquantized on a device of this compute capability (None: Hopper's); None: they do not.
+        torch's grouped product in FP8 takes a scale a row, and E4M3 alone."""
         if self.block_scaled or capability not in (None, HOPPER):
             return f"no grouped product for experts in {self.name} on this device"
         if settings.fp8_format == "HYBRID":

@@ -47,7 +47,7 @@ def in_precision(kind: str, name: str, **fp8_config: object) -> tuple[PreTrained
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
     backend = emulation_of(name, **fp8_config) if name in QUANTIZED else None
-    context = PrecisionContext(backend, torch.float32)
+    context = PrecisionContext(backend, torch.float32, backends=[*filter(None, [backend])])
     decisions = decide(hf, [*decoder_layers(hf).values()], backend.active) if backend else {}
     convert(hf, decisions, context)
     return hf, context

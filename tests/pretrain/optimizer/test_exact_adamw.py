@@ -125,7 +125,7 @@ def test_it_follows_torchs_adamw_where_gradients_come_and_go_bit_for_bit() -> No
 def approach(dtype: torch.dtype, exact: bool) -> tuple[float, float]:
     """From 1 towards 1.01 in 300 steps of 1e-4, far less than half of BF16's 2**-7: mean frozen updates, and what is left."""
     weight = nn.Parameter(torch.ones(64, dtype=dtype))
-    optimizer = ExactAdamW([weight], lr=1e-4, betas=(0.9, 0.95), weight_decay=0.0, exact=exact)
+    optimizer = ExactAdamW([weight], lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0, exact=exact)
     frozen = []
     for _ in range(300):
         give([weight], [torch.sign(master(optimizer, weight) - 1.01)])
@@ -151,7 +151,7 @@ def test_an_update_of_zero_is_not_frozen_and_one_of_decay_alone_is(times: int) -
         (1e-5, 0.0, [1, 4]),  # 2 alone: nothing moves 1
         (0.0, 0.1, [0, 4]),
     ):
-        optimizer = ExactAdamW([nn.Parameter(weight.clone())], lr=lr, weight_decay=weight_decay, exact=False)
+        optimizer = ExactAdamW([nn.Parameter(weight.clone())], **HYPER | {"lr": lr, "weight_decay": weight_decay}, exact=False)
         give(optimizer.param_groups[0]["params"], [gradient])
         optimizer.step()
         assert optimizer.frozen_counts().tolist() == [count * times for count in expected]

@@ -139,8 +139,9 @@ def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_br
 
     runs = []
     for passes in (2, 0):
-        context = PrecisionContext(emulation_of("delayed", amax_history_len=8), torch.bfloat16)
-        product = context.backend.product("layer", SIZE, SIZE, bias=False)
+        backend = emulation_of("delayed", amax_history_len=8)
+        context = PrecisionContext(backend, torch.bfloat16, backends=[backend])
+        product = backend.product("layer", SIZE, SIZE, bias=False)
         step(context, product)
         for _ in range(passes):
             with suppress(torch.OutOfMemoryError), context.preserving_state():

@@ -24,7 +24,7 @@ class Watched:
     def __init__(self, recipe: str, **options) -> None:
         torch.manual_seed(0)
         self.backend = emulation_of(recipe, **options)
-        self.context = PrecisionContext(self.backend, torch.bfloat16)
+        self.context = PrecisionContext(self.backend, torch.bfloat16, backends=[self.backend])
         self.layers = nn.Sequential(self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256))
         self.x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1, dtype=torch.bfloat16).exp()
 

@@ -49,7 +49,7 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> Non
     [
         (("--on", "Q9"), "--on Q9"),
         (("--mfu", "1.2"), "--mfu: "),
-        (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` counts its packs"),
+        (("train.epochs=2", "data.packs=/no/such"), "`train.epochs` counts packs"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

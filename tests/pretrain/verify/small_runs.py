@@ -16,7 +16,7 @@ from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
 from pretrain.model import huggingface as model
 from pretrain.model import packed as packed_model
-from pretrain.model.distributed import placed_as_planned
+from pretrain.model.distributed import sharded_as_planned
 from pretrain.model.gradients import RankSums, attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
@@ -141,7 +141,8 @@ def build_run(
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(settings, model.load_config(settings), weights=stored_in, seed=seed, device=device, backend="packed_sdpa")
     compute = getattr(torch, wanted.compute_dtype)
-    context = PrecisionContext(make_backends([active], device)[precision], compute)
+    backends = make_backends([active], device)
+    context = PrecisionContext(backends[precision], compute, backends=[*filter(None, backends.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     inside = decoder_layers(hf)
     decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
@@ -154,8 +155,9 @@ def build_run(
     needed = {"name": "small", "model": {"source": "any"}, "data": {"packs": "any"}, "train": {"steps": 9}}
     recipe = Recipe(**needed, weights=weights, optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"})
     prepared, optimizer = packed.train(), adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
-    with placed_as_planned(accelerator, packed, optimizer, compute):
-        prepared, _ = accelerator.prepare(packed, optimizer)
+    if accelerator.is_fsdp2:
+        with sharded_as_planned(accelerator, packed, optimizer, compute, once_a_step=False):
+            prepared, _ = accelerator.prepare(packed, optimizer)
     stacks = packed.fused.stacks if packed.fused else ()
     if accelerator.is_fsdp2:
         packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)

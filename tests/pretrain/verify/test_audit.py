@@ -171,7 +171,7 @@ def test_a_linear_that_was_skipped_and_a_norm_that_nothing_computes_with_are_fou
     plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     run.packed.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
-    assert "1 of 15 modules did not run in it as they should: model.layers.1.mlp.up_proj (forward bf" in refusal(run.audit)
+    assert "1 of 15 modules did not compute in it: model.layers.1.mlp.up_proj (forward bf" in refusal(run.audit)
 
 
 def test_a_backward_in_bf16_is_found(small: Callable) -> None:
