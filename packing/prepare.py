@@ -145,8 +145,8 @@ class PackMaker(AbstractContextManager):
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.records = records_of(settings, self.tokenizer)
         self.source = open_source(settings, self.records)
-        how = self.tokenizer.tokenizer, self.records, settings
-        self._pool = ProcessPoolExecutor(processes, START, _begin, how)
+        # Workers load the tokenizer: handing one to a worker that dies meanwhile, more than a pipe holds, would never end.
+        self._pool = ProcessPoolExecutor(processes, START, _begin, (settings,))
 
     def __exit__(self, *exception: object) -> None:
         self._pool.shutdown(cancel_futures=True)
@@ -208,15 +208,16 @@ def _importing_nothing_of_the_caller() -> Iterator[None]:
         sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = main, safe  # empty means unset
 
 
-def _begin(tokenizer: Tokenizer, records: Records, settings: DataSettings) -> None:
+def _begin(settings: DataSettings) -> None:
     """Runs first in each worker."""
     global _how
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
-    tokenizer.post_processor = None  # it would add special tokens that nobody asks for, and take blanks out of offsets
-    _how = tokenizer, records, settings
+    loaded = load_tokenizer(str(settings.tokenizer))
+    loaded.tokenizer.post_processor = None  # it would add special tokens that nobody asks for, and take blanks out of offsets
+    _how = loaded.tokenizer, records_of(settings, loaded), settings
 
 
 def _tokenize(chunk: Chunk) -> Tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -137,3 +138,17 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(settin
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, script, given], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.count("begun") == 1, run.stderr
+
+
+def test_workers_that_die_before_they_begin_are_told_of(
+    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory runs out; here, as they do not find the package. A large tokenizer is more than a pipe holds."""
+    large = Tokenizer.from_file(settings.tokenizer)
+    large.add_tokens([f"<{number}>" for number in range(5000)])
+    large.save(str(tmp_path / "large.json"))
+    monkeypatch.setattr("packing.prepare.START", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "packing").is_dir()])
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    with pytest.raises(InputError, match="process died"):
+        prepare(settings.model_copy(update={"tokenizer": str(tmp_path / "large.json")}), progress=False)
