@@ -155,7 +155,7 @@ class Health:
         """Yields, the first time in this process, that many updates are lost (a share of all), that no token of a step has a
         label, so that it has no loss, and that many of a mixture's experts starve (a share of all, in the step's `losses`)."""
         starved = losses.get("starved_experts", 0.0)
-        by = "a larger `router_aux_loss_coef`" if "router_loss" in losses else "`model.config.output_router_logits: true`"
+        larger, trains = "a larger `router_aux_loss_coef` weighs it more", "`model.config.output_router_logits: true` trains it"
         found = {
             "frozen": frozen > FROZEN_SHARE
             and f"{percent(frozen)} of all updates were too small to change the stored weights; `weights: bf16_exact` keeps all",
@@ -163,7 +163,7 @@ class Health:
             and "no token of its packs has a label, so it has no loss; take more packs a step (`batch.tokens`)",
             "starved": starved > STARVED_SHARE
             and f"{percent(starved)} of the experts get less than a tenth of what their layer's get on average; "
-            f"where the architecture has a loss for their balance, {by} trains it",
+            f"where the architecture has a loss for their balance, {larger if 'router_loss' in losses else trains}",
         }
         for name, text in found.items():
             if text and name not in self._warned:
