@@ -106,8 +106,8 @@ class FileRecord:
     hashes: dict[str, str] = field(default_factory=dict)  # algorithm -> hex digest; may be empty
 
 
-def hash_of(content: Mapping[str, Any]) -> str:
-    """SHA-256 of what a manifest says, in hexadecimal digits; the order of its keys does not count."""
+def hash_of(content: Any) -> str:
+    """SHA-256 of what JSON can hold, as a manifest does, in hexadecimal digits; the order of keys does not count."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -8,9 +8,7 @@ written out here, since a library's random generator may change between versions
 
 from __future__ import annotations
 
-import hashlib
 import heapq
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
+from foundation.files import hash_of
 from packing.arrow import ArrowPacks, JoinedPacks, Packs
 
 # With eight rounds over 6 bits or more, every order of up to 8 packs is as frequent as any other, by a chi-square test of 20,000
@@ -134,7 +133,7 @@ class MixedPacks(JoinedPacks):
         if other := next((packs for packs in known if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]), None):
             raise InputError(f"{other.path}: made with another tokenizer than {known[0].path}; prepare them with the same")
         content = [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
-        self.fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()
+        self.fingerprint = hash_of(content)
 
     def mixture(self) -> Mixture:
         counts, tokens = tuple(map(len, self.joined)), tuple(map(_tokens_of, self.joined))

@@ -12,8 +12,6 @@ holds `train.bin` and perhaps `val.bin`.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, check_files, hash_file
+from foundation.files import FileRecord, check_files, hash_file, hash_of
 from foundation.reading import load_object
 from packing.arrow import IGNORE, JoinedPacks, Pack, Packs, checked_index, same_or_ignored
 
@@ -135,7 +133,7 @@ class MDSPacks(JoinedPacks):
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
         hashes = [each.record.hashes or {"sha256": hash_file(each.path)} for each in shards]
         content = [[each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)]
-        self.fingerprint = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        self.fingerprint = hash_of(content)
         self.length = length or len(shards[0].sample(0).get(shards[0]._tokens, ()))
         for shard in shards:
             shard.length = self.length
@@ -197,8 +195,7 @@ class TokenBin(Packs):
         if size == 0 or size % np.dtype(dtype).itemsize:
             raise InputError(f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again")
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
-        digest = hash_file(self.path, "xxh3_128")
-        self.fingerprint = hashlib.sha256(json.dumps([digest, dtype, length, end_token]).encode()).hexdigest()
+        self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
 
     def __len__(self) -> int:
         return -(-len(self._tokens) // self.length)

@@ -30,14 +30,14 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
-from foundation.files import fsync_tree, locked, replace_file
+from foundation.files import fsync_tree, locked, replace_file, write_json
 from foundation.progress import Progress, say
 from foundation.reading import load_object, refusing
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import DataSettings, SourceSettings
-from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, joined, open_source, tokenize
+from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, open_source, tokenize
 from packing.store import all_parts, find_splits, folder_of, is_there, training_parts
 from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
 from packing.tokenizer import load_tokenizer
@@ -116,7 +116,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
     kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
-    left = f"then run this again: what is tokenised is kept in {kept}"
+    left = f"mend that and run this again: what is tokenised is kept in {kept}"
     with PackMaker(settings, processes) as maker, refusing((OSError,), str(settings.packs), left):
         log = TokenLog(kept, maker.key())
         if not log.complete:
@@ -149,6 +149,9 @@ class PackMaker(AbstractContextManager):
         self._pool = ProcessPoolExecutor(processes, START, _begin, (settings,))
 
     def __exit__(self, *exception: object) -> None:
+        self._pool._result_queue._writer.close()  # or a result that is broken off would be waited for
+        for worker in list((self._pool._processes or {}).values()):  # nobody takes what they are at; Python 3.14: `kill_workers`
+            worker.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def key(self) -> dict[str, Any]:
@@ -163,7 +166,7 @@ class PackMaker(AbstractContextManager):
         waiting: deque[Future[Tokens]] = deque()
         try:
             for chunk in chunks:
-                with _importing_nothing_of_the_caller():
+                with _apart_from_the_caller():
                     waiting.append(self._pool.submit(_tokenize, chunk))
                 if len(waiting) >= 3 * self.processes:
                     yield waiting.popleft().result()
@@ -175,7 +178,12 @@ class PackMaker(AbstractContextManager):
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out packs. held_out: set a part apart as the settings say."""
         settings = self.settings if held_out else self.settings.model_copy(update={"held_out": 0.0})
-        return Arranged(tokens, settings, one_file=self.source.identity["kind"] == "text")
+        return Arranged(tokens, settings, one_file=self.source.kind == "text")
+
+    def write_part(self, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
+        """Write a part of a stream to its folder, the first one whole; returns its manifest."""
+        folder, stream = part_folder(self.settings.packs, start.number), {"start": asdict(start), "after": asdict(after)}
+        return self.write(folder, arranged, stream, whole=start.number == 0)
 
     def write(self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
         """Write packs to the folder `path` and return their manifest. whole: also the held-out part and the tokenizer. stream: a
@@ -197,21 +205,22 @@ _how: tuple[Tokenizer, Records, DataSettings] | None = None  # in a worker, how 
 
 
 @contextmanager
-def _importing_nothing_of_the_caller() -> Iterator[None]:
+def _apart_from_the_caller() -> Iterator[None]:
     """Processes that are started in the block import neither the caller's script again, as the launcher with torch, nor modules
-    that lie in the current folder."""
+    that lie in the current folder. Ctrl-C, which reaches the whole group, is for the caller, which ends them."""
     main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = ModuleType("__main__"), "1"
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = main, safe  # empty means unset
 
 
 def _begin(settings: DataSettings) -> None:
     """Runs first in each worker."""
     global _how
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the parent ends its workers
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
@@ -247,8 +256,12 @@ class TokenLog(AbstractContextManager):
                 )
             self.counts, self.place, self.complete = Counts(**state["counts"]), state["place"], state["complete"]
         folder.mkdir(parents=True, exist_ok=True)
+        self._cut()
+
+    def _cut(self) -> None:
+        """Leave what is complete: a killed process, or a full disk, has broken off what it appended."""
         for name, size in (("tokens.bin", 4 * self.counts.tokens), ("lengths.bin", 8 * self.counts.documents)):
-            with open(folder / name, "ab") as file:
+            with open(self.folder / name, "ab") as file:
                 file.truncate(size)
 
     def append(self, result: Tokens) -> None:
@@ -262,9 +275,10 @@ class TokenLog(AbstractContextManager):
 
     def commit(self) -> None:
         """Flush what was appended, and vouch for it."""
+        self._cut()
         fsync_tree(self.folder)
         state = {"key": self.key, "counts": asdict(self.counts), "place": self.place, "complete": self.complete}
-        replace_file(self.folder / _PROGRESS, json.dumps(state, indent=1).encode())
+        write_json(self.folder / _PROGRESS, state)
         self._committed = time.monotonic()
 
     def __exit__(self, *exception: object) -> None:
@@ -323,20 +337,15 @@ def _fill(maker: PackMaker, place: Place) -> Tokens:
         done += result.counts.tokens
         if done >= window:
             break
-    return joined(results)
-
-
-def write_part(maker: PackMaker, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
-    """Write a part to its folder: the first one with what is held out, and with the tokenizer. Returns its manifest."""
-    stream, folder = {"start": asdict(start), "after": asdict(after)}, part_folder(maker.settings.packs, start.number)
-    return maker.write(folder, arranged, stream, whole=start.number == 0)
+    tokens, lengths = (np.concatenate(arrays) for arrays in zip(*((each.tokens, each.lengths) for each in results), strict=True))
+    return Tokens(tokens, lengths, sum((each.counts for each in results), Counts()), results[-1].after)
 
 
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
     check_disk(settings)
     with PackMaker(part, usable_cores(2 * len(settings.shares))) as maker, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
-        return write_part(maker, PartStart(), *make_part(maker, PartStart()))
+        return maker.write_part(PartStart(), *make_part(maker, PartStart()))
 
 
 def _remove(part: Path) -> None:
@@ -386,7 +395,7 @@ def pack_ahead(
                     f"to {needed * 1.05e-9:.2g} or more, or a smaller data.streaming.window, which begins another stream"
                 )
             yield False
-        write_part(makers[name], start, arranged, after)
+        makers[name].write_part(start, arranged, after)
         behind[part_folder(makers[name].settings.packs, start.number)] = name, after.first
         nexts[name] = after
         yield True

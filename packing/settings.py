@@ -142,15 +142,13 @@ class DataSettings(SourceSettings):
 
     @model_validator(mode="after")
     def _sources_are_whole(self) -> DataSettings:
-        training = self.sources or (self,)
         if self.source is not None and self.sources is not None:
             raise ValueError("`source` and `sources` are both set; name one source, or several with weights")
         if self.prepares and self.tokenizer is None:
             raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
         if self.validation is not None and self.held_out:
             raise ValueError("`held_out` and `validation` are both set; evaluate on a share of the text, or on other text")
-        trained = {_rows_of(each) for each in training}
-        if self.validation is not None and _rows_of(self.validation) in trained:
+        if self.validation is not None and _rows_of(self.validation) in map(_rows_of, self.sources or (self,)):
             also = f"`validation`: {self.validation.source} is also trained on"
             raise ValueError(f"{also}; name another file or split, or set `held_out` instead")
         return self

@@ -10,10 +10,9 @@ raises InputError with the file or place that cannot be read. An unchanged sourc
 
 from __future__ import annotations
 
-import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,6 +24,7 @@ import pyarrow as pa
 from tokenizers import Tokenizer
 
 from foundation.errors import InputError
+from foundation.files import hash_of
 from foundation.reading import one_line, refusing
 from packing.arrow import MANIFEST
 from packing.records import UNTRAINED, Records
@@ -156,7 +156,7 @@ class FileSource:
         """Paths, sizes and dates of the files, as they are now."""
         stats = [path.stat() for path in self.paths]
         listing = [[str(path.resolve()), stat.st_size, stat.st_mtime_ns] for path, stat in zip(self.paths, stats, strict=True)]
-        return {"kind": self.kind, "files": hashlib.sha256(json.dumps(listing).encode()).hexdigest()}
+        return {"kind": self.kind, "files": hash_of(listing)}
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """`size`: about how many bytes a chunk has. Of text, a chunk is a file: it is read where it is tokenised."""
@@ -209,6 +209,8 @@ class FileSource:
 class DatasetSource:
     """A Hugging Face dataset: a folder that `save_to_disk` wrote, or whatever `load_dataset` takes, streamed or not."""
 
+    kind = "dataset"
+
     def __init__(self, settings: DataSettings, records: Records) -> None:
         self.settings, self.records, self.name = settings, records, str(settings.source)
         self.is_saved = Path(self.name).exists()
@@ -219,7 +221,7 @@ class DatasetSource:
     def identity(self) -> dict[str, Any]:
         """A dataset that comes over a network has no fingerprint; a saved one has, however `streaming` is set."""
         settings = self.settings
-        place = {"kind": "dataset", "name": self.name, "subset": settings.subset, "split": settings.split}
+        place = {"kind": self.kind, "name": self.name, "subset": settings.subset, "split": settings.split}
         return place | {"fingerprint": None if settings.streaming and not self.is_saved else self._data._fingerprint}
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
@@ -299,12 +301,6 @@ class Tokens:
     lengths: np.ndarray  # [documents] int64, EOS included
     counts: Counts
     after: Place = field(default_factory=dict)  # as of its chunk
-
-
-def joined(parts: Sequence[Tokens]) -> Tokens:
-    """The documents of `parts`, one after another."""
-    tokens, lengths = (np.concatenate(arrays) for arrays in zip(*((part.tokens, part.lengths) for part in parts), strict=True))
-    return Tokens(tokens, lengths, sum((part.counts for part in parts), Counts()), parts[-1].after)
 
 
 def tokenize(chunk: Chunk, tokenizer: Tokenizer, records: Records, settings: DataSettings) -> Tokens:

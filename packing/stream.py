@@ -14,7 +14,6 @@ order drawn from (seed, part).
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import subprocess
@@ -30,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, locked, replace_file
+from foundation.files import free_bytes, hash_of, locked, replace_file
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
@@ -203,7 +202,7 @@ class StreamedPacks(Packs):
         self.length, self.tokenizer = first.length, first.tokenizer
         content = [[name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()]
         windows = [part.stream.window for part in parts.values()]
-        self.fingerprint = hashlib.sha256(json.dumps([content, windows]).encode()).hexdigest()
+        self.fingerprint = hash_of([content, windows])
         self.packing: PackerProcess | None = None
         self._leaving = threading.Event()
 

@@ -165,12 +165,12 @@ def nanogpt(model: ModelFlops, length: int) -> float:
 def combined_formula(model: ModelFlops, length: int) -> float:
     """llm_TII's second version: attention as 2 S H^2 (2 + 2/G) + 4 S^2 H for S tokens, and the rotation of queries and keys."""
     rotation = 0 if model.position_parameters else 4 * model.shape.hidden
-    return _components(model, _attention(model, length) + _feed_forward(model) + rotation)
+    return _components(model, length, rotation)
 
 
 def component_summation_v2025(model: ModelFlops, length: int) -> float:
     """llm_TII's third version, `component_summation_v2025`: the same without the rotation, product by product."""
-    return _components(model, _attention(model, length) + _feed_forward(model))
+    return _components(model, length)
 
 
 def megatron(model: ModelFlops, length: int) -> float:
@@ -209,8 +209,8 @@ def _feed_forward(model: ModelFlops) -> float:
     return (6 if model.gated else 4) * model.shape.hidden * model.shape.feed_forward
 
 
-def _components(model: ModelFlops, of_layer: float) -> float:
-    """Forward and backward of layers that cost `of_layer`, their norms (1.5 operations a value of RMSNorm, 2 of LayerNorm), and
-    the head."""
+def _components(model: ModelFlops, length: int, rotation: int = 0) -> float:
+    """Forward and backward of layers, their norms (1.5 operations a value of RMSNorm, 2 of LayerNorm), and the head."""
+    of_layer = _attention(model, length) + _feed_forward(model) + rotation
     s, norm = model.shape, (2.0 if model.layer_norm else 1.5) * model.shape.hidden
     return 3 * (s.layers * (of_layer + 2 * norm) + norm + 2 * s.hidden * s.vocabulary)

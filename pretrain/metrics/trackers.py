@@ -21,7 +21,7 @@ from typing import Any, TextIO
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
 from foundation.errors import InputError
-from foundation.files import replace_file
+from foundation.files import replace_file, write_json
 from foundation.reading import refusing
 from pretrain.metrics.run_folder import METRICS_FILE, TRACKERS_FILE
 from pretrain.settings.config import flatten
@@ -110,7 +110,7 @@ class Trackers:
         """What services know the run by: a new name, or, where it resumes, the one that it had."""
         path = self._run_dir / TRACKERS_FILE
         if not (self.file.resumed_step and path.exists()):
-            replace_file(path, json.dumps({"run": secrets.token_hex(4)}).encode())
+            write_json(path, {"run": secrets.token_hex(4)})
         return json.loads(path.read_bytes())["run"]
 
     def _make(self, name: str, run_id: str) -> GeneralTracker:

@@ -28,7 +28,7 @@ from pretrain.plan.checks import check_fit, check_gap, check_held_out, check_set
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, spend_spare_memory
-from pretrain.plan.tokenizer import encoded_prompt, fingerprint_of, load_tokenizer, with_tokens
+from pretrain.plan.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
@@ -162,7 +162,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     if last:
         data = opening()
     if data is not None:
-        own = fingerprint_of(recipe.model) if data.tokenizer.get("fingerprint") else None
+        own = fingerprint_at(recipe.model.weights_source) if data.tokenizer.get("fingerprint") else None
         check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
         check_held_out(recipe, len(data.held_out or ()))
         check_labels(data, recipe.data, recipe.evaluate.packs)

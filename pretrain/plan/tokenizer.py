@@ -40,8 +40,8 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
     if not needed and not model.from_scratch and (model.source or "vocab_size" in given):
         return model
     if settings.tokenizer is not None:
-        named = load_text_tokenizer(settings.tokenizer).describe()
-        for whose, expected in ((settings.packs, known.get("fingerprint")), ("`model.source`", fingerprint_of(model))):
+        named, packed = load_text_tokenizer(settings.tokenizer).describe(), known.get("fingerprint")
+        for whose, expected in ((settings.packs, packed), ("`model.source`", fingerprint_at(model.weights_source))):
             if expected not in (None, named["fingerprint"]):
                 raise InputError(
                     f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {whose} "
@@ -50,7 +50,7 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
         known = named
     if "vocab_size" not in known or (model.source is not None and not model.from_scratch):
         return model
-    if model.source is not None and known.get("fingerprint") in (None, _fingerprint_at(model.source)):
+    if model.source is not None and known.get("fingerprint") in (None, fingerprint_at(model.source)):
         return model
     of_type = load_config(model if model.source else ModelSettings(config={"model_type": given["model_type"]}))
     return model.model_copy(update={"config": tokens_of(known, given, of_type)})
@@ -76,19 +76,14 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
     return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
 
 
-def fingerprint_of(model: ModelSettings) -> str | None:
-    """Returns the fingerprint of the tokenizer that the weights of the model's folder or hub repository are for; None where there
-    is none."""
-    return _fingerprint_at(model.weights_source)
-
-
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
     """Returns the fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or one without a
     tokenizer.json."""
-    return next(filter(None, map(_fingerprint_at, _places(settings, model, data))), None)
+    return next(filter(None, map(fingerprint_at, _places(settings, model, data))), None)
 
 
-def _fingerprint_at(place: str | None) -> str | None:
+def fingerprint_at(place: str | None) -> str | None:
+    """The fingerprint of the tokenizer in a folder or hub repository; None where there is none."""
     with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
         return place and load_text_tokenizer(place).fingerprint
     return None

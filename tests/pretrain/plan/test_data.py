@@ -14,7 +14,7 @@ from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
 from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
-from pretrain.plan.tokenizer import fingerprint_of, with_tokens
+from pretrain.plan.tokenizer import fingerprint_at, with_tokens
 from pretrain.settings.recipe import ModelSettings
 
 
@@ -50,7 +50,7 @@ def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: D
     file.write_text(file.read_text().replace('"w1": 1,', '"w1": 2,').replace('"w2": 2,', '"w2": 1,'))
     other = ModelSettings(source=str(tmp_path / "model"))
     with pytest.raises(InputError, match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer"):
-        check_tokens(data, 61, fingerprint_of(other))
+        check_tokens(data, 61, fingerprint_at(other.weights_source))
     with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):
         with_tokens(other, settings, None, needed=True)
 
