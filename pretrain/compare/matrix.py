@@ -99,6 +99,7 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     with lock, StopRequest(passed_on=True) as stop:
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}, its report")
+            say(f"{sum(cell.is_finished() for cell in cells)} of {len(cells)} cells are finished already")
         outcomes = run_all(matrix, cells, stop)
         rows = [[each.cell.name, each.status, or_dash(each.seconds, duration), str(each.cell.run_dir)] for each in outcomes]
         say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")
