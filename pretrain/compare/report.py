@@ -34,12 +34,7 @@ class Report:
 
     @classmethod
     def over(
-        cls,
-        runs: Sequence[RunRecord],
-        vary: Sequence[str] = (),
-        *,
-        tolerance: float = TOLERANCE,
-        margin: float = MARGIN,
+        cls, runs: Sequence[RunRecord], vary: Sequence[str] = (), *, tolerance: float = TOLERANCE, margin: float = MARGIN
     ) -> Report:
         """`vary`: keys that may differ, as they are what is compared; several seeds of the baseline name `seed`. `margin`: what a
         comparison over seeds takes. InputError where a run cannot be compared fairly with the first."""

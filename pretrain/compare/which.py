@@ -26,7 +26,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from html import escape
 from multiprocessing import get_context
 from pathlib import Path
@@ -242,14 +242,9 @@ def kept_protocol(question: Question, options: argparse.Namespace) -> Protocol |
     if not file.exists():
         return None
     protocol = Protocol(**load_object(file, "ask anew in another --run_dir"))
-    asked = {
-        "begin_with": options.begin_with,
-        "margin": options.margin / 100,
-        "seeds": options.seeds,
-        "precisions": options.precisions or protocol.precisions,
-        "steps": options.steps or protocol.steps,
-    }
-    differ = {key: (value, then) for key, value in asked.items() if value != (then := getattr(protocol, key))}
+    asked = replace(protocol, begin_with=options.begin_with, margin=options.margin / 100, seeds=options.seeds)
+    asked = replace(asked, precisions=options.precisions or asked.precisions, steps=options.steps or asked.steps)
+    differ = {key: (value, then) for key, value in asdict(asked).items() if value != (then := getattr(protocol, key))}
     if differ := differ | question.trial([protocol.base]).baseline.differences:
         raise InputError(f"{file}: was begun otherwise (now, and then): {in_words(differ)}; ask anew in another --run_dir")
     return protocol
