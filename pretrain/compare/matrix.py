@@ -74,8 +74,8 @@ def page_of(matrix: Matrix) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = parse_arguments(arguments)
-    changes = {key: getattr(options, key) for key in ("at_once", "gpus", "processes")}
-    matrix = load_matrix(options.matrix, options.overrides, **{key: value for key, value in changes.items() if value is not None})
+    changes = {key: value for key in ("at_once", "gpus", "processes") if (value := getattr(options, key)) is not None}
+    matrix = load_matrix(options.matrix, options.overrides, **changes)
     cells = matrix.only(options.only)
     if options.cell is not None:
         if options.cell >= len(cells):
