@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pretrain.compare.differences import Gap
-from pretrain.compare.fairness import changed_settings, loss_differences, of_one_text, same_held_out, why_not_paired
+from pretrain.compare.fairness import changed_settings, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import RunRecord, at_the_end
 
 # Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
@@ -121,7 +121,8 @@ class RunComparison:
             notes += [f"{each.label} was not trained by one recipe: {'; '.join(changes)}."] if changes else []
         if any(run.side_by_side for run in runs):
             notes.append("No speed stands beside a run that shared its machine with others.")
-        if not of_one_text([run for run in runs if "held_out_loss" in run.summary]):
+        evaluated = [run for run in runs if "held_out_loss" in run.summary]
+        if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
             notes.append("Held-out losses are of different text, so they do not say which run is better.")
         return notes
 
@@ -133,9 +134,7 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
     """Each verdict and what has it, from verdicts by name."""
-    names: dict[str, list[str]] = {}
-    for name, verdict in verdicts.items():
-        names.setdefault(verdict, []).append(name)
+    names = {verdict: [name for name, own in verdicts.items() if own == verdict] for verdict in verdicts.values()}
     return "; ".join(f"{verdict}: {', '.join(those)}" for verdict, those in names.items())
 
 

@@ -126,9 +126,7 @@ class SeedDifference:
         where that at CONFIDENCE over all `comparisons` made together (Bonferroni) lies on one side of zero, or "cannot tell".
         None for fewer than FEWEST_SEEDS."""
         half, whole = self.half_width(EQUIVALENCE), self.half_width(1 - (1 - CONFIDENCE) / comparisons)
-        if half is None or whole is None:
-            return None
-        return self._word(half, whole, margin)
+        return None if half is None or whole is None else self._word(half, whole, margin)
 
     def anytime_half_width(self, error: float) -> float | None:
         """Returns half of an interval that holds the mean after every number of seeds at once, but for a probability `error`: one

@@ -156,8 +156,3 @@ def same_held_out(first: RunRecord, second: RunRecord) -> bool:
     ours, theirs = settings_of(first), settings_of(second)
     alike = all(ours.get(key) == theirs.get(key) for key in ("data.mask_boundaries", "data.length"))
     return alike and same_measure(*last, HELD_OUT_PACKS)
-
-
-def of_one_text(runs: Sequence[RunRecord]) -> bool:
-    """Whether the held-out losses of all are of the same packs, so that they say which run is better."""
-    return all(same_held_out(runs[0], run) for run in runs[1:])

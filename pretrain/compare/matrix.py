@@ -74,8 +74,8 @@ def page_of(matrix: Matrix) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = parse_arguments(arguments)
-    changes = {key: getattr(options, key) for key in ("at_once", "gpus", "processes")}
-    matrix = load_matrix(options.matrix, options.overrides, **{key: value for key, value in changes.items() if value is not None})
+    changes = {key: value for key in ("at_once", "gpus", "processes") if (value := getattr(options, key)) is not None}
+    matrix = load_matrix(options.matrix, options.overrides, **changes)
     cells = matrix.only(options.only)
     if options.cell is not None:
         if options.cell >= len(cells):
@@ -99,6 +99,7 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     with lock, StopRequest(passed_on=True) as stop:
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}, its report")
+            say(f"{sum(cell.is_finished() for cell in cells)} of {len(cells)} cells are finished already")
         outcomes = run_all(matrix, cells, stop)
         rows = [[each.cell.name, each.status, or_dash(each.seconds, duration), str(each.cell.run_dir)] for each in outcomes]
         say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")

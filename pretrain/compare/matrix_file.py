@@ -157,10 +157,9 @@ class Matrix:
 
     def only(self, filters: Sequence[str]) -> list[Cell]:
         """The cells that `key=value` filters pick: any of the values given for a key, and every key. InputError for none."""
-        wanted: dict[str, set[str]] = {}
-        for key, _, value in (text.partition("=") for text in filters):
-            wanted.setdefault(key, set()).add(value)
-        chosen = [c for c in self.cells if all(key in c.values and _text(key, c.values[key]) in wanted[key] for key in wanted)]
+        keys = {text.partition("=")[0] for text in filters}
+        with_keys = [cell for cell in self.cells if keys <= cell.values.keys()]
+        chosen = [cell for cell in with_keys if {f"{key}={_text(key, cell.values[key])}" for key in keys} <= {*filters}]
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
             raise InputError(f"command line: --only {' '.join(filters)} picks none of the cells {names}")

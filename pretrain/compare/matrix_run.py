@@ -54,9 +54,7 @@ class StartedCell:
         self.cell, self.slot, self.started = cell, slot, time.monotonic()
         with cell.log.open("ab") as log:
             self.log_begins = log.tell()
-            self.process = subprocess.Popen(
-                command, start_new_session=True, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+            self.process = subprocess.Popen(command, start_new_session=True, env=environment, stdout=log, stderr=log)
 
     def signal(self, number: int) -> None:
         """Signal the whole group: accelerate's launcher of a single process passes nothing on by itself."""

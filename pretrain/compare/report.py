@@ -34,12 +34,7 @@ class Report:
 
     @classmethod
     def over(
-        cls,
-        runs: Sequence[RunRecord],
-        vary: Sequence[str] = (),
-        *,
-        tolerance: float = TOLERANCE,
-        margin: float = MARGIN,
+        cls, runs: Sequence[RunRecord], vary: Sequence[str] = (), *, tolerance: float = TOLERANCE, margin: float = MARGIN
     ) -> Report:
         """`vary`: keys that may differ, as they are what is compared; several seeds of the baseline name `seed`. `margin`: what a
         comparison over seeds takes. InputError where a run cannot be compared fairly with the first."""
@@ -150,7 +145,8 @@ def watch(options: argparse.Namespace) -> Report | None:
         while going:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                going = not all(map(_has_ended, report.comparison.runs))
+                # Until all are halted, or have written their summaries, the last thing of all. Of a killed one nobody can tell.
+                going = not all("halted" in run.summary or read_finished(run.path) for run in report.comparison.runs)
                 report.write(options.out, every=options.watch)
             if going:
                 time.sleep(options.watch)
@@ -158,11 +154,6 @@ def watch(options: argparse.Namespace) -> Report | None:
         report.write(options.out)
         print(f"{report.answer}\n\nPage: {options.out}")
     return report
-
-
-def _has_ended(run: RunRecord) -> bool:
-    """Whether a run is halted, or has written its summary, the last thing that it does. Of a killed one nobody can tell."""
-    return "halted" in run.summary or read_finished(run.path) is not None
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -17,7 +17,8 @@ from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
 from pretrain.compare import which
 from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
-from pretrain.compare.which import Protocol, Question, Verdict
+from pretrain.compare.verdicts import USE, Protocol, Rounds, Verdict
+from pretrain.compare.which import Question
 from pretrain.metrics.run_record import RunRecord
 from pretrain.settings.config import load_recipe
 from tests.conftest import write_recipe
@@ -106,12 +107,13 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
     protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(protocol)))
-    question, noise = Question(file, (), which.ON_CPU, folder, names, protocol), np.random.default_rng(0)
+    question, noise = Question(load_recipe(file), file, (), which.ON_CPU, folder), np.random.default_rng(0)
+    rounds = Rounds(protocol)
 
     def train(slope: float, spread: float = 0.0) -> None:
-        question.rounds.clear()
+        rounds.runs.clear()
         for seed in range(5):
-            cells = {cell.values["cell"]: cell for cell in question.round(42 + seed, list(above)).cells}
+            cells = {cell.values["cell"]: cell for cell in question.round(protocol, 42 + seed, list(above)).cells}
             for name, cell in cells.items():
                 speed, costs = above.get(name, (1.0, [0.0] * 5))
                 leave_behind(cell, 400, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed)
@@ -120,7 +122,7 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
                 for line in lines[:-1]:
                     line["loss"] = 3 + slope * np.log(line["step"]) + spread * noise.normal()
                 (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-            question.rounds.append({name: cell.record() for name, cell in cells.items()})
+            rounds.runs.append({name: cell.record() for name, cell in cells.items()})
 
     train(slope=-0.2)
     command = [str(file), "--run_dir", str(folder), "--hours", "0.000001"]
@@ -145,13 +147,12 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
     (halted / "metrics.jsonl").write_text("".join([*lines[:-1], '{"step": 400, "event": "halted", "reason": "NaN"}\n']))
     assert which.main(command) == 1 and "nvfp4: broke off" in (said := capsys.readouterr().out)
     assert rows_of(said)["mxfp8"][-1][0] == "5" and "started" not in said, "the rounds after it are told of"
-    question.protocol = replace(protocol, begin_with="step-00000080")
-    assert question.verdict("nvfp4").tokens == pytest.approx((400 * np.exp(0.05 / 0.2) - 80) / 320), "of those after the first 80"
-    assert "train.begin_with=step-00000080" in question.answer(question.verdicts())
-    question.protocol = protocol
+    branched = replace(rounds, protocol=replace(protocol, begin_with="step-00000080"))
+    assert branched.verdict("nvfp4").tokens == pytest.approx((400 * np.exp(0.05 / 0.2) - 80) / 320), "of those after the first 80"
+    assert "train.begin_with=step-00000080" in which.answer(question, branched.protocol, branched.verdicts())
     train(slope=0.0, spread=0.1)
-    delayed, *_ = verdicts = question.verdicts()
-    answer = question.answer(verdicts)
+    delayed, *_ = verdicts = rounds.verdicts()
+    answer = which.answer(question, protocol, verdicts)
     assert delayed.word == EQUIVALENT and delayed.tokens is None and "not known" in delayed.advice and "Stay" not in answer
     for changed in (["--margin", "1"], ["--seeds", "4"]):
         with pytest.raises(InputError, match=changed[0].strip("-")):
@@ -213,26 +214,25 @@ def test_a_precision_that_cannot_take_the_packs_is_left_out_and_named(
 ) -> None:
     """Blocks take tokens in multiples of 128."""
     file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
-    question = Question(file, (), which.ON_CPU, tmp_path / "which", ["bf16", "block", "mxfp8"])
-    assert [cell.values["cell"] for cell in question.trial().cells] == ["bf16", "mxfp8"]
+    question = Question(load_recipe(file), file, (), which.ON_CPU, tmp_path / "which")
+    assert [cell.values["cell"] for cell in question.trial(["bf16", "block", "mxfp8"]).cells] == ["bf16", "mxfp8"]
     assert "block" in (said := capsys.readouterr().out) and "128" in said
-    question.names = ["block", "bf16"]
     with pytest.raises(InputError, match="128"):
-        question.trial()
+        question.trial(["block", "bf16"])
 
 
 def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     file = write_recipe(small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path)
     given, names = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head"), ["bf16", "delayed", "current", "nvfp4"]
-    question = Question(file, given, which.ON_CPU, tmp_path / "which", names)
-    settings = {cell.values["cell"]: cell.recipe.fp8_config for cell in question.trial().cells}
+    question = Question(load_recipe(file, given), file, given, which.ON_CPU, tmp_path / "which")
+    settings = {cell.values["cell"]: cell.recipe.fp8_config for cell in question.trial(names).cells}
     options = [(each.fp8_format, each.margin) for each in settings.values()]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
     assert {(each.on_unsupported, each.scope) for each in settings.values()} == {("emulate", "linear")}, "no override's"
-    question.protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
-    kept = question.round(42, ["current"]).cells[0].recipe.checkpoint
+    protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
+    kept = question.round(protocol, 42, ["current"]).cells[0].recipe.checkpoint
     assert kept.every == 80 and kept.keep == 400, "what is saved where it is stopped, however often, leaves the trunk's"
-    answer = question.answer([Verdict("current", speedup=1.2, tokens=1.0, word=EQUIVALENT, advice=which.USE)])
+    answer = which.answer(question, protocol, [Verdict("current", speedup=1.2, tokens=1.0, word=EQUIVALENT, advice=USE)])
     assert load_recipe(file, answer.splitlines()[-1].split()[6:]).fp8_config.margin is None
 
 
