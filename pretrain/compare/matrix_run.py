@@ -112,7 +112,8 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                 running.remove(one)
                 outcomes[one.cell.name] = outcome = one.outcome(asked_to_stop=bool(stop.requested))
                 done = sum(each.is_finished for each in outcomes.values())
-                say(f"{one.cell.name}: {outcome.status} after {duration(outcome.seconds)}, {done} of {len(cells)} cells done")
+                of_all = f", {done} of {len(cells)} cells done" if len(cells) > 1 else ""
+                say(f"{one.cell.name}: {outcome.status} after {duration(outcome.seconds)}{of_all}")
                 if outcome.status in ("failed", "halted"):
                     say(f"  the last of {one.cell.log}:")
                     say("\n".join(f"  | {line}" for line in one.end_of_log()))
