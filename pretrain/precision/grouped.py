@@ -27,7 +27,7 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
-from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, Saved
+from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, Saved, add_to
 
 STACKS = ("gate_up_proj", "down_proj")  # the weights of all experts, by transformers' names
 MULTIPLE_OF = 8  # features: torch's grouped products take rows of a multiple of 16 bytes
@@ -125,8 +125,7 @@ class Grouped:
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
         """Adds a weight's gradient to the sum in `total`'s dtype. A GPU's kernels give it rounded to BF16, once a microbatch."""
-        gradient = self.multiply("wgrad", left, right, None)
-        total.copy_(gradient) if overwrite else total.add_(gradient)
+        add_to(total, self.multiply("wgrad", left, right, None), overwrite=overwrite)
 
 
 class PlainGroupedProduct(Grouped, PlainProduct):

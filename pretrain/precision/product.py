@@ -79,7 +79,7 @@ class Product:
 
     def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
         """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
-        (total.zero_() if overwrite else total).add_(self.multiply("wgrad", left, right, torch.float32))
+        add_to(total, self.multiply("wgrad", left, right, torch.float32), overwrite=overwrite)
 
     @staticmethod
     def codes(operand: Operand) -> Tensor:
@@ -140,6 +140,11 @@ class PlainProduct(Product):
             searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
 
+def add_to(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
+    """Adds `gradient` to the sum `total` in its dtype; `overwrite`: puts it in place of what `total` held."""
+    total.copy_(gradient) if overwrite else total.add_(gradient)
+
+
 class Multiplication:
     """A product in use: the steps of one forward over a microbatch (or a part of it) and of its backward, after the product's
     `begin`, in order. Who looks on sees what is multiplied, and what comes out, in the context's compute dtype."""
@@ -170,8 +175,7 @@ class Multiplication:
         if total is None:
             return self.multiply("wgrad", dy, x)
         if self.seen_by.result_observers:
-            gradient = self.multiply("wgrad", dy, x, dtype=torch.float32)
-            (total.zero_() if overwrite else total).add_(gradient)
+            add_to(total, self.multiply("wgrad", dy, x, dtype=torch.float32), overwrite=overwrite)
         else:
             self.product.accumulate(total, dy, x, overwrite=overwrite)
         return None
