@@ -147,10 +147,10 @@ class SeedDifference:
         return math.sqrt(squares * (bound - 1) / (number * (1 - bound / spread))) if bound < spread else None
 
     def anytime_verdict(self, margin: float, error: float) -> str:
-        """As `verdict` by `anytime_half_width` in place of both intervals, whatever the number of seeds: "cannot tell" while the
-        interval lies neither within the margin nor on one side of zero."""
-        half = self.anytime_half_width(error)
-        return CANNOT_TELL if half is None else self._word(half, half, margin)
+        """As `verdict` by `anytime_half_width`, whatever the number of seeds: two one-sided tests at `error` each against the
+        margin, so the interval of twice that, and one at `error` against zero."""
+        half, whole = self.anytime_half_width(2 * error), self.anytime_half_width(error)
+        return CANNOT_TELL if half is None else self._word(half, math.inf if whole is None else whole, margin)
 
     def _word(self, half: float, whole: float, margin: float) -> str:
         """What the mean's two intervals tell: `half` of the one held against the margin, `whole` of the one against zero."""
