@@ -13,7 +13,7 @@ from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import RunComparison, Standing, own_speed
 from pretrain.compare.differences import CONFIDENCE, Gap
 from pretrain.compare.fairness import keys_told_apart_by, option
-from pretrain.metrics.run_record import FEWEST_STEPS, LOSS_KEY, RunRecord
+from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,8 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         for key in keys_told_apart_by(comparison.runs)
     ]
     speed = "median of all steps but the first two, padding included"
+    ends = {run.summary.get(END_KEY) for run in comparison.runs}  # a branch may have fewer steps than the end of the others
+    of_steps = (lambda each: f" (last {each.run.summary[END_KEY]})") if len(ends) > 1 else (lambda each: "")
     evaluated, emulated = (lambda each: each.run.when_evaluated), (lambda each: " (emulated)" if each.run.emulated else "")
     columns = [
         RUN,
@@ -89,7 +91,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         Column("backend", "what computed the products", lambda each: each.run.backend, words=True),
         _key("steps", "", "steps", "{:,}".format, mark=_ended),
         _key("tokens", "", "tokens", count),
-        _key("loss at the end", f"training loss, nats a token, {AT_END}", LOSS_KEY, "{:.4f}".format),
+        _key("loss at the end", f"training loss, nats a token, {AT_END}", LOSS_KEY, "{:.4f}".format, mark=of_steps),
         _key("held-out", "loss of packs that are not trained on", "held_out_loss", "{:.4f}".format, mark=evaluated),
         Column("held-out − baseline", "where both were evaluated last in one step", lambda each: each.held_out_gap, signed),
         _key("tok/s", speed, "tokens_per_second", "{:,.0f}".format, lambda run: not run.side_by_side, mark=emulated),

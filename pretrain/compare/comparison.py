@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from pretrain.compare.differences import Gap
-from pretrain.compare.fairness import changed_settings, loss_differences, same_held_out, why_not_paired
-from pretrain.metrics.run_record import RunRecord, at_the_end
+from pretrain.compare.fairness import changed_settings, differences_at_the_end, loss_differences, same_held_out, why_not_paired
+from pretrain.metrics.run_record import RunRecord
 
 # Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
 COLOURS = ("#1F77B4", "#FF7F0E", "#2CA02C", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#7F7F7F", "#BCBD22", "#17BECF")
@@ -54,7 +54,8 @@ class Standing:
     @cached_property
     def gap(self) -> Gap | None:
         """The difference of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why."""
-        return None if self.is_baseline or self.not_paired else Gap.over(at_the_end(self.differences[1]), self.comparisons)
+        known = not (self.is_baseline or self.not_paired)
+        return Gap.over(differences_at_the_end(self.base, self.run), self.comparisons) if known else None
 
     @property
     def verdict(self) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.checkpoint.state import changed_keys
-from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, kind, same_measure
+from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, at_the_end, kind, same_measure
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.config import SOURCE, flatten, identity_of
 from pretrain.settings.recipe import Recipe
@@ -148,6 +148,12 @@ def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, n
     differences = their_losses[there] - our_losses[here]
     finite = np.isfinite(differences)
     return steps[finite], differences[finite]
+
+
+def differences_at_the_end(first: RunRecord, second: RunRecord) -> np.ndarray:
+    """Second's loss minus first's, float64, over the end of the steps where both are finite."""
+    steps, differences = loss_differences(first, second)
+    return differences[at_the_end(steps)]
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:

@@ -18,7 +18,7 @@ from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
 from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
 from pretrain.compare.figures import moving_mean, window_of
-from pretrain.metrics.run_record import RunRecord, at_the_end
+from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 
 MOST_SEEDS = 20
 MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
@@ -121,7 +121,7 @@ class Rounds:
             return Verdict(name)
         if why := next((run.broke_off for _, run in pairs if run.broke_off), None):
             return Verdict(name, word=f"broke off: {why}")
-        verdict = Verdict(name, _above(pairs, held_out_loss), _above(pairs, self.loss_at_end))
+        verdict = Verdict(name, _above(pairs, held_out_loss), _above(pairs, loss_at_end))
         speeds = [(own_speed(base), own_speed(run)) for base, run in pairs]
         if all(map(all, speeds)):
             verdict.tokens_per_second = statistics.median(own for _, own in speeds)
@@ -136,10 +136,6 @@ class Rounds:
         if verdict.is_open:
             verdict.more_seconds = self.seconds_to_tell(verdict)
         return verdict
-
-    def loss_at_end(self, run: RunRecord) -> float:
-        """Mean of the last training losses, of steps that all have: a summary's are of more where the trunk is its own."""
-        return float(np.nanmean(at_the_end(run.curve("loss")[1][self.protocol.trunk - self.protocol.steps :])))
 
     def seconds_to_tell(self, verdict: Verdict) -> float | None:
         """For the seeds that are missing to a verdict, if mean and spread stay; None where MOST_SEEDS would not tell."""
@@ -166,7 +162,7 @@ class Rounds:
             half, share = difference.anytime_half_width(self.protocol.error), 100 / difference.baseline
             return f"{share * difference.mean:+.3f}{'' if half is None else f' ± {share * half:.3f}'} %"
 
-        losses = (statistics.fmean(map(loss, runs)) for loss in (held_out_loss, self.loss_at_end))
+        losses = (statistics.fmean(map(loss, runs)) for loss in (held_out_loss, loss_at_end))
         speed, peak = or_dash(own_speed(runs[0]), "{:,.0f}".format), or_dash(runs[0].summary.get("memory_gib"), memory)
         rows = [[base, str(len(runs)), *map("{:.4f}".format, losses), speed, "1", "1", "1", peak, "baseline"]]
         for each in verdicts:
@@ -199,6 +195,10 @@ def _above(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: Callable[[RunReco
 
 def held_out_loss(run: RunRecord) -> float:
     return run.summary["held_out_loss"]
+
+
+def loss_at_end(run: RunRecord) -> float:
+    return run.summary[LOSS_KEY]
 
 
 def loss_slope(run: RunRecord) -> float:

@@ -39,12 +39,13 @@ def kind(record: Record) -> str:
     return record.get("event", "step")
 
 
-def at_the_end(steps: Sequence[Any]) -> Sequence[Any]:
-    """Those of a run's end: the last fifth of its steps, or the last FEWEST_STEPS where these are more.
+def at_the_end(steps: np.ndarray) -> np.ndarray:
+    """Which of a run's `steps`, numbers in order, are of its end: of the last fifth of all, or of the last FEWEST_STEPS where
+    these are more. A branch, which begins with another run's checkpoint, has the same end as that run, as far as it has steps.
 
     This is the one definition of where runs end: a run's summary and every table, picture and gate take the same steps.
     """
-    return steps[-max(math.ceil(len(steps) * LAST_SHARE), FEWEST_STEPS) :]
+    return steps > steps[-1] - max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
@@ -229,7 +230,8 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     records = list(records)
     steps = [record for record in records if kind(record) == "step"]
     evaluations = [*own_evaluations(records)]
-    last, steady, end = steps[-1], steps[WARM_UP_STEPS:] or steps, at_the_end(steps)
+    last, steady = steps[-1], steps[WARM_UP_STEPS:] or steps
+    end = list(itertools.compress(steps, at_the_end(np.array([record["step"] for record in steps]))))
     milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")
     figures = {
         "steps": last["step"],

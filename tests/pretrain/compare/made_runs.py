@@ -33,14 +33,16 @@ def make_run(
     audit: dict[str, Any] | None = None,
     held_out: bool = True,
     side_by_side: bool = False,
+    begins: int = 0,
 ) -> Path:
-    """A finished run as the launcher leaves it, trained by RECIPE with `settings` (key=value) over it."""
+    """A finished run as the launcher leaves it, trained by RECIPE with `settings` (key=value) over it; a branch that `begins`
+    with the checkpoint of that step."""
     path.mkdir(parents=True)
     records = [
         {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}
         | {"step_ms": 100.0, "data_wait_ms": 1.0, "tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
         | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
-        for step, loss in enumerate(losses, start=1)
+        for step, loss in enumerate(losses, start=begins + 1)
     ]
     if held_out:
         packs = {"held_out_fingerprint": fingerprint, "held_out_packs": 4}

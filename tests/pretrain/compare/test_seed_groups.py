@@ -98,14 +98,20 @@ def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_pat
 
 
 def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: Path):
+    """Where losses fall, a branch of few steps must not seem better than the run that it left."""
+    falling = [4.0 - step / 100 for step in range(100)]
     runs = [
-        trained(tmp_path / f"{name}-seed{seed}", [2.0 + above + seed / 100] * 4, f"seed={seed}", *settings, held_out=False)
-        for name, above, settings in (("bf16", 0.0, ()), ("delayed", 0.5, ("precision=delayed",)))
+        trained(
+            tmp_path / f"{precision}-seed{seed}", losses, f"seed={seed}", f"precision={precision}", held_out=False, begins=first
+        )
+        for precision, losses, first in (("bf16", falling, 0), ("delayed", [loss + 0.5 for loss in falling[70:]], 70))
         for seed in (1, 2, 3)
     ]
     compared = SeedComparison.over(runs)
     assert not compared.held_out
     assert compared.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
+    rows = rows_of("\n".join(Report.over(runs).tables()))
+    assert any("(last 64)" in text for text in rows["bf16-seed1"][0]), "and it says of how many steps a loss is"
     other = trained(tmp_path / "other", [2.0] * 4, "seed=1", "precision=delayed", held_out=False, fingerprint="ef56")
     [(why, names)] = SeedComparison.over([*runs[:3], *runs[4:], other]).left_out.items()
     assert "other text" in why and names == ["other"]
