@@ -223,9 +223,6 @@ class Plan:
         if self.recipe.weights == "bf16":
             warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
         warnings += self.experts_in_bf16
-        for active in self.actives:
-            if active.backend == "emulation":
-                warnings.append(f"`{active.precision.name}` is emulated here: the losses of the format, and no time saved")
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
 
 
