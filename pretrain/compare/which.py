@@ -160,7 +160,7 @@ class Question:
     def round(self, protocol: Protocol, seed: int, candidates: Sequence[str]) -> Matrix:
         """One seed of the baseline and of these candidates."""
         base = protocol.base
-        own_trunk = f"{self.folder}/rounds/{base}-seed={seed}/checkpoints/step-{protocol.trunk:08d}"
+        own_trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
         begin: Values = {"train.begin_with": protocol.begin_with or own_trunk}
         cells = {base: self.values_of(base) | (begin if protocol.begin_with else {"checkpoint.every": protocol.trunk})}
         cells |= {name: self.values_of(name) | begin for name in candidates}

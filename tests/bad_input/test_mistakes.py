@@ -22,7 +22,6 @@ SETTINGS = {
     "weights": "'weights'",
     "--seed 3": "--seed",
     "--plan --profile": "--profile",
-    "train.steps=many": "`train.steps`",
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",
     "train.begin_with=nowhere/step-00000004": "nowhere/step-00000004",

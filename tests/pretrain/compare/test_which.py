@@ -17,6 +17,7 @@ from benchmarks.evidence.tables import Scale
 from foundation.errors import InputError
 from pretrain.compare import which
 from pretrain.compare.differences import CANNOT_TELL, EQUIVALENT, WORSE, SeedDifference
+from pretrain.compare.seed_groups import grouped
 from pretrain.compare.verdicts import USE, Protocol, Rounds, Verdict
 from pretrain.compare.which import Question
 from pretrain.metrics.run_record import RunRecord
@@ -132,6 +133,7 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
             rounds.runs.append({name: cell.record() for name, cell in cells.items()})
 
     train(slope=-0.2)
+    assert {len(group) for group in grouped([run for each in rounds.runs for run in each.values()]).values()} == {5}
     command = [str(file), "--run_dir", str(folder), "--hours", "0.000001"]
     assert which.main(command) == 1, "mxfp8 is open, and the hours are over"
     said, verdict = capsys.readouterr().out, json.loads((folder / "verdict.json").read_text())["candidates"]
