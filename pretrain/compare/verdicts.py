@@ -15,6 +15,7 @@ from html import escape
 import numpy as np
 
 from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
+from pretrain.compare.columns import signed
 from pretrain.compare.comparison import COLOURS, own_speed
 from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
 from pretrain.compare.figures import moving_mean, window_of
@@ -160,7 +161,7 @@ class Rounds:
             if difference is None:
                 return UNKNOWN
             half, share = difference.anytime_half_width(self.protocol.error), 100 / difference.baseline
-            return f"{share * difference.mean:+.3f}{'' if half is None else f' ± {share * half:.3f}'} %"
+            return f"{signed(share * difference.mean, 3)}{'' if half is None else f' ± {share * half:.3f}'} %"
 
         losses = (statistics.fmean(map(loss, runs)) for loss in (held_out_loss, loss_at_end))
         speed, peak = or_dash(own_speed(runs[0]), "{:,.0f}".format), or_dash(runs[0].summary.get("memory_gib"), memory)
