@@ -135,7 +135,7 @@ class SeedComparison:
             Column("held-out loss" if self.held_out else "loss at the end", "", lambda each: each.level),
             of(f"minus {base}", paired, lambda difference: difference.mean, signed),
             of(f"± {interval}", over_seeds, lambda difference: difference.half_width(), "{:.4f}".format),
-            of("in %", "", lambda difference: difference.mean / difference.baseline, "{:+.2%}".format),
+            of("in %", "", lambda difference: difference.mean / difference.baseline, lambda share: f"{signed(100 * share, 2)}%"),
             Column("verdict", verdict, lambda each: each.verdict),
         ]
 
