@@ -227,6 +227,8 @@ def _rows(run: RunRecord) -> dict[str, str]:
         "tokens": f"{figures['tokens']:,}, padding included; {figures['epoch']:.3g} epochs",
         "precision": f"{run.precision}{', emulated in software' if run.emulated else ''}; weights {run.config['weights']}",
     }
+    if begin := run.config["train"]["begin_with"]:
+        rows["begins with"] = f"the first {run.steps[0]['step'] - 1:,} of these steps, by another run: {begin}"
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {figures[END_KEY]} steps"
     if "held_out_loss" in figures:

@@ -16,7 +16,6 @@ from pretrain.__main__ import main as pretrain
 SETTINGS = {
     "optimizer.learnin_rate=1": "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`",
     "Seed=3": "`seed`",
-    "seed=[[[": "seed",
     "run_dir=": "run_dir",
     "run_dir=runs/{nmae}": "{name}",
     "weights": "'weights'",

@@ -54,6 +54,7 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Calla
     branch = started("branch", *begins)
     steps = [json.loads(line) for line in (tmp_path / "whole-5" / "metrics.jsonl").read_text().splitlines()]
     assert branch.losses() == [step["loss"] for step in steps if "loss" in step][3:]
+    assert "the first 3 of these steps, by another run" in (branch.run_dir / "final" / "README.md").read_text()
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "whole-5").rglob("*")) == before
     shutil.rmtree(tmp_path / "whole-5")  # once it has checkpoints of its own, those are gone on from
     shutil.rmtree(branch.run_dir / "checkpoints" / "step-00000005")
