@@ -335,9 +335,10 @@ def announce(rounds: Rounds, hours: float) -> None:
     if missing := [name for name in protocol.precisions if name not in protocol.seconds]:
         say(f"\nLeft out, as they failed or computed as another: {', '.join(missing)}; ask of them anew in another --run_dir.")
     base, others = protocol.base, ", ".join(protocol.candidates)
+    trunk = f"of {protocol.begin_with}" if protocol.begin_with else f"in {base}"
     say(
         f"\nBaseline {base}, candidates {others}; a margin of {100 * protocol.margin:g} % of the loss, which stays.\n"
-        f"A round is a seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} in {base}; about {duration(each)}.\n"
+        f"A round is a seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} {trunk}; about {duration(each)}.\n"
         f"{protocol.seeds} rounds are planned, about {duration(protocol.seeds * each)}; {hours:g} hours are given."
     )
 
