@@ -47,10 +47,8 @@ def fsync_tree(folder: Path) -> None:
 
 def write_file(path: Path, data: bytes) -> None:
     """Write `data` to `path` and flush it. A crash may leave half a file: for folders that are named only when complete."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
+    path.write_bytes(data)
+    fsync(path)
 
 
 def replace_file(path: Path, data: bytes) -> None:
