@@ -180,14 +180,10 @@ class PackMaker(AbstractContextManager):
         settings = self.settings if held_out else self.settings.model_copy(update={"held_out": 0.0})
         return Arranged(tokens, settings, one_file=self.source.kind == "text")
 
-    def write_part(self, start: PartStart, arranged: Arranged, after: PartStart) -> dict[str, Any]:
-        """Write a part of a stream to its folder, the first one whole; returns its manifest."""
-        folder, stream = part_folder(self.settings.packs, start.number), {"start": asdict(start), "after": asdict(after)}
-        return self.write(folder, arranged, stream, whole=start.number == 0)
-
-    def write(self, path: Path, arranged: Arranged, stream: dict[str, Any] | None = None, whole: bool = True) -> dict[str, Any]:
-        """Write packs to the folder `path` and return their manifest. whole: also the held-out part and the tokenizer. stream: a
-        part's place."""
+    def write(self, path: Path, arranged: Arranged, part: tuple[PartStart, PartStart] | None = None) -> dict[str, Any]:
+        """Write packs to the folder `path` and return their manifest. part: of a stream, where it and the next one begin; parts
+        behind the first have neither held-out packs nor the tokenizer."""
+        whole = part is None or part[0].number == 0
         with PackWriter(path, self.settings.length) as writer:
             for split in arranged.layouts if whole else ("train",):
                 arranged.write(writer, split, self.tokenizer.padding)
@@ -195,9 +191,9 @@ class PackMaker(AbstractContextManager):
                 (writer.folder / "tokenizer.json").write_text(self.tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
             if whole and isinstance(self.records, ChatColumns):
                 (writer.folder / CHAT_TEMPLATE).write_text(self.records.template, encoding="utf-8")
-            statistics = arranged.statistics() | ({"stream": stream} if stream else {})
+            place = {"stream": {"start": asdict(part[0]), "after": asdict(part[1])}} if part else {}
             content = content_settings(self.settings)
-            return writer.finish(settings=content, statistics=statistics, tokenizer=self.tokenizer.describe())
+            return writer.finish(settings=content, statistics=arranged.statistics() | place, tokenizer=self.tokenizer.describe())
 
 
 START = multiprocessing.get_context("spawn")
@@ -345,7 +341,8 @@ def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> d
     check_disk(settings)
     with PackMaker(part, usable_cores(2 * len(settings.shares))) as maker, Progress("packing the first part", shown=progress):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
-        return maker.write_part(PartStart(), *make_part(maker, PartStart()))
+        arranged, after = make_part(maker, PartStart())
+        return maker.write(part.packs / FIRST, arranged, (PartStart(), after))
 
 
 def _remove(part: Path) -> None:
@@ -395,8 +392,9 @@ def pack_ahead(
                     f"to {needed * 1.05e-9:.2g} or more, or a smaller data.streaming.window, which begins another stream"
                 )
             yield False
-        makers[name].write_part(start, arranged, after)
-        behind[part_folder(makers[name].settings.packs, start.number)] = name, after.first
+        folder = part_folder(makers[name].settings.packs, start.number)
+        makers[name].write(folder, arranged, (start, after))
+        behind[folder] = name, after.first
         nexts[name] = after
         yield True
 
