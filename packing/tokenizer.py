@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 
 from foundation.errors import InputError
-from foundation.reading import load_object, one_line, refusing
+from foundation.reading import load_object, one_line
 from packing.settings import split_revision
 
 REMEDY = "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, or name another"
@@ -74,8 +74,12 @@ def load_tokenizer(name: str) -> TextTokenizer:
     """The tokenizer `name`: a tokenizer.json, a folder with one, or a model on the hub (`name@revision`). Raises InputError."""
     file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json")
     config = file_of(name, "tokenizer_config.json", needed=False)
-    with refusing((Exception,), f"data.tokenizer: {file}: no tokenizer that can be read", REMEDY):  # it raises no narrower class
-        tokenizer = Tokenizer.from_file(str(file))
+    try:
+        tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
+    except Exception as error:
+        if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
+            raise
+        raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     values, special = load_object(config, REMEDY) if config else None, {}
