@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pretrain.compare.differences import Gap
-from pretrain.compare.fairness import changed_settings, differences_at_the_end, loss_differences, same_held_out, why_not_paired
+from pretrain.compare.fairness import changed_settings, ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import RunRecord
 
 # Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
@@ -54,8 +54,7 @@ class Standing:
     @cached_property
     def gap(self) -> Gap | None:
         """The difference of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why."""
-        known = not (self.is_baseline or self.not_paired)
-        return Gap.over(differences_at_the_end(self.base, self.run), self.comparisons) if known else None
+        return None if self.is_baseline or self.not_paired else Gap.over(ends_of(self.differences), self.comparisons)
 
     @property
     def verdict(self) -> str:

@@ -150,10 +150,10 @@ def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, n
     return steps[finite], differences[finite]
 
 
-def differences_at_the_end(first: RunRecord, second: RunRecord) -> np.ndarray:
-    """Second's loss minus first's, float64, over the end of the steps where both are finite."""
-    steps, differences = loss_differences(first, second)
-    return differences[at_the_end(steps)]
+def ends_of(differences: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """Of steps and values, as `loss_differences` gives them, the values of the end."""
+    steps, values = differences
+    return values[at_the_end(steps)]
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:

@@ -13,7 +13,7 @@ from foundation.units import UNKNOWN, plural
 from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, unique_names
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
-from pretrain.compare.fairness import changed_settings, differences_at_the_end, recipe_of, same_held_out
+from pretrain.compare.fairness import changed_settings, ends_of, loss_differences, recipe_of, same_held_out
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.settings.config import settings_without
 
@@ -97,7 +97,7 @@ class SeedComparison:
             # Where a run of a group broke off, a mean of the others would flatter it.
             difference = SeedDifference.of(losses, results[0].losses) if results and not broken_off else None
             if difference and not held_out:  # over the same steps, of which a branch may have fewer
-                paired = {seed: float(differences_at_the_end(base[seed], group[seed]).mean()) for seed in difference.by_seed}
+                paired = {seed: float(ends_of(loss_differences(base[seed], group[seed])).mean()) for seed in difference.by_seed}
                 difference = SeedDifference(paired, difference.baseline)
             verdict = "no seed in common" if results else "baseline"
             if broken_off:
