@@ -35,8 +35,7 @@ def make_run(
     side_by_side: bool = False,
     begins: int = 0,
 ) -> Path:
-    """A finished run as the launcher leaves it, trained by RECIPE with `settings` (key=value) over it; a branch that `begins`
-    with the checkpoint of that step."""
+    """A finished run as the launcher leaves it, by RECIPE with `settings` (key=value) over it. A branch `begins` after a step."""
     path.mkdir(parents=True)
     records = [
         {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}

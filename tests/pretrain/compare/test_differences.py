@@ -73,8 +73,7 @@ def test_what_chance_would_make_of_one_comparison_in_many_is_no_difference():
 
 @given(st.integers(1, 1000), st.integers(0, 999))
 def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_interval(steps: int, before: int):
-    """`before`: the steps of another run, with whose checkpoint a branch begins."""
-    numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]
+    numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]  # a branch begins with another run's checkpoint
     gap = Gap.over(numbers[at_the_end(numbers)].astype(float))
     assert gap.steps == min(len(numbers), max(64, math.ceil(steps / 5))) and at_the_end(numbers)[-1]
     assert (gap.half_width is not None) == (len(numbers) >= 64)

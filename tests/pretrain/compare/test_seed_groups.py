@@ -101,10 +101,8 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
     """Where losses fall, a branch of few steps must not seem better than the run that it left."""
     falling = [4.0 - step / 100 for step in range(100)]
     runs = [
-        trained(
-            tmp_path / f"{precision}-seed{seed}", losses, f"seed={seed}", f"precision={precision}", held_out=False, begins=first
-        )
-        for precision, losses, first in (("bf16", falling, 0), ("delayed", [loss + 0.5 for loss in falling[70:]], 70))
+        trained(tmp_path / f"{name}-seed{seed}", losses, f"seed={seed}", f"precision={name}", held_out=False, begins=first)
+        for name, losses, first in (("bf16", falling, 0), ("delayed", [loss + 0.5 for loss in falling[70:]], 70))
         for seed in (1, 2, 3)
     ]
     compared = SeedComparison.over(runs)
