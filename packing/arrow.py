@@ -44,7 +44,7 @@ class Pack:
 
     input_ids: np.ndarray  # [length] uint32; a read-only view into the file where the format allows it
     lengths: np.ndarray  # [documents] int32, in order; the tokens after their sum are padding
-    first_position: int = 0  # position of the first token in its document; > 0 only with `positions: continue`
+    first_position: int = 0  # position of the first token in its document; > 0 where it goes on from another pack
     # [length] bool: which tokens are to be learnt, each as the label of the token before it; None: all
     trained: np.ndarray | None = None
 

@@ -147,8 +147,8 @@ class SeedDifference:
         return math.sqrt(squares * (bound - 1) / (number * (1 - bound / spread))) if bound < spread else None
 
     def anytime_verdict(self, margin: float, error: float) -> str:
-        """As `verdict` by `anytime_half_width`, whatever the number of seeds: two one-sided tests at `error` each against the
-        margin, so the interval of twice that, and one at `error` against zero."""
+        """As `verdict` by `anytime_half_width`, whatever the number of seeds. Against the margin these are two one-sided tests at
+        `error` each, so the interval at twice that; against zero it is the interval at `error`."""
         half, whole = self.anytime_half_width(2 * error), self.anytime_half_width(error)
         return CANNOT_TELL if half is None else self._word(half, math.inf if whole is None else whole, margin)
 

@@ -159,7 +159,7 @@ class Question:
 
     def round(self, protocol: Protocol, seed: int, candidates: Sequence[str]) -> Matrix:
         """One seed of the baseline and of these candidates."""
-        base = protocol.base
+        base = protocol.base  # {seed} is filled in by each cell, so that a report takes the seeds of a cell for one training
         own_trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
         begin: Values = {"train.begin_with": protocol.begin_with or own_trunk}
         cells = {base: self.values_of(base) | (begin if protocol.begin_with else {"checkpoint.every": protocol.trunk})}

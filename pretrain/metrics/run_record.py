@@ -40,8 +40,9 @@ def kind(record: Record) -> str:
 
 
 def at_the_end(steps: np.ndarray) -> np.ndarray:
-    """Which of a run's `steps`, numbers in order, are of its end: of the last fifth of all, or of the last FEWEST_STEPS where
-    these are more. A branch, which begins with another run's checkpoint, has the same end as that run, as far as it has steps.
+    """Which of `steps`, the numbers of a run's steps in order, belong to its end: the last fifth of all steps up to its last one,
+    or the last FEWEST_STEPS if that is more. Numbers count, and not how many there are: a branch, which begins with another run's
+    checkpoint, has the same end as that run.
 
     This is the one definition of where runs end: a run's summary and every table, picture and gate take the same steps.
     """
