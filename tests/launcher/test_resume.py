@@ -179,6 +179,10 @@ def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied:
 
 
 def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_here: Callable, recipe: dict[str, Any]) -> None:
-    before = outcome(alone)
-    again = start_here(recipe, Path(recipe["run_dir"]).parent)
+    before, beside = outcome(alone), Path(recipe["run_dir"]).parent
+    again = start_here(recipe, beside)
     assert again.status == 0 and outcome(again) == before
+    kept = contents(again.run_dir)
+    for how in ((), ("--accept-changes",), ("--plan",)):
+        shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
+        assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept
