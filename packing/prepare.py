@@ -127,6 +127,9 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
                     log.append(result)
                     line.update(log.counts.tokens - line.n)
                 check_counts(settings, log.counts)
+                if log.key != maker.key():
+                    log.counts, log.place = Counts(), {}  # they are of neither text
+                    raise InputError(f"data.source: {settings.source}: changed while it was read; start again once it is whole")
                 log.complete = True
         with Progress("packing", shown=progress):
             manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
@@ -289,10 +292,8 @@ class TokenLog(AbstractContextManager):
 def check_counts(settings: DataSettings, counts: Counts) -> None:
     """InputError where a source holds no text."""
     if not counts.documents:
-        raise InputError(
-            f"data.source: {settings.source}: no document with any text: {counts.empty:,} records have none, and "
-            f"{counts.skipped:,} malformed ones were skipped (first: {counts.first_skipped})"
-        )
+        skipped = f" and {counts.skipped:,} malformed (first: {counts.first_skipped})" if counts.skipped else ""
+        raise InputError(f"data.source: {settings.source}: holds no text: {counts.empty:,} empty records{skipped}")
 
 
 def summary(manifest: dict[str, Any]) -> str:
