@@ -23,6 +23,7 @@ SETTINGS = {
     "weights": "'weights'",
     "--seed 3": "--seed",
     "--plan --profile": "--profile",
+    "--plan data.packs=/no/packs": "/no/packs: no such file or folder (`data.packs`)",
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",
     "train={}": "`train`",
@@ -150,6 +151,7 @@ COMMANDS = {
     "reprot": "report",
     "inspect nowhere": "nowhere",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
+    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
 }
 
@@ -200,6 +202,7 @@ def test_what_accelerate_cannot_start_is_named(variables: str, refusal: Callable
 def here(tmp_path: Path) -> Path:
     """A folder with what the tables name."""
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
     return tmp_path

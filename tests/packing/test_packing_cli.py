@@ -37,9 +37,3 @@ def test_a_mistyped_command_and_a_folder_or_an_option_in_a_recipes_place_are_nam
     assert main(["prepar"]) == 2 and "prepare" in capsys.readouterr().err
     for wrong in ([str(recipe.parent)], [str(recipe), "--source", "x"]):
         assert main(["prepare", *wrong]) == 2 and "data.source=" in capsys.readouterr().err
-
-
-def test_a_tokenizer_is_not_learnt_from_nothing(tmp_path: Path, capsys) -> None:
-    (tmp_path / "x.txt").touch()
-    assert main(["tokenizer", f"{tmp_path}/x.txt", "--vocabulary", "999", "--out", f"{tmp_path}/out"]) == 2
-    assert "x.txt: holds no text" in capsys.readouterr().err and not (tmp_path / "out").exists()
