@@ -33,6 +33,7 @@ from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, replace_file, write_json
 from foundation.progress import Progress, say
 from foundation.reading import load_object, refusing
+from foundation.units import plural
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -293,7 +294,7 @@ def check_counts(settings: DataSettings, counts: Counts) -> None:
     """InputError where a source holds no text."""
     if not counts.documents:
         skipped = f" and {counts.skipped:,} malformed (first: {counts.first_skipped})" if counts.skipped else ""
-        raise InputError(f"data.source: {settings.source}: holds no text: {counts.empty:,} empty records{skipped}")
+        raise InputError(f"data.source: {settings.source}: holds no text: {plural(counts.empty, 'empty record')}{skipped}")
 
 
 def summary(manifest: dict[str, Any]) -> str:
@@ -314,8 +315,7 @@ def usable_cores(among: int = 1) -> int:
 
 
 def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise and lay out a part; also returns where the next part begins. A source that ended begins again in a part of its
-    own."""
+    """Tokenise and lay out a part; also returns where the next part begins. A source that ended begins anew in another part."""
     epoch, tokens = start.epoch, _fill(maker, start.place)
     if not tokens.counts.documents and start.number:  # the part before has taken the last document
         epoch, tokens = epoch + 1, _fill(maker, {})

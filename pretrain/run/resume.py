@@ -125,9 +125,10 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
         others = [each for each in step_folders(checkpoints.folder) if each != path and (each / STATE).is_file()]
         serves = (f", which {each} is" for each in others if _rates_were_alike(load_object(each / STATE, "name another"), job))
         elsewhere = f" To end elsewhere, name a checkpoint from before the learning rate fell with --resume{next(serves, '')}."
+        anew = "Set another `run_dir`" if own else "Leave --resume out"
         raise InputError(
-            f"{path}: the checkpoint was made by another recipe:{listed}\nSet another `run_dir` to start a new run, or pass "
-            f"--accept-changes to continue this one with the present values.{elsewhere if only_horizon else ''}"
+            f"{path}: the checkpoint was made by another recipe:{listed}\n{anew} to start a new run, or pass --accept-changes to "
+            f"continue this one with the present values.{elsewhere if only_horizon else ''}"
         )
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     was = {} if begins else {key: identity.get(key) for key in keys}

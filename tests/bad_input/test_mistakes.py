@@ -143,6 +143,7 @@ COMMANDS = {
     "export nowhere out": "nowhere",
     "export {here} out": "{here}",
     "sample nowhere one": "nowhere",
+    "sample nowhere one --tokens 0": "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'",
     "report nowhere": "nowhere",
     "report {here}": "{here}",
     "report": "RUN",
