@@ -87,9 +87,7 @@ KILLS = [
 ]
 
 
-def test_a_run_killed_again_and_again_equals_the_run_left_alone(
-    alone: Finished, start: Callable, run: Callable, tmp_path: Path
-) -> None:
+def test_a_run_killed_many_times_equals_one_left_alone(alone: Finished, start: Callable, run: Callable, tmp_path: Path) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
         assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment

@@ -152,9 +152,7 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(settin
     assert run.returncode == 0 and run.stdout.count("begun") == 1, run.stderr
 
 
-def test_workers_that_die_before_they_begin_are_told_of(
-    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_die_at_first_are_told_of(settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory runs out; here, as they do not find the package. A large tokenizer is more than a pipe holds."""
     large = Tokenizer.from_file(settings.tokenizer)
     large.add_tokens([f"<{number}>" for number in range(5000)])
