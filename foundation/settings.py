@@ -43,7 +43,7 @@ S = TypeVar("S", bound=BaseModel)
 def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
     """Build `cls` from `values`. Raises one InputError with a line for each mistake, which begins with `origin`, the file's name.
 
-    Of a union each member has a mistake of its own: one line says what all of them would take.
+    Of a union each member has a mistake of its own: one line says what all would take, or a mistake inside of one.
     """
     try:
         return cls.model_validate(values)
@@ -52,7 +52,8 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
         for item in error.errors(include_url=False):
             key, mistake = _describe(cls, item)
             by_key.setdefault(key, []).append(mistake)
-        lines = [f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(of_key))}" for key, of_key in by_key.items()]
+        innermost = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
+        lines = [f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(by_key[key]))}" for key in innermost]
         raise InputError("\n".join(lines)) from None
 
 

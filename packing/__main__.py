@@ -25,10 +25,10 @@ from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
-from packing.prepare import prepare, summary
+from packing.prepare import check_counts, prepare, summary
 from packing.records import TextTemplate
 from packing.settings import DataSettings
-from packing.sources import open_source, read_chunk
+from packing.sources import Counts, open_source, read_chunk
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser("python -m packing", __doc__)
-    parser.remedy = "a setting is key=value, as data.source=my_text, and --help lists the options"
+    parser.remedy = "settings are key=value before all options, as data.source=my_text; --help lists these"
     commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
 
     tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
@@ -89,13 +89,16 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
     say(f"reading {source.description}")
 
     def texts() -> Iterator[str]:
+        counts = Counts()
         with Progress("learning", "characters") as line:
             for chunk in source.chunks():
-                texts = read_chunk(chunk, template, settings.on_bad_line == "skip")[0]
+                texts, left_out = read_chunk(chunk, template, settings.on_bad_line == "skip")
                 yield from texts
+                counts += left_out + Counts(documents=len(texts))
                 line.update(sum(map(len, texts)))
                 if line.n >= _MOST_TEXT:
                     return
+        check_counts(settings, counts)
 
     tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)

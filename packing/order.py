@@ -222,8 +222,7 @@ def _mix(half: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """Returns one output of splitmix64 for each uint64 state, a bijection (Steele, Lea and Flood 2014; constants of Vigna's C
-    code)."""
+    """Returns one output of splitmix64 for each uint64 state, a bijection (Steele, Lea and Flood 2014; Vigna's constants)."""
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

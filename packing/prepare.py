@@ -33,6 +33,7 @@ from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, replace_file, write_json
 from foundation.progress import Progress, say
 from foundation.reading import load_object, refusing
+from foundation.units import plural
 from packing.arrow import FIRST, MANIFEST, PackWriter, read_manifest
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
@@ -127,6 +128,9 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
                     log.append(result)
                     line.update(log.counts.tokens - line.n)
                 check_counts(settings, log.counts)
+                if log.key != maker.key():
+                    log.counts, log.place = Counts(), {}  # they are of neither text
+                    raise InputError(f"data.source: {settings.source}: changed while it was read; start again once it is whole")
                 log.complete = True
         with Progress("packing", shown=progress):
             manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
@@ -289,10 +293,8 @@ class TokenLog(AbstractContextManager):
 def check_counts(settings: DataSettings, counts: Counts) -> None:
     """InputError where a source holds no text."""
     if not counts.documents:
-        raise InputError(
-            f"data.source: {settings.source}: no document with any text: {counts.empty:,} records have none, and "
-            f"{counts.skipped:,} malformed ones were skipped (first: {counts.first_skipped})"
-        )
+        skipped = f" and {counts.skipped:,} malformed (first: {counts.first_skipped})" if counts.skipped else ""
+        raise InputError(f"data.source: {settings.source}: holds no text: {plural(counts.empty, 'empty record')}{skipped}")
 
 
 def summary(manifest: dict[str, Any]) -> str:
@@ -313,8 +315,7 @@ def usable_cores(among: int = 1) -> int:
 
 
 def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise and lay out a part; also returns where the next part begins. A source that ended begins again in a part of its
-    own."""
+    """Tokenise and lay out a part; also returns where the next part begins. A source that ended begins anew in another part."""
     epoch, tokens = start.epoch, _fill(maker, start.place)
     if not tokens.counts.documents and start.number:  # the part before has taken the last document
         epoch, tokens = epoch + 1, _fill(maker, {})

@@ -155,7 +155,8 @@ class PackerProcess(ExitStack):
         (self._settings.packs / FAILED).unlink(missing_ok=True)
         path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", "from packing.prepare import serve; serve()"],
+            # It ends in the midst of its work, and what frees its semaphores then would warn of them.
+            [sys.executable, "-P", "-Wignore:resource_tracker", "-c", "from packing.prepare import serve; serve()"],
             stdin=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": path},

@@ -112,8 +112,7 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders`, what was set aside in `parent`, and what dead writers left there. A failure is logged: it costs only
-    space."""
+    """Delete `folders`, what was set aside in `parent` and what dead writers left. A failure is logged: it costs only space."""
     try:
         for folder in folders:
             set_aside(folder)  # an interrupted deletion leaves nothing that looks like a checkpoint

@@ -40,8 +40,7 @@ NAMES = ("settings.name", "settings.run_dir", "settings.log.")  # different in e
 
 
 def render(comparison: RunComparison, seeds: SeedComparison | None, answer: str, every: float | None) -> bytes:
-    """The page. `seeds`: the same runs by their seeds, where several groups are compared; `every`: seconds until it is read
-    again."""
+    """The page. `seeds`: the same runs by their seeds, where several groups are compared; `every`: seconds between readings."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
     from plotly.offline import get_plotlyjs
 

@@ -80,8 +80,7 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group: under FSDP2, ending the group first was seen to abort its process.
-    Collective."""
+    """Free the model, then end the process group: under FSDP2, ending it first was seen to abort its process. Collective."""
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()

@@ -207,8 +207,7 @@ class RankSums:
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Put this around the backward after which nothing more is added: each bucket starts once it and all before it are
-        whole."""
+        """Put this around the backward after which nothing is added: each bucket starts once it and all before it are whole."""
         self._started, self._missing = 0, list(self._parameters)
         self._under_way.clear()  # of a step that was broken off
         try:

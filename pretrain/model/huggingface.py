@@ -74,7 +74,8 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.config.model_type`: transformers has no {kind!r}{_nearest(kind, CONFIG_MAPPING)}")
         config = AutoConfig.for_model(kind)
     else:
-        stored = _stored_config(settings)
+        if not (stored := _stored_config(settings)):
+            raise InputError(f"`model.source`: {settings.source}: has no config.json; name a model's folder, as a run's `final`")
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):

@@ -138,7 +138,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
     missing, opening = unprepared(recipe.data), partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
-    if missing and purpose == "plan":
+    if missing and purpose == "plan" and recipe.data.prepares:
         raise InputError(
             f"`data.packs`: {missing[0]} is not prepared; run `python -m packing prepare`, or `python -m pretrain plan` without"
         )

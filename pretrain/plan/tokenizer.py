@@ -77,8 +77,7 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
 
 
 def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
-    """Returns the fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or one without a
-    tokenizer.json."""
+    """The fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or no tokenizer.json."""
     return next(filter(None, map(fingerprint_at, _places(settings, model, data))), None)
 
 

@@ -88,8 +88,7 @@ class Product:
 
     @staticmethod
     def save(*operands: Operand) -> Saved:
-        """Tensors for autograd to save, and what else `restore` needs. Inputs are needed from now on for weights' gradients
-        alone."""
+        """Tensors for autograd to save, and what else `restore` needs. Inputs are then needed for weights' gradients alone."""
         return operands, None
 
     @staticmethod

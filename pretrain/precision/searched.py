@@ -203,8 +203,7 @@ class Products:
         return None
 
     def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> tuple[Matmul, Algorithm] | None:
-        """The fastest algorithm; None where none runs. d is written over, more than once, unless it is `added`: then it stays as
-        it is."""
+        """The fastest algorithm, or None. d is written over, more than once, unless it is `added`: then it stays as it is."""
         matmul = Matmul(self, problem)
         matmul.set_scales(a, b)  # not all algorithms can scale
         named = matmul.named_by_heuristic()

@@ -159,8 +159,7 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 
 
 def sum_up(run: Run) -> RunRecord | None:
-    """Draw the curves; returns what the run folder holds, with `conclude`'s summary; None on other processes than the main
-    one."""
+    """Draw the curves; returns what the run folder holds, with `conclude`'s summary; None on all processes but the main one."""
     if not run.accelerator.is_main_process:
         return None
     finished = read_run(run.folder.path)

@@ -118,16 +118,17 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
         longer = [f"the horizon moves from step {record['progress']['steps']:,} to {job.plan.steps:,}; {schedule}"]
     keys = changed_keys(identity, present)
     changes = [f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}" for key in keys]
-    if changes and not (accept_changes or begins):
+    only_horizon = {*keys} <= {*HORIZON}
+    past_it = only_horizon and record["progress"]["step"] > job.plan.steps  # which `_require_steps_to_come` refuses
+    if changes and not (accept_changes or begins or past_it):
         listed = "".join(f"\n  {each}" for each in changes)
         others = [each for each in step_folders(checkpoints.folder) if each != path and (each / STATE).is_file()]
-        before_decay = (each for each in others if _rates_were_alike(load_object(each / STATE, "name another"), job))
-        serves = next((f", which {each} is" for each in before_decay if {*keys} <= {*HORIZON}), "")
+        serves = (f", which {each} is" for each in others if _rates_were_alike(load_object(each / STATE, "name another"), job))
+        elsewhere = f" To end elsewhere, name a checkpoint from before the learning rate fell with --resume{next(serves, '')}."
+        anew = "Set another `run_dir`" if own else "Leave --resume out"
         raise InputError(
-            f"{path}: the checkpoint was made by another recipe:{listed}\n"
-            "Set another `run_dir` to start a new run, or pass --accept-changes to continue this one with the present values. To "
-            "train longer, name a checkpoint from before the learning rate fell with "
-            f"--resume{serves}."
+            f"{path}: the checkpoint was made by another recipe:{listed}\n{anew} to start a new run, or pass --accept-changes to "
+            f"continue this one with the present values.{elsewhere if only_horizon else ''}"
         )
     notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
     was = {} if begins else {key: identity.get(key) for key in keys}
@@ -148,7 +149,7 @@ def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
-    """InputError where `source` is of another stream or at the horizon, or had other step sizes under a horizon in tokens."""
+    """InputError where `source` is of another stream, at or past the horizon, or had other step sizes under one in tokens."""
     if source.is_of_another_stream(job) and not source.begins:
         raise InputError(
             f"{source.path}: is of another stream; set another `run_dir`, and `train.begin_with: {source.path}` for its weights"
@@ -157,8 +158,9 @@ def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
     if train.steps is None and tokens != source.step * plan.tokens_per_step:
         steps = source.step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
         raise InputError(f"{source.path}: its steps had another `batch.tokens`; set the horizon as `train.steps: {steps}`")
-    if source.step >= plan.steps and not own:
-        raise InputError(f"{source.path}: is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it")
+    if source.step > plan.steps - (not own):  # at it, a run of this folder has ended
+        ends = f"is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it"
+        raise InputError(f"{source.path}: {ends}{', or set another `run_dir` to start a new run' if own else ''}")
 
 
 def _require_own_records(job: Job) -> None:

@@ -23,6 +23,13 @@ def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
     return parser.read(arguments)
 
 
+def count(text: str) -> int:
+    """An option's number from 1 on; of another, argparse says `invalid count value`."""
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
 def plan(add: Callable) -> None:
     """What a recipe would take elsewhere.
 
@@ -69,7 +76,7 @@ def sample(add: Callable) -> None:
     add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
     add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
-    add("--tokens", "--max-new-tokens", "--max_new_tokens", type=int, default=TOKENS, help="at most; default %(default)s")
+    add("--tokens", "--max-new-tokens", "--max_new_tokens", type=count, default=TOKENS, help="at most; default %(default)s")
     add("--temperature", type=float, default=TEMPERATURE, help="default %(default)s; 0: always the likeliest token")
     add("--top-p", "--top_p", type=float, default=TOP_P, help="the likeliest with this probability; default %(default)s")
     add("--seed", type=int, default=42, help="default 42; of it each prompt's own is made")
@@ -79,7 +86,7 @@ def flops(add: Callable) -> None:
     """What a model costs to train, a token, by every definition in use, beside each other. MODEL is a recipe, a folder or a name
     of a model. Nothing of its weights is read. docs/planning.md derives each definition."""
     add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
-    add("--length", type=int, nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
+    add("--length", type=count, nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
     add("--tokens-per-second", type=float, metavar="N", help="of all devices: also MFU")
     add("--on", metavar="DEVICE", default="H200", help="default: H200; 8xB200: its dense BF16 peak is 100 %%")
 

@@ -164,8 +164,7 @@ def _watching_forwards(modules: Mapping[str, nn.Module], observer: ProductObserv
 
 
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
-    """The precision, or else the dtypes, of a module's products, alone or fused. all_three: backward's two gemms must be seen
-    too."""
+    """The precision, or else the dtypes, of a module's products, alone or fused. all_three: backward's gemms must be seen too."""
     if not observed:
         return "not run"
     dtypes = " x ".join(sorted({operand for product in observed for operand in (product.left, product.right)}))

@@ -23,6 +23,7 @@ SETTINGS = {
     "weights": "'weights'",
     "--seed 3": "--seed",
     "--plan --profile": "--profile",
+    "--plan data.packs=/no/packs": "/no/packs: no such file or folder (`data.packs`)",
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",
     "train={}": "`train`",
@@ -75,7 +76,7 @@ SETTINGS = {
     "model.config=null": "`model`",
     "model.config={model_type: bert, vocab_size: 61}": "BertLMHeadModel",
     "model.source=/no/such/model": "/no/such/model",
-    "model.source=tests": "`model.source`",
+    "model.source=tests": "`model.source`: tests: has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",
     "model.attention=varlen": "model.attention",
@@ -142,6 +143,7 @@ COMMANDS = {
     "export nowhere out": "nowhere",
     "export {here} out": "{here}",
     "sample nowhere one": "nowhere",
+    "sample nowhere one --tokens 0": "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'",
     "report nowhere": "nowhere",
     "report {here}": "{here}",
     "report": "RUN",
@@ -150,6 +152,7 @@ COMMANDS = {
     "reprot": "report",
     "inspect nowhere": "nowhere",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
+    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
 }
 
@@ -200,6 +203,7 @@ def test_what_accelerate_cannot_start_is_named(variables: str, refusal: Callable
 def here(tmp_path: Path) -> Path:
     """A folder with what the tables name."""
     (tmp_path / "empty").mkdir()
+    (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
     return tmp_path

@@ -70,9 +70,7 @@ class Job:
 
 @pytest.mark.long
 @pytest.mark.multi
-def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued_again(
-    small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     recipe = write_recipe(small_recipe | {"evaluate": {}, "precision": "fp32"}, tmp_path)
     first = Job(
         tmp_path,

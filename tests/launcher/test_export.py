@@ -226,9 +226,7 @@ def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
     assert not hub.made
 
 
-def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push_it(
-    exact: Path, hub: Hub, tmp_path: Path, capsys: Any
-) -> None:
+def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push(exact: Path, hub: Hub, tmp_path: Path, capsys: Any) -> None:
     hub.takes_commits = False
     status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
     assert status == 2 and f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output and "storage is full" in output

@@ -11,9 +11,7 @@ import torch
 from tests.golden.runs import losses_changed, steps_logged
 
 
-def test_memory_that_runs_out_is_one_message_and_what_was_saved_is_left(
-    train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
+def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(train_here: Callable, small_recipe: dict[str, Any]) -> None:
     """In the backward pass of step 7."""
 
     def fail(loss: torch.Tensor) -> torch.Tensor:

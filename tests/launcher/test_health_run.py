@@ -24,9 +24,7 @@ def copies_in_fp8() -> int:
     return sum(isinstance(each, BothWays) for each in gc.get_objects())
 
 
-def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_their_count(
-    train_here: Callable, small_recipe: dict[str, Any]
-) -> None:
+def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(train_here: Callable, small_recipe: dict[str, Any]) -> None:
     """Resumed at 4 it goes back to 4 and, as other data fail there too, to 2, before it was in FP8: no copy of a weight in FP8
     is kept there. The signal comes in step 3."""
     shorter = {"train": {"steps": 6}, "evaluate": {}, "batch": {"tokens": 2 * 32, "microbatch": 1}, "parity": "off"}
@@ -65,9 +63,7 @@ def test_weights_that_an_update_has_overflowed_are_never_saved(train_here: Calla
     assert not (run.run_dir / "final").exists()
 
 
-def test_a_run_that_would_train_something_else_stops_before_its_first_step(
-    train_here: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_would_train_something_else_stops_before_a_step(train_here: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain under eager attention; under any other, an MLP's output is half as large again. So would a wrong kernel be."""
     forward = Qwen3MLP.forward
 

@@ -27,9 +27,7 @@ def start(path: Path, hook: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.long
-def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_finishes_them(
-    small_recipe: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(small_recipe: dict[str, Any], tmp_path: Path) -> None:
     path, folder, hook = tmp_path / "matrix.yaml", tmp_path / "precisions", tmp_path / "hook"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"evaluate": {}}))
     matrix = {"name": "precisions", "recipe": str(tmp_path / "recipe.yaml"), "accelerate": "accelerate_configs/cpu.yaml"}

@@ -87,9 +87,7 @@ KILLS = [
 ]
 
 
-def test_a_run_killed_again_and_again_equals_the_run_left_alone(
-    alone: Finished, start: Callable, run: Callable, tmp_path: Path
-) -> None:
+def test_a_run_killed_many_times_equals_one_left_alone(alone: Finished, start: Callable, run: Callable, tmp_path: Path) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
         assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
@@ -179,6 +177,10 @@ def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied:
 
 
 def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_here: Callable, recipe: dict[str, Any]) -> None:
-    before = outcome(alone)
-    again = start_here(recipe, Path(recipe["run_dir"]).parent)
+    before, beside = outcome(alone), Path(recipe["run_dir"]).parent
+    again = start_here(recipe, beside)
     assert again.status == 0 and outcome(again) == before
+    kept = contents(again.run_dir)
+    for how in ((), ("--accept-changes",), ("--plan",)):
+        shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
+        assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept

@@ -130,9 +130,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
 
 
 @given(mixtures(), st.integers(1, 9), st.integers(0, 5))
-def test_every_source_has_its_share_at_any_time_and_each_of_its_epochs_every_pack(
-    mixture: Mixture, per_step: int, seed: int
-) -> None:
+def test_every_source_has_its_share_at_any_time_and_each_epoch_every_pack(mixture: Mixture, per_step: int, seed: int) -> None:
     stream = Order(mixture, 300, seed).packs_of_step(0)
     steps = [Order(mixture, per_step, seed).packs_of_step(step) for step in range(3)]
     assert np.concatenate(steps).tolist() == stream[: 3 * per_step].tolist()

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.prepare import prepare
+from packing.prepare import TokenLog, prepare
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
@@ -100,6 +100,18 @@ def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(settings
     assert read_manifest(settings.packs)["statistics"]["skipped_lines"] == 1
 
 
+def test_text_that_changes_while_it_is_read_is_refused_and_then_read_anew(
+    settings: DataSettings, corpus: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append = TokenLog.append
+    monkeypatch.setattr(TokenLog, "append", lambda log, result: (append(log, result), corpus.touch()))
+    with pytest.raises(InputError, match=r"corpus.jsonl: changed while it was read"):
+        prepare(settings, progress=False)
+    monkeypatch.undo()
+    prepare(settings, progress=False)
+    assert sorted(texts_in(settings)) == sorted(documents)
+
+
 def test_the_same_settings_find_their_packs_and_others_are_refused(settings: DataSettings, corpus: Path) -> None:
     prepare(settings, progress=False)
     corpus.unlink()
@@ -140,9 +152,7 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(settin
     assert run.returncode == 0 and run.stdout.count("begun") == 1, run.stderr
 
 
-def test_workers_that_die_before_they_begin_are_told_of(
-    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_that_die_at_first_are_told_of(settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As where memory runs out; here, as they do not find the package. A large tokenizer is more than a pipe holds."""
     large = Tokenizer.from_file(settings.tokenizer)
     large.add_tokens([f"<{number}>" for number in range(5000)])
