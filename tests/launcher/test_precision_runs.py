@@ -21,9 +21,8 @@ EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a_switch_bit_for_bit(started: Callable) -> None:
     until = f"precision=[{{until: {SWITCH}, use: delayed"
     schedules = {"bf16": f"{until}}}, {{use: bf16}}]", "delayed_bf16_forward": f"{until}}}, {{use: delayed, forward: bf16}}]"}
-    plain = started("plain", "precision=delayed", f"train.steps={SWITCH}")
     to_bf16, low = (started(after, schedule) for after, schedule in schedules.items())
-    assert to_bf16.losses()[:SWITCH] == plain.losses()
+    assert to_bf16.losses()[:SWITCH] == started("plain", "precision=delayed", f"train.steps={SWITCH}").losses()
     assert low.losses()[: SWITCH + 1] == to_bf16.losses()[: SWITCH + 1], "of the same weights, the first one of the phase too"
     assert low.losses()[SWITCH + 1 :] != to_bf16.losses()[SWITCH + 1 :], "whose gradients are not the same"
     for whole, after, step in ((to_bf16, "bf16", SWITCH), (low, "delayed_bf16_forward", 2)):
@@ -44,6 +43,7 @@ def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepte
     assert (losses := whole.losses())[3:] == fp32.losses(), "of the weights nothing is lost"
     then = started("run", "precision=delayed", *options, "train.steps=6")
     assert then.losses()[:5] == losses and len(then.losses()) == 6
+    assert "| `precision` | bf16 to step 5, then delayed |" in (then.run_dir / "final" / "README.md").read_text()
     assert then.audit()["effective"] == "delayed" and "parity" not in then.audit(), "which was looked at in BF16 alone"
 
 
