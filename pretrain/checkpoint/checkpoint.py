@@ -236,7 +236,7 @@ class Checkpoints:
         manifest = read_manifest(path)
         of_optimizer = {name: entry for name, entry in manifest.optimizer.items() if name not in left_out}
         if problems := [*on_disk.mismatches(manifest.model, model), *on_disk.mismatches(of_optimizer, optimizer)]:
-            remedy = "Resume with the recipe it was made by, or set another `run_dir`"
+            remedy = "Take the recipe that it was made by, another checkpoint, or to begin anew another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
         on_disk.load_tensors(path, manifest.model, model)
         on_disk.load_tensors(path, of_optimizer, optimizer)
@@ -352,9 +352,8 @@ def check_space(folder: Path, needed: int) -> None:
     """InputError if the disk of `folder` (which need not exist yet) has less than `needed` bytes free: a start-up check."""
     free = free_bytes(folder)
     if free < needed:
-        raise InputError(
-            f"{folder}: checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are free; lower `checkpoint.keep`"
-        )
+        sizes = f"checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are free"
+        raise InputError(f"{folder}: {sizes}; make room, or lower `checkpoint.keep`")
 
 
 def require_shared(folder: Path) -> None:

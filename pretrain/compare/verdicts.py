@@ -164,7 +164,8 @@ class Rounds:
             return f"{signed(share * difference.mean, 3)}{'' if half is None else f' ± {share * half:.3f}'} %"
 
         losses = (statistics.fmean(map(loss, runs)) for loss in (held_out_loss, loss_at_end))
-        speed, peak = or_dash(own_speed(runs[0]), "{:,.0f}".format), or_dash(runs[0].summary.get("memory_gib"), memory)
+        speeds, peak = [*filter(None, map(own_speed, runs))], or_dash(runs[0].summary.get("memory_gib"), memory)
+        speed = or_dash(statistics.median(speeds) if speeds else None, "{:,.0f}".format)
         rows = [[base, str(len(runs)), *map("{:.4f}".format, losses), speed, "1", "1", "1", peak, "baseline"]]
         for each in verdicts:
             times = [or_dash(value, "{:.2f} ×".format) for value in (each.speedup, each.tokens, each.gain)]

@@ -264,13 +264,10 @@ def new_protocol(question: Question, options: argparse.Namespace, stop: StopRequ
     runs = {name: run for name, run in runs.items() if name in ran.values()}  # +head is no candidate where the head stays in BF16
     if len(runs) < 2:
         raise InputError(f"{names[0]} and another precision have to run, each its own way; see {question.folder}/trial")
-    base = runs[names[0]]
-    if "held_out_loss" not in base.summary:
-        raise InputError(f"{question.recipe_file}: no text is held out to judge precisions by; set `data.held_out: 0.02`")
     seconds = {name: recipe.batch.tokens / run.summary["tokens_per_second"] for name, run in runs.items()}
     # Beside its steps, without what compiles once for all.
     start = max(0.0, statistics.median_low(seconds_of(cells[name]) - TRIAL_STEPS * each for name, each in seconds.items()))
-    steps = steps_that_fit(options, recipe, base, seconds, start, ends - time.monotonic())
+    steps = steps_that_fit(options, recipe, runs[names[0]], seconds, start, ends - time.monotonic())
     protocol = Protocol(options.begin_with, options.margin / 100, names, seconds, start, options.seeds, *steps)
     write_json(question.folder / "which.json", asdict(protocol))
     return protocol

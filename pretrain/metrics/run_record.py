@@ -261,8 +261,9 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
 
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
     """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row."""
-    figures, steps = run.summary, plural(run.summary["steps"], "step")
-    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens in {duration(figures['hours'] * 3600)}"}
+    figures, steps, first = run.summary, plural(run.summary["steps"], "step"), run.steps[0]["step"]
+    since = f", from step {first:,} on" if first > 1 else ""  # of a branch, which has not trained what was before
+    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens{since} in {duration(figures['hours'] * 3600)}"}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(figures[END_KEY], 'step')})"
     if "held_out_loss" in figures:

@@ -51,7 +51,7 @@ def select_precision(precision: str, fp8_config: LowPrecisionSettings, missing: 
         return wanted_on("emulation", settings)
     if (need := missing(wanted)) is None:
         return wanted_on("transformer_engine", settings)
-    reason = f"`precision: {precision}` {need}"
+    reason = f"`precision: {wanted.use}` {need}"
     if settings.on_unsupported == "emulate":
         return wanted_on("emulation", settings, reason)
     available = [each for each in PRECISIONS.values() if not each.quantized or missing(each) is None]

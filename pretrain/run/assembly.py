@@ -201,11 +201,12 @@ def _fuse(
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
     """Fuse the layers that can be. Returns them, None where there are none, and what the audit says of it."""
-    # Of several precisions the quantized one's arithmetic serves all, so it comes last.
-    for active in sorted(job.plan.actives, key=lambda each: each.precision.quantized):
-        arithmetic, why_not = choose_arithmetic(job.recipe.model.fused, active, device_type, context)
-        if arithmetic is None:
-            return None, why_not
+    # Of several precisions the quantized one's arithmetic serves all, and its reason counts, so it comes first.
+    actives = sorted(job.plan.actives, key=lambda each: each.precision.quantized, reverse=True)
+    chosen = [choose_arithmetic(job.recipe.model.fused, active, device_type, context) for active in actives]
+    if reasons := [why_not for arithmetic, why_not in chosen if arithmetic is None]:
+        return None, reasons[0]
+    arithmetic = chosen[0][0]
     arithmetic.keeps_rotated = job.plan.keeps_rotated
     fused = fuse(layers, {each.backend: each.decisions for each in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()

@@ -48,9 +48,8 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in notices:
         console.notice(text)
-    for active in job.plan.actives:
-        if active.notice:
-            console.warning(active.notice)
+    for text in dict.fromkeys(active.notice for active in job.plan.actives if active.notice):  # phases may share one
+        console.warning(text)
     return console
 
 

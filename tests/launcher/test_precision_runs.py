@@ -21,9 +21,8 @@ EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a_switch_bit_for_bit(started: Callable) -> None:
     until = f"precision=[{{until: {SWITCH}, use: delayed"
     schedules = {"bf16": f"{until}}}, {{use: bf16}}]", "delayed_bf16_forward": f"{until}}}, {{use: delayed, forward: bf16}}]"}
-    plain = started("plain", "precision=delayed", f"train.steps={SWITCH}")
     to_bf16, low = (started(after, schedule) for after, schedule in schedules.items())
-    assert to_bf16.losses()[:SWITCH] == plain.losses()
+    assert to_bf16.losses()[:SWITCH] == started("plain", "precision=delayed", f"train.steps={SWITCH}").losses()
     assert low.losses()[: SWITCH + 1] == to_bf16.losses()[: SWITCH + 1], "of the same weights, the first one of the phase too"
     assert low.losses()[SWITCH + 1 :] != to_bf16.losses()[SWITCH + 1 :], "whose gradients are not the same"
     for whole, after, step in ((to_bf16, "bf16", SWITCH), (low, "delayed_bf16_forward", 2)):
@@ -34,6 +33,7 @@ def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a
         shutil.rmtree(again.run_dir)
     first = started("first", f"{until}, forward: bf16}}, {{use: delayed}}]")
     assert first.audit()["phases"] == {"1": "delayed_bf16_forward", "4": "delayed"}, "whichever is first, both find one history"
+    assert first.output.count("it is emulated") == 1
 
 
 def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(started: Callable) -> None:
@@ -43,6 +43,7 @@ def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepte
     assert (losses := whole.losses())[3:] == fp32.losses(), "of the weights nothing is lost"
     then = started("run", "precision=delayed", *options, "train.steps=6")
     assert then.losses()[:5] == losses and len(then.losses()) == 6
+    assert "| `precision` | bf16 to step 5, then delayed |" in (then.run_dir / "final" / "README.md").read_text()
     assert then.audit()["effective"] == "delayed" and "parity" not in then.audit(), "which was looked at in BF16 alone"
 
 
@@ -54,7 +55,8 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(started: Calla
     branch = started("branch", *begins)
     steps = [json.loads(line) for line in (tmp_path / "whole-5" / "metrics.jsonl").read_text().splitlines()]
     assert branch.losses() == [step["loss"] for step in steps if "loss" in step][3:]
-    assert "the first 3 of these steps, by another run" in (branch.run_dir / "final" / "README.md").read_text()
+    card = (branch.run_dir / "final" / "README.md").read_text()
+    assert "the first 3 of these steps, by another run" in card and "from step 4 on" in branch.output
     assert sorted((path, path.stat().st_mtime_ns) for path in (tmp_path / "whole-5").rglob("*")) == before
     shutil.rmtree(tmp_path / "whole-5")  # once it has checkpoints of its own, those are gone on from
     shutil.rmtree(branch.run_dir / "checkpoints" / "step-00000005")
@@ -70,12 +72,11 @@ def test_a_mixture_trains_goes_on_from_a_checkpoint_to_the_same_bits_and_is_expo
     whole = started("whole", *options)
     first, *_, fourth, last = whole.steps()
     assert last["loss"] < first["loss"] and last["router_loss"] > 0 and last["expert_load"] >= 1
-    assert 0 < fourth["gap/routing"] < 0.2 and "gap/routing" not in first
+    assert 0 < fourth["gap/routing"] < 0.2 and "gap/routing" not in first and "one by one" in whole.audit()["fused"]
     again = started("again", *options, "--resume", f"{whole.run_dir}/checkpoints/step-00000002")
     assert saved(again.run_dir, 5) == saved(whole.run_dir, 5)
     tensors = tensors_of(whole.run_dir / "checkpoints" / "step-00000005")
     exported = AutoModelForCausalLM.from_pretrained(whole.run_dir / "final").state_dict()
-    assert any("experts.down_proj/forward/scale" in name for name in tensors)
-    assert any("experts.gate_up_proj" in name for name in exported)
+    assert any("experts.down_proj/forward/scale" in each for each in tensors) and any("gate_up_proj" in each for each in exported)
     for name in exported.keys() - {"lm_head.weight"}:  # which is tied
         assert torch.equal(exported[name], tensors[name]), name

@@ -124,7 +124,7 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
             cells = {cell.values["cell"]: cell for cell in question.round(protocol, 42 + seed, list(above)).cells}
             for name, cell in cells.items():
                 speed, costs = above.get(name, (1.0, [0.0] * 5))
-                leave_behind(cell, 400, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed)
+                leave_behind(cell, 400, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed * (1 + seed))
                 lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
                 lines = [line for line in lines if line["step"] > 80 or name == "bf16"]  # a branch has its own steps alone
                 for line in lines[:-1]:
@@ -149,9 +149,9 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
     assert max(map(abs, verdict["delayed"]["trained"]["by_seed"].values())) < 1e-9, "their last losses are of the same steps"
     assert verdict["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed is 400 steps and 320, though none was started long ago"
     assert f"train_accelerate.py {file} precision=delayed" in said
-    assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
-    halted = folder / "rounds" / "nvfp4-seed=43"
-    (halted / "summary.json").unlink()
+    assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and rows_of(said)["bf16"][-1][3] == "3,000"
+    assert "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
+    ((halted := folder / "rounds" / "nvfp4-seed=43") / "summary.json").unlink()
     lines = (halted / "metrics.jsonl").read_text().splitlines(keepends=True)
     (halted / "metrics.jsonl").write_text("".join([*lines[:-1], '{"step": 400, "event": "halted", "reason": "NaN"}\n']))
     assert which.main(command) == 1 and "nvfp4: broke off" in (said := capsys.readouterr().out)
@@ -178,8 +178,7 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
     recipe = load_recipe(write_recipe(small_recipe | {"train": {"steps": 5000}}, tmp_path))
     figures = {"step": 12, "epoch": 0.005, "epoch/code": 0.012, "epoch/prose": 0.004}
     record, seconds = RunRecord(tmp_path, {}, {}, [figures], {"steps": 12}), {"bf16": 1.0, "delayed": 0.5}
-    checkpoint = tmp_path / "mine"
-    checkpoint.mkdir()
+    (checkpoint := tmp_path / "mine").mkdir()
     (checkpoint / "state.json").write_text('{"progress": {"step": 300}}')
 
     def fit(hours: float, steps: int | None = None, begin_with: Path | None = None) -> tuple[int, int]:

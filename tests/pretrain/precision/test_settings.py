@@ -128,8 +128,8 @@ def test_a_device_that_has_it_runs_it_on_transformer_engine_and_a_cpu_only_emula
 
 
 def test_the_refusal_names_remedies_and_what_does_run_there() -> None:
-    with pytest.raises(InputError, match=r"10\.0 or higher.*train in delayed, or .* here: fp32, bf16, delayed, current, block"):
-        select("nvfp4", gpu(H200))
+    with pytest.raises(InputError, match=r"nvfp4` needs .*10\.0.*in delayed, or .* here: fp32, bf16, delayed, current, block"):
+        select("nvfp4_bf16_forward", gpu(H200))
     with pytest.raises(InputError, match=r"`precision: mxfp4` needs emulation"):
         select("mxfp4", gpu(B200))
 
