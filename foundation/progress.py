@@ -21,10 +21,10 @@ def say(text: str, shown: bool = True) -> None:
         tqdm.write(text, file=sys.stderr)
 
 
-def advance(count: int = 1) -> None:
-    """Tell the innermost task under way in this process, if there is one, that `count` more of its units are done."""
+def advance() -> None:
+    """Tell the innermost task under way in this process, if there is one, that one more of its units is done."""
     if _under_way:
-        _under_way[-1].update(count)
+        _under_way[-1].update()
 
 
 class Progress(tqdm):

@@ -118,7 +118,6 @@ class SourceStream:
 
 
 def bytes_below(folder: Path) -> int:
-    """Returns the total size in bytes of all files below `folder`."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
