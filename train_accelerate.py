@@ -307,6 +307,8 @@ def finish(run: Run) -> None:
     evaluate.evaluate_once(run)
     if evaluate.is_best(run) and run.state.step > run.resumed_step:
         keeping.save(run)  # where `at_end` has not
+    if not run.accelerator.is_main_process:
+        return
     finished = recording.sum_up(run)
     if run.job.recipe.checkpoint.at_end:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):

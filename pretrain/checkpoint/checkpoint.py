@@ -35,7 +35,7 @@ from foundation.reading import load_object, one_line
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
 from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
-from pretrain.model.distributed import from_all_ranks, in_a_group
+from pretrain.model.distributed import from_all_ranks
 from pretrain.model.gradients import local_part
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
@@ -59,8 +59,9 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
         """`keep`: how many of the newest are kept, beside the newest up to step `before`, where the rate begins to fall."""
         self.folder, self.keep, self.before = folder, keep, before
-        self.rank = torch.distributed.get_rank() if in_a_group() else 0
-        self.world_size = torch.distributed.get_world_size() if in_a_group() else 1
+        self.rank, self.world_size = 0, 1
+        if torch.distributed.is_initialized():
+            self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
         self.damaged: set[Path] = set()  # seen by newest()
         self._complete: Path | None = None  # what the tensors in memory were last saved to, wholly, or loaded from
         self.latest: Path | None = None  # the same, or what is being written
@@ -358,7 +359,7 @@ def check_space(folder: Path, needed: int) -> None:
 
 def require_shared(folder: Path) -> None:
     """InputError unless all processes see `folder`, which the first has made, as one folder. Collective."""
-    if not in_a_group():
+    if not torch.distributed.is_initialized():
         return
     token, end = folder / f".proof.0{PARTIAL}", time.monotonic() + _SEEN_WITHIN
     if torch.distributed.get_rank() == 0:

@@ -19,7 +19,6 @@ from foundation.reading import load_yaml
 
 MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
 METRICS_FILE = "metrics.jsonl"
-AUDIT_FILE = "audit.json"  # what runs in which precision, as it was found
 SUMMARY_FILE = "summary.json"  # written at a run's end
 STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.metrics.precision_health` writes it
 TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
@@ -45,7 +44,7 @@ class RunFolder(ExitStack):
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
-        self.audit = path / AUDIT_FILE
+        self.audit = path / "audit.json"  # what runs in which precision, as it was found
         self.metrics = path / METRICS_FILE
         self.summary = path / SUMMARY_FILE
         self.loss_plot = path / "loss.png"

@@ -153,14 +153,9 @@ def sharded_as_planned(
 # ── Processes that agree ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_a_group() -> bool:
-    """Whether this process is one of a process group."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def from_all_ranks(item: T) -> list[T]:
     """Returns what every rank passed, in the order of the ranks; small objects only. Collective."""
-    if not in_a_group():
+    if not torch.distributed.is_initialized():
         return [item]
     items: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(items, item)

@@ -188,12 +188,8 @@ def build_on_first_rank(
     out. Collective; InputError on all ranks where the first cannot build it."""
     reads = settings.weights_source is not None
     device = torch.device("cpu") if reads else accelerator.device  # what is drawn depends on the device that draws
-
-    def build_whole() -> PreTrainedModel | None:
-        options = {"weights": kept, "seed": seed, "device": device, "backend": backend}
-        return build(settings, config, **options).cpu() if accelerator.is_main_process else None
-
-    whole = refused_together(build_whole)
+    options = {"weights": kept, "seed": seed, "device": device, "backend": backend}
+    whole = refused_together(lambda: build(settings, config, **options).cpu() if accelerator.is_main_process else None)
     with accelerator.device, init_empty_weights(include_buffers=False):
         hf = AutoModelForCausalLM.from_config(config, dtype=kept if reads else torch.float32, attn_implementation=backend)
     hf.tie_weights()

@@ -162,12 +162,9 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
 # ── A run's end ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def export_trained(run: Run, record: RunRecord | None) -> None:
-    """Write `final/` of a run whose last step is saved, with the card that its `record` makes and its curves, drawn already.
-    All ranks call it; only the main process has a record, and reads the weights from the checkpoint.
-    """
-    if not run.accelerator.is_main_process:
-        return
+def export_trained(run: Run, record: RunRecord) -> None:
+    """Write `final/` of a run whose last step is saved, with the card that its `record` makes and its curves, drawn already. The
+    weights are the checkpoint's."""
     hf, recipe, folder = run.assembly.hf, run.job.recipe, run.checkpoints.latest
     saved = SavedModel(folder, read_manifest(folder), hf, recipe.weights, run.folder.path, recipe)
     card = model_card(record, hf, tokenizer=run.job.tokenizer is not None)

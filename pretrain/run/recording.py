@@ -157,20 +157,17 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
         run.console.notice(f"profile of this step: {run.folder.path / TABLE_FILE}")
 
 
-def sum_up(run: Run) -> RunRecord | None:
-    """Draw the curves; returns what the run folder holds, with `conclude`'s summary; None on all processes but the main one."""
-    if not run.accelerator.is_main_process:
-        return None
+def sum_up(run: Run) -> RunRecord:
+    """Draw the curves; returns what the run folder holds, with `conclude`'s summary. The main process's."""
     finished = read_run(run.folder.path)
     replace_file(run.folder.loss_plot, picture_of_run(finished))
     return finished
 
 
-def conclude(run: Run, finished: RunRecord | None) -> None:
+def conclude(run: Run, finished: RunRecord) -> None:
     """Write the summary, and say where everything is. It comes last: where it is of the last step, all other files are there."""
-    if finished is not None:
-        write_json(run.folder.summary, finished.summary)
-        run.console.panel(*last_screen(finished, run.folder))
+    write_json(run.folder.summary, finished.summary)
+    run.console.panel(*last_screen(finished, run.folder))
 
 
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
