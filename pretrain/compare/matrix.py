@@ -112,14 +112,14 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m pretrain matrix", description="Run every cell of a comparison and report on it.")
-    parser.add_argument("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
-    parser.add_argument("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
-    alone = "run one cell alone, of those picked the N-th from 0, as an array of jobs does"
-    parser.add_argument("--cell", type=int, metavar="N", help=alone)
-    parser.add_argument("--at-once", type=int, metavar="N", help="cells side by side")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine to spread the cells over")
-    parser.add_argument("--processes", type=int, metavar="N", help="processes of each cell")
-    parser.add_argument("--count", action="store_true", help="print the number of cells, and stop")
-    parser.add_argument("--dry-run", action="store_true", help="print the command of each cell, and stop")
+    add = parser.add_argument
+    add("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
+    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
+    add("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
+    add("--cell", type=int, metavar="N", help="run one cell alone, of those picked the N-th from 0, as an array of jobs does")
+    add("--at-once", type=int, metavar="N", help="cells side by side")
+    add("--gpus", type=int, metavar="N", help="GPUs of this machine to spread the cells over")
+    add("--processes", type=int, metavar="N", help="processes of each cell")
+    add("--count", action="store_true", help="print the number of cells, and stop")
+    add("--dry-run", action="store_true", help="print the command of each cell, and stop")
     return parser.parse_intermixed_args(arguments)

@@ -157,16 +157,14 @@ def watch(options: argparse.Namespace) -> Report | None:
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser(prog="python -m pretrain report", description="Run folders side by side, or one alone.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder; others are held against the first")
-    parser.add_argument("--out", type=Path, metavar="PAGE.html", help="write everything as a page, too")
-    vary = "a key, or section, that may differ: what is compared; repeatable"
-    parser.add_argument("--vary", action="append", default=[], metavar="KEY", help=vary)
-    gate = "exit with 1 if a run's loss ends further than this above the baseline's"
-    parser.add_argument("--gate", type=float, metavar="NATS", help=gate)
-    follow = "follow running runs: write the page again and again"
-    parser.add_argument("--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help=follow)
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folder; others are held against the first")
+    add("--out", type=Path, metavar="PAGE.html", help="write everything as a page, too")
+    add("--vary", action="append", default=[], metavar="KEY", help="a key, or section, that may differ; repeatable")
+    add("--gate", type=float, metavar="NATS", help="exit with 1 if a run's loss ends further than this above the baseline's")
+    add("--watch", nargs="?", type=float, const=10.0, metavar="SECONDS", help="follow running runs: write the page repeatedly")
     margin = f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})"
-    parser.add_argument("--margin", type=float, default=100 * MARGIN, metavar="PERCENT", help=margin)
+    add("--margin", type=float, default=100 * MARGIN, metavar="PERCENT", help=margin)
     options = parser.parse_intermixed_args(arguments)
     if options.out:
         if options.out.suffix != ".html":
