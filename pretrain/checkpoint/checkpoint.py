@@ -36,7 +36,7 @@ from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
 from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
 from pretrain.model.distributed import from_all_ranks
-from pretrain.model.gradients import aligned, local_part
+from pretrain.model.gradients import local_part
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
@@ -273,7 +273,7 @@ class Staging:
 
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
         """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
-        needed = sum(aligned(tensor.nbytes, ALIGNMENT) for group in files.values() for tensor in group.values())
+        needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
         device = next((tensor.device for group in files.values() for tensor in group.values() if tensor.is_cuda), None)
         if self._memory.numel() < needed:
             if needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
@@ -287,7 +287,7 @@ class Staging:
             for name, tensor in group.items():
                 place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copies[file][name] = place.copy_(tensor.detach(), non_blocking=True)
-                start += aligned(tensor.nbytes, ALIGNMENT)
+                start += _rounded(tensor.nbytes)
         if device:
             torch.cuda.current_stream(device).synchronize()
         return copies
@@ -306,6 +306,10 @@ def free_memory() -> int:
                 used = int((folder / "memory.current").read_text()) - given_back
                 free = min(free, int((folder / "memory.max").read_text()) - used)
     return free
+
+
+def _rounded(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT
 
 
 def _pin(buffer: Tensor) -> None:

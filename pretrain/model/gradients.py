@@ -75,7 +75,7 @@ def attach_sums(
     runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
     places = {id(parameter): place for place, parameter in enumerate(trained)}
     runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)  # backward begins at the end
-    sizes = [aligned(sum(map(torch.numel, run)), _ALIGNMENT) for run in runs]
+    sizes = [_aligned(sum(map(torch.numel, run))) for run in runs]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)
     empty_sums(memory)
@@ -93,11 +93,11 @@ def attach_sums(
 
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
     """How many values the sums of these parameters take at most, however they are stacked."""
-    return sum(aligned(parameter.numel(), _ALIGNMENT) for parameter in parameters)
+    return sum(_aligned(parameter.numel()) for parameter in parameters)
 
 
-def aligned(count: int, multiple: int) -> int:
-    return -(-count // multiple) * multiple
+def _aligned(values: int) -> int:
+    return -(-values // _ALIGNMENT) * _ALIGNMENT
 
 
 def empty_sums(memory: Tensor) -> None:
