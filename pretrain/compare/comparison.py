@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from pretrain.compare.differences import Gap
-from pretrain.compare.fairness import changed_settings, ends_of, loss_differences, same_held_out, why_not_paired
+from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import RunRecord
 
 # Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
@@ -117,7 +117,7 @@ class RunComparison:
                 notes.append(f"{each.label} {each.run.broke_off}: {why}")
             elif each.not_paired and not over_seeds:
                 notes.append(f"{each.label} is not paired with {base}: {each.not_paired}.")
-            changes = [f"`{key}` was {values}" for key, values in changed_settings(each.run).items()]
+            changes = [f"`{key}` was {values}" for key, values in each.run.changed_settings.items()]
             notes += [f"{each.label} was not trained by one recipe: {'; '.join(changes)}."] if changes else []
         if any(run.side_by_side for run in runs):
             notes.append("No speed stands beside a run that shared its machine with others.")

@@ -15,9 +15,9 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.checkpoint.state import changed_keys
-from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, at_the_end, kind, same_measure
-from pretrain.precision.settings import is_quantized, label
-from pretrain.settings.config import SOURCE, flatten, identity_of
+from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, at_the_end, in_a_word, kind, same_measure
+from pretrain.precision.settings import is_quantized
+from pretrain.settings.config import SOURCE, identity_of
 from pretrain.settings.recipe import Recipe
 
 # What a comparison is about: the dtypes of products, of weights, and of what is kept beside them.
@@ -35,24 +35,7 @@ def recipe_of(run: RunRecord) -> Recipe:
 def settings_of(run: RunRecord) -> dict[str, Any]:
     """The run's recipe with flat keys, what its `model.source` said, and `data.fingerprint`. Where a resume has changed a setting
     (`--accept-changes`), all the values that it had one after the other, as in "42 to step 6, then 7"."""
-    return _flat(run) | changed_settings(run)
-
-
-def _flat(run: RunRecord) -> dict[str, Any]:
-    return flatten(run.config) | run.source_config | {"data.fingerprint": run.data_fingerprint}
-
-
-def changed_settings(run: RunRecord) -> dict[str, str]:
-    """The settings that a resume has changed, with all of their values."""
-    now, before = _flat(run), dict[str, str]()
-    for change in run.past["changed"]:
-        for key, value in change["was"].items():
-            before[key] = f"{before.get(key, '')}{_in_a_word(key, value)} to step {change['step']:,}, then "
-    return {key: values + _in_a_word(key, now.get(key)) for key, values in before.items()}
-
-
-def _in_a_word(key: str, value: Any) -> str:
-    return str(label(value) if key == "precision" else "not set" if value is None else value)
+    return run.settings | run.changed_settings
 
 
 def training_of(run: RunRecord) -> dict[str, Any]:
@@ -65,7 +48,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
     recipe = recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | run.source_config | {"evaluate.packs": recipe.evaluate.packs}
     # Of what is compared, a run with two values one after the other is neither the one nor the other.
-    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | changed_settings(run)
+    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | run.changed_settings
 
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
@@ -75,7 +58,7 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
     if "model.source" in changed:  # which says it in a word
         changed = [key for key in changed if not key.startswith(SOURCE)]
     flat = [settings_of(run) | training for run, training in zip((first, second), trainings, strict=True)]
-    return {key: tuple(_in_a_word(key, values.get(key)) for values in flat) for key in changed}
+    return {key: tuple(in_a_word(key, values.get(key)) for values in flat) for key in changed}
 
 
 def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:

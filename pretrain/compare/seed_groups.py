@@ -13,7 +13,7 @@ from foundation.units import UNKNOWN, plural
 from pretrain.compare.columns import Column, as_text, signed
 from pretrain.compare.comparison import by_verdict, unique_names
 from pretrain.compare.differences import CONFIDENCE, EQUIVALENCE, FEWEST_SEEDS, MARGIN, SeedDifference
-from pretrain.compare.fairness import changed_settings, ends_of, loss_differences, recipe_of, same_held_out
+from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same_held_out
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.settings.config import settings_without
 
@@ -46,7 +46,7 @@ def _without_seed(run: RunRecord) -> str:
 def _settings(run: RunRecord) -> dict[str, str]:
     """What runs of one group share, as text: settings, data, and what computed the products."""
     found = {"precision": run.precision, "backend": run.backend, "data.fingerprint": run.data_fingerprint}
-    flat = settings_without(recipe_of(run), _WITHIN) | found | run.source_config | changed_settings(run)
+    flat = settings_without(recipe_of(run), _WITHIN) | found | run.source_config | run.changed_settings
     return {key: as_text(value) for key, value in flat.items()}
 
 

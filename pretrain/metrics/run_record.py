@@ -20,6 +20,7 @@ from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
 from pretrain.precision.settings import label
+from pretrain.settings.config import flatten
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
 LAST_SHARE = 0.2  # of all steps: where runs have grown apart. One step's loss is mostly noise (sd 0.13 in the reference's runs)
@@ -47,6 +48,11 @@ def at_the_end(steps: np.ndarray) -> np.ndarray:
     This is the one definition of where runs end: a run's summary and every table, picture and gate take the same steps.
     """
     return steps > steps[-1] - max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
+
+
+def in_a_word(key: str, value: Any) -> str:
+    """The value of a setting with flat keys, as a report says it."""
+    return str(label(value) if key == "precision" else "not set" if value is None else value)
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
@@ -114,6 +120,20 @@ class RunRecord:
     def past(self) -> dict[str, Any]:
         """What it has trained otherwise than its config says, as `NO_PAST`."""
         return NO_PAST | self.environment.get("past", {})
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Its config with flat keys, what its `model.source` said, and `data.fingerprint`."""
+        return flatten(self.config) | self.source_config | {"data.fingerprint": self.data_fingerprint}
+
+    @property
+    def changed_settings(self) -> dict[str, str]:
+        """The settings that a resume has changed, with all of their values: "42 to step 6, then 7"."""
+        before = dict[str, str]()
+        for change in self.past["changed"]:
+            for key, value in change["was"].items():
+                before[key] = f"{before.get(key, '')}{in_a_word(key, value)} to step {change['step']:,}, then "
+        return {key: values + in_a_word(key, self.settings.get(key)) for key, values in before.items()}
 
     @property
     def devices(self) -> tuple[int, str]:

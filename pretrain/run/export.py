@@ -27,7 +27,6 @@ from packing.settings import HUB_NAME
 from packing.store import open_packs
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import DTYPES, Manifest, TensorEntry, load_tensors, newest_in, read_manifest, step_folder, step_of
-from pretrain.compare.fairness import changed_settings
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.run_record import END_KEY, LOSS_KEY, RunRecord, own_evaluations, read_metrics, read_run
 from pretrain.model import huggingface as model
@@ -227,7 +226,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     }
     if begin := run.config["train"]["begin_with"]:
         rows["begins with"] = f"the first {run.steps[0]['step'] - 1:,} of these steps, by another run: {begin}"
-    rows |= {f"`{key}`": values for key, values in changed_settings(run).items()}
+    rows |= {f"`{key}`": values for key, values in run.changed_settings.items()}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {figures[END_KEY]} steps"
     if "held_out_loss" in figures:

@@ -15,11 +15,11 @@ import torch
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object
+from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.format import STATE, newest_in, read_manifest, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
-from pretrain.compare.fairness import recipe_of
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
@@ -35,6 +35,7 @@ from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.running import Run
 from pretrain.settings.config import HORIZON, begin_of, identity_of, resolved
+from pretrain.settings.recipe import Recipe
 
 # Settings that scales of gradients depend on: the largest code, the loss, and by how many tokens it is divided.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
@@ -169,7 +170,7 @@ def _require_own_records(job: Job) -> None:
         raise InputError(f"{job.run_dir}: is of a finished run that has no checkpoint to go on from; set another `run_dir`")
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
-        trained = identity_of(recipe_of(run), run.data_fingerprint or "")
+        trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(f"{job.run_dir}: is of another training ({', '.join(changed)}); set another `run_dir`")
 

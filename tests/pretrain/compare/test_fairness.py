@@ -9,7 +9,6 @@ import pytest
 
 from foundation.errors import InputError
 from pretrain.compare.fairness import (
-    changed_settings,
     check_comparable,
     keys_told_apart_by,
     loss_differences,
@@ -68,7 +67,7 @@ def test_what_a_resume_has_changed_makes_another_training(tmp_path):
     changed = with_past(make_run(tmp_path / "changed"), changed=[{"step": 2, "was": {"precision": "delayed"}}])
     with pytest.raises(InputError, match="`precision`: bf16 and delayed to step 2, then bf16"):
         check_comparable([plain, changed])
-    assert "delayed to step 2" in changed_settings(changed)["precision"] and not changed_settings(plain)
+    assert "delayed to step 2" in changed.changed_settings["precision"] and not plain.changed_settings
 
 
 def test_only_runs_whose_steps_see_the_same_text_are_paired(tmp_path):
