@@ -280,9 +280,8 @@ def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mappin
 
 def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[slice, ...]] | None:
     """What two blocks of a tensor share, as slices of each; None if they share nothing."""
-    starts = [max(a, b) for a, b in zip(one.offset, other.offset, strict=True)]
-    stops = [min(a + n, b + m) for a, n, b, m in zip(one.offset, one.shape, other.offset, other.shape, strict=True)]
-    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+    sizes = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
+    where = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sizes]
+    if any(start >= stop for start, stop in where):
         return None
-    where = list(zip(starts, stops, strict=True))
     return [tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True)) for each in (one, other)]

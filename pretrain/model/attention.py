@@ -75,9 +75,8 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
     for kind in FASTEST_FIRST if requested == "auto" else ("fa4" if requested == "flash_attn" else requested,):
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
         if not obstacle:
-            return Choice(
-                f"packed_{kind}", "requested" if requested != "auto" else "; ".join(["fastest that runs here", *passed_over])
-            )
+            reason = "; ".join(["fastest that runs here", *passed_over]) if requested == "auto" else "requested"
+            return Choice(f"packed_{kind}", reason)
         passed_over.append(f"{kind} {obstacle}")
     raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto")
 
