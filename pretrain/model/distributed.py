@@ -87,8 +87,7 @@ def end_processes(accelerator: Accelerator) -> None:
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Whether FSDP2 was asked to gather once a step (pretrain.model.sharding); None: as the memory planned allows. False without
-    FSDP2."""
+    """Whether FSDP2 was asked to gather once a step; None: as the memory planned allows. False without FSDP2."""
     reshards = accelerator.state.fsdp_plugin.reshard_after_forward if accelerator.is_fsdp2 else True
     return None if reshards is None else not reshards
 

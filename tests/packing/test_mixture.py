@@ -97,6 +97,8 @@ def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[s
     prepare(by_split, progress=False)
     for split in ("train", "held_out"):
         assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
+    with pytest.raises(InputError, match=r"data.split: .*saved has no dev; set it to one of train, test"):
+        prepare(DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common), progress=False)
 
 
 def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:

@@ -105,9 +105,7 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
         ({"num_experts_per_tok": 0}, "0 of the 4 experts"),
     ],
 )
-def test_sizes_that_grouped_products_do_not_take_and_more_experts_than_there_are_are_refused(
-    sizes: dict[str, int], said: str
-) -> None:
+def test_sizes_that_grouped_products_do_not_take_and_too_many_experts_are_refused(sizes: dict[str, int], said: str) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
     with pytest.raises(InputError, match=said):
         check_architecture(build_on_meta(config), 32, LossSettings())
