@@ -111,11 +111,11 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
         return None
     record = checkpoints.read_state(path)
     identity, present, past, own = record["identity"], job.identity, record["past"], checkpoints.owns(path)
-    longer = []
-    if record["progress"]["steps"] != job.plan.steps and _rates_were_alike(record, job):
+    steps, longer = record["progress"]["steps"], []
+    if steps == job.plan.steps or _rates_were_alike(record, job):
         present = present | {key: identity.get(key) for key in HORIZON}
         schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
-        longer = [f"the horizon moves from step {record['progress']['steps']:,} to {job.plan.steps:,}; {schedule}"]
+        longer = [f"the horizon moves from step {steps:,} to {job.plan.steps:,}; {schedule}"] * (steps != job.plan.steps)
     keys = changed_keys(identity, present)
     changes = [f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}" for key in keys]
     only_horizon = {*keys} <= {*HORIZON}

@@ -180,6 +180,8 @@ def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_her
     before, beside = outcome(alone), Path(recipe["run_dir"]).parent
     again = start_here(recipe, beside)
     assert again.status == 0 and outcome(again) == before
+    otherwise = start_here(recipe, beside, f"train.tokens={STEPS * recipe['batch']['tokens']}")
+    assert otherwise.status == 0 and outcome(otherwise) == before, "the same horizon, written otherwise"
     kept = contents(again.run_dir)
     for how in ((), ("--accept-changes",), ("--plan",)):
         shorter = start_here(recipe, beside, "train.steps=8", *how).refusal

@@ -43,9 +43,7 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
         ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),  # from the first step to the last
     ],
 )
-def test_a_phase_with_a_bf16_forward_has_a_name_of_its_own_and_the_options_of_its_precision(
-    loaded: Any, text: str, name: str
-) -> None:
+def test_a_phase_with_a_bf16_forward_has_its_own_name_and_its_precisions_options(loaded: Any, text: str, name: str) -> None:
     recipe = loaded(f"precision={text}")
     phases = phases_of(recipe.precision)
     assert label(recipe.precision) == label(resolved(recipe)["precision"]) == name and is_quantized(recipe.precision)
