@@ -183,7 +183,8 @@ def audit_of(run: RunRecord) -> list[str]:
 
 def what_differs(comparison: RunComparison) -> dict[str, dict[str, str]]:
     """The keys of settings and environment in which not all runs agree: each value, and the runs that have it."""
-    flats = [flatten({"settings": run.config, "environment": run.environment}) for run in comparison.runs]
+    said = ({"settings": run.config | {"precision": run.precision}, "environment": run.environment} for run in comparison.runs)
+    flats = [*map(flatten, said)]  # phases of precision are said in a word
     differing = {}
     for key in dict.fromkeys(key for flat in flats for key in flat if not key.startswith(NAMES)):
         holders: dict[str, list[str]] = {}

@@ -168,9 +168,8 @@ class Question:
         common: Values = {"train.steps": protocol.steps, "schedule.warmup": warmup, "evaluate.every": protocol.steps}
         if protocol.begin_with:  # the rate falls over as large a share of what is trained here
             common["schedule.decay"] = self.recipe.schedule.decay * (1 - protocol.trunk / protocol.steps)
-        # All are kept, those of stops too: the trunk's must not make room.
-        common |= {"checkpoint.every": None, "checkpoint.keep": protocol.steps, "log.fp8_statistics": None}
-        common["parity"] = False  # the trial has been held to plain transformers
+        # All are kept, those of stops too: the trunk's must not make room. The trial has been held to plain transformers.
+        common |= {"checkpoint.every": None, "checkpoint.keep": protocol.steps, "log.fp8_statistics": None, "parity": False}
         return self._matrix("rounds", common, cells, seed=[seed])
 
     def values_of(self, name: str) -> Values:
@@ -304,7 +303,7 @@ def steps_that_fit(
     in_recipe = recipe.train.steps or (recipe.train.tokens and math.ceil(recipe.train.tokens / recipe.batch.tokens))
     steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
     if steps > in_an_epoch:
-        raise InputError(f"--steps {steps}: text is seen again from step {in_an_epoch} on, which hides costs; take fewer steps")
+        raise InputError(f"--steps {steps}: text is seen again after step {in_an_epoch}, which hides costs; take fewer steps")
     if steps < (least := least_steps(done)):
         hours = options.hours + options.seeds * (least - in_hours) * whole / 3600
         short, remedy = f"--hours {options.hours:g} hold", f"take {1.05 * hours:.2g} hours"  # as two digits may be 5 % fewer

@@ -135,9 +135,9 @@ def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed
 
 def test_what_differed_has_each_value_and_the_runs_that_have_it(tmp_path):
     runs = two_runs(tmp_path)
-    runs.append(trained(tmp_path / "c", LONG, "weights=bf16"))
+    runs.append(trained(tmp_path / "c", LONG, "weights=bf16", SCHEDULE))
     runs[2].environment["git"] = {"commit": "ab" * 20}
     differing = what_differs(Report.over(runs).comparison)
-    assert differing["settings.precision"] == {"bf16": "a, c", "delayed": "b"}
+    assert differing["settings.precision"] == {"bf16": "a", "delayed": "b", "nvfp4 to 50 %, then bf16": "c"}
     assert differing["settings.weights"] == {"fp32": "a, b", "bf16": "c"} and "settings.name" not in differing
     assert differing["environment.git.commit"] == {"None": "a, b", "ababababab": "c"}
