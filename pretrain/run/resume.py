@@ -130,7 +130,9 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
             f"{path}: the checkpoint was made by another recipe:{listed}\n{anew} to start a new run, or pass --accept-changes to "
             f"continue this one with the present values.{elsewhere if only_horizon else ''}"
         )
-    notes = [f"the recipe has changed: {each}" for each in changes if not (begins and each.startswith("train.begin_with:"))]
+    told = {"train.begin_with"} if begins else set()  # or comes with another precision: options that the earlier one lacks
+    told |= {key for key in keys if "precision" in keys and key.startswith("fp8_config.") and identity.get(key) is None}
+    notes = [f"the recipe has changed: {each}" for key, each in zip(keys, changes, strict=True) if key not in told]
     was = {} if begins else {key: identity.get(key) for key in keys}
     past = {
         "changed": [] if begins else [*past["changed"], *([{"step": record["progress"]["step"], "was": was}] if was else [])],
