@@ -93,9 +93,19 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
     offsets = np.full(-(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE, total, dtype=np.int32)
     offsets[0] = 0
     offsets[1 : len(ends) + 1] = ends
-    tensors = map(torch.from_numpy, (input_ids[None], position_ids[None], labels[None], offsets))
-    pinned = [tensor.pin_memory() if pin_memory else tensor for tensor in tensors]
-    return Microbatch(*pinned, max_seqlen=length, valid_tokens=int(np.count_nonzero(labels != IGNORE)))
+    return Microbatch(
+        input_ids=_tensor(input_ids[None], pin_memory),
+        position_ids=_tensor(position_ids[None], pin_memory),
+        labels=_tensor(labels[None], pin_memory),
+        cu_seqlens=_tensor(offsets, pin_memory),
+        max_seqlen=length,
+        valid_tokens=int(np.count_nonzero(labels != IGNORE)),
+    )
+
+
+def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory() if pin_memory else tensor
 
 
 def sum_of_squares(lengths: np.ndarray) -> int:

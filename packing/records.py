@@ -202,7 +202,9 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     template = chat_template(settings.chat_template, tokenizer.name)
     tokens = {f"{role}_token": tokenizer.tokenizer.id_to_token(number) for role, number in tokenizer.special.items()}
     if "eos_token" in template and "eos_token" not in tokens:
-        raise InputError(f"data.chat_template: writes `eos_token`; name one in the tokenizer_config.json of {tokenizer.name}")
+        raise InputError(
+            f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in its tokenizer_config.json"
+        )
     named = tuple(sorted(tokens.items()))
     if isinstance(settings.messages, str):
         return ChatColumns((settings.messages,), (), template, named)

@@ -260,9 +260,11 @@ class DatasetSource:
         with refusing(kinds, f"data.source: {asked}: neither a file or folder here nor a dataset that can be loaded"):
             if self.is_saved:
                 data = datasets.load_from_disk(self.name)
-                if isinstance(data, datasets.DatasetDict) and settings.split not in data:
+                if not isinstance(data, datasets.DatasetDict):
+                    return data
+                if settings.split not in data:
                     raise InputError(f"data.split: {self.name} has no {settings.split}; set it to one of {', '.join(data)}")
-                return data[settings.split] if isinstance(data, datasets.DatasetDict) else data
+                return data[settings.split]
             name, revision = split_revision(self.name)
             chosen = {"split": settings.split, "revision": revision, "streaming": bool(settings.streaming)}
             return datasets.load_dataset(name, settings.subset, **chosen)

@@ -237,7 +237,7 @@ class Checkpoints:
         manifest = read_manifest(path)
         of_optimizer = {name: entry for name, entry in manifest.optimizer.items() if name not in left_out}
         if problems := [*on_disk.mismatches(manifest.model, model), *on_disk.mismatches(of_optimizer, optimizer)]:
-            remedy = "Take the recipe that it was made by, another checkpoint, or to begin anew another `run_dir`"
+            remedy = "Take the recipe that it was made by, or another checkpoint; to begin anew, set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
         on_disk.load_tensors(path, manifest.model, model)
         on_disk.load_tensors(path, of_optimizer, optimizer)

@@ -65,7 +65,8 @@ class Report:
         replace_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
-        """Why the gate is not passed, a line for each run or group of seeds; InputError where it is held against nothing."""
+        """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it
+        against."""
         if self.seeds:
             return list(_failed_groups(self.seeds, self.comparison.tolerance))
         base, others = self.comparison.baseline, self.comparison.standings[1:]

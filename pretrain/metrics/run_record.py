@@ -129,11 +129,11 @@ class RunRecord:
     @property
     def changed_settings(self) -> dict[str, str]:
         """The settings that a resume has changed, with all of their values: "42 to step 6, then 7"."""
-        before = dict[str, str]()
+        now, before = self.settings, dict[str, str]()
         for change in self.past["changed"]:
             for key, value in change["was"].items():
                 before[key] = f"{before.get(key, '')}{in_a_word(key, value)} to step {change['step']:,}, then "
-        return {key: values + in_a_word(key, self.settings.get(key)) for key, values in before.items()}
+        return {key: values + in_a_word(key, now.get(key)) for key, values in before.items()}
 
     @property
     def devices(self) -> tuple[int, str]:
@@ -282,8 +282,8 @@ def _known(records: Iterable[Record], key: str) -> list[float]:
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
     """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row."""
     figures, steps, first = run.summary, plural(run.summary["steps"], "step"), run.steps[0]["step"]
-    since = f", from step {first:,} on" if first > 1 else ""  # of a branch, which has not trained what was before
-    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens{since} in {duration(figures['hours'] * 3600)}"}
+    own = f"; here from step {first:,} on," if first > 1 else ""  # of a branch: another run has trained those before
+    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens{own} in {duration(figures['hours'] * 3600)}"}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(figures[END_KEY], 'step')})"
     if "held_out_loss" in figures:

@@ -168,7 +168,9 @@ def _backward(layers: Sequence[LayerMemory], kept: Sequence[int]) -> int:
 
 def _working_copies(layers: Sequence[LayerMemory], again: Sequence[bool]) -> int:
     """A fused layer keeps its copies for the whole step, another one while the graph of its forward lives."""
-    passing = [layer.unquantized_weights for layer, twice in zip(layers, again, strict=True) if twice and not layer.fused]
+    passing = [
+        layer.unquantized_weights for layer, recomputed in zip(layers, again, strict=True) if recomputed and not layer.fused
+    ]
     return sum(layer.unquantized_weights for layer in layers) - sum(passing) + max(passing, default=0)
 
 

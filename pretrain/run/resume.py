@@ -112,10 +112,11 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     record = checkpoints.read_state(path)
     identity, present, past, own = record["identity"], job.identity, record["past"], checkpoints.owns(path)
     steps, longer = record["progress"]["steps"], []
-    if steps == job.plan.steps or _rates_were_alike(record, job):
-        present = present | {key: identity.get(key) for key in HORIZON}
+    if steps != job.plan.steps and _rates_were_alike(record, job):
         schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
-        longer = [f"the horizon moves from step {steps:,} to {job.plan.steps:,}; {schedule}"] * (steps != job.plan.steps)
+        longer = [f"the horizon moves from step {steps:,} to {job.plan.steps:,}; {schedule}"]
+    if steps == job.plan.steps or longer:  # the same horizon, perhaps written otherwise, or one that may move
+        present = present | {key: identity.get(key) for key in HORIZON}
     keys = changed_keys(identity, present)
     changes = [f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}" for key in keys]
     only_horizon = {*keys} <= {*HORIZON}
@@ -130,9 +131,10 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
             f"{path}: the checkpoint was made by another recipe:{listed}\n{anew} to start a new run, or pass --accept-changes to "
             f"continue this one with the present values.{elsewhere if only_horizon else ''}"
         )
-    told = {"train.begin_with"} if begins else set()  # or comes with another precision: options that the earlier one lacks
-    told |= {key for key in keys if "precision" in keys and key.startswith("fp8_config.") and identity.get(key) is None}
-    notes = [f"the recipe has changed: {each}" for key, each in zip(keys, changes, strict=True) if key not in told]
+    implied = {"train.begin_with"} if begins else set[str]()
+    if "precision" in keys:  # which brings options that the earlier one lacks
+        implied |= {key for key in keys if key.startswith("fp8_config.") and identity.get(key) is None}
+    notes = [f"the recipe has changed: {each}" for key, each in zip(keys, changes, strict=True) if key not in implied]
     was = {} if begins else {key: identity.get(key) for key in keys}
     past = {
         "changed": [] if begins else [*past["changed"], *([{"step": record["progress"]["step"], "was": was}] if was else [])],
@@ -160,7 +162,7 @@ def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
     if train.steps is None and tokens != source.step * plan.tokens_per_step:
         steps = source.step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
         raise InputError(f"{source.path}: its steps had another `batch.tokens`; set the horizon as `train.steps: {steps}`")
-    if source.step > plan.steps - (not own):  # at it, a run of this folder has ended
+    if source.step > plan.steps or (source.step == plan.steps and not own):  # at it, a run of this folder has ended
         ends = f"is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it"
         raise InputError(f"{source.path}: {ends}{', or set another `run_dir` to start a new run' if own else ''}")
 

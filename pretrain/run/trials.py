@@ -46,9 +46,11 @@ def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] |
     most_reserved = partial(torch.cuda.max_memory_reserved, device)
     with assembly.context.preserving_state():
         for active in plan.actives:
-            how = {"multiple_of": active.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
+            options = {"multiple_of": active.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
             with assembly.using(active):
-                fitting += [largest_that_fits(assembly.model, accelerator, plan.microbatch_sizes, job.data.trial_batch, **how)]
+                fitting.append(
+                    largest_that_fits(assembly.model, accelerator, plan.microbatch_sizes, job.data.trial_batch, **options)
+                )
     if None in fitting:
         raise InputError(
             f"`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a shorter `data.length`, {TAKES_LESS}"
