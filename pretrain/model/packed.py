@@ -40,6 +40,8 @@ class PackedLanguageModel(nn.Module):
         self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
         self.sharding: Sharding | None = None  # under FSDP2
         self.routing = Routing.of(hf) if is_mixture(hf) else None  # None where there are no experts
+        if self.routing is not None:
+            self.routing.in_fp32()
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
         # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS. A
         # pack's padding is a document of its own without labels, so it needs no mask.

@@ -6,7 +6,8 @@ step trains the mean of its microbatches' losses, each with the weight of its la
 have a label.
 
 A hook keeps a router's logits beside it until the model's forward has ended. transformers' own way of asking for them cannot be
-compiled.
+compiled. Where experts are grouped, logits are FP32 (`in_fp32`), where transformers rounds them to BF16: a token's choice is the
+largest of them, and where two are nearly alike rounding would choose.
 """
 
 from __future__ import annotations
@@ -18,13 +19,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
 from pretrain.model.experts import GroupedExperts
+from pretrain.precision.grouped import stacked_experts
 
 STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets fewer learns little
 
@@ -95,9 +100,58 @@ class Routing:
         shares = loads / loads.mean(1, keepdim=True).clamp(min=1)
         return {"expert_load": shares.max(), "starved_experts": (shares < STARVED).float().mean()}
 
+    def in_fp32(self) -> None:
+        """Let the routers of experts that can be grouped compute their logits in FP32, and with them all that follows: the
+        softmax, and the weights of a token's choices. Operands and gradients stay in the dtype of activations."""
+        blocks = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
+        for name, router in self._hf.named_modules():
+            if router in self.routers and name.rpartition(".")[0] in blocks:
+                router.forward = _InFP32(router)
+
     @cached_property
     def _experts(self) -> list[GroupedExperts]:
         return [module for module in self._hf.modules() if isinstance(module, GroupedExperts)]
+
+
+class _InFP32(TorchFunctionMode):
+    """The forward of a `router`, with the product of its weight in FP32."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self._router, self._forward = router, router.forward
+
+    @torch.compiler.disable
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
+        with self:
+            return self._forward(*inputs, **options)
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear and args[1] is self._router.weight:
+            function = _linear_in_fp32
+        return function(*args, **(kwargs or {}))
+
+
+def _linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    y = _Logits.apply(x.flatten(0, -2), weight).view(*x.shape[:-1], len(weight))
+    return y if bias is None else y + bias
+
+
+class _Logits(torch.autograd.Function):
+    """x [tokens, hidden] times weight [experts, hidden], transposed, as it adds up: in FP32, not rounded to BF16."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        if x.is_cuda and x.dtype == torch.bfloat16:
+            return torch.mm(x, weight.t(), out_dtype=torch.float32)
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        dy = dy.to(x.dtype)
+        return dy @ weight, dy.t() @ x
 
 
 def forget_logits(layer: nn.Module) -> None:

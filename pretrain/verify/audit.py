@@ -81,7 +81,7 @@ def observe(
         }
         if not isinstance(module, linear):
             # Such as a mixture's router, and experts that are not stacked as most are. Nothing was asked of them, so nothing is
-            # refused: they compute as transformers wrote them, and a router may do so in FP32.
+            # refused: a router adds up in FP32, and others compute as transformers wrote them.
             entry["requested"] = effective
             entry["reason"] = "no linear, which is what low precision takes" if active.precision.quantized else None
         entries.append(entry)

@@ -130,3 +130,10 @@ def test_emulated_experts_are_the_same_on_a_gpu() -> None:
         results.append([each.cpu() for each in three_products(product, *inputs, torch.float32)])
     for on_gpu, on_cpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-4)
+
+
+def test_a_routers_logits_are_not_rounded_to_bf16(accelerator: Accelerator) -> None:
+    router = build_run(accelerator, "bf16", "qwen3_moe", weights="bf16_exact").layers[0].mlp.gate
+    x = torch.randn(64, router.weight.shape[1], dtype=torch.bfloat16, device=DEVICE)
+    exact = x.double() @ router.weight.double().T
+    torch.testing.assert_close(router(x)[0].double(), exact, rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import Accelerator
 
 from foundation.errors import InputError
@@ -41,6 +42,21 @@ def test_the_trained_loss_and_its_gradients_are_those_of_transformers(
     for name, parameter in plain.named_parameters():
         torch.testing.assert_close(packed.hf.get_parameter(name).grad, parameter.grad, msg=name)
     assert not any("router_logits" in vars(module) for module in packed.modules()), "they would keep what backward has freed"
+
+
+def test_logits_and_weights_of_bf16_activations_are_not_rounded(build_model: Callable) -> None:
+    """Against the product in FP64; gradients are those of a BF16 linear that is given BF16."""
+    router = build_model("qwen3_moe", weights=torch.bfloat16, **MIXTURE | KINDS["qwen3_moe"]).hf.model.layers[0].mlp.gate
+    x = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True)
+    logits, weights, chosen = router(x)
+    exact = x.double() @ router.weight.double().T
+    torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
+    assert torch.equal(chosen, exact.topk(2).indices)
+    assert weights.dtype == torch.float32
+    dy = torch.randn(64, 4)
+    ours = torch.autograd.grad(logits, (x, router.weight), dy)
+    theirs = torch.autograd.grad(F.linear(x, router.weight), (x, router.weight), dy.bfloat16())
+    torch.testing.assert_close(ours, theirs)
 
 
 def test_a_step_tells_the_loss_apart_from_the_balance_of_its_experts(

@@ -195,7 +195,7 @@ def mixture(small: Callable) -> Callable:
 
 
 def test_experts_and_routers_are_listed_as_what_they_are(mixture: Callable) -> None:
-    """Each of a layer's two grouped products by itself; the router is no linear, which is what low precision takes."""
+    """Each of a layer's two grouped products by itself; the router, FP32 on a CPU, is no linear, which low precision takes."""
     entries = {entry["name"]: entry for entry in mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",)).audit()}
     gate_up, down, router = (
         entries[f"model.layers.1.mlp.{name}"] for name in ("experts.gate_up_proj", "experts.down_proj", "gate")
@@ -203,7 +203,7 @@ def test_experts_and_routers_are_listed_as_what_they_are(mixture: Callable) -> N
     assert (gate_up["effective"], gate_up["stored"], gate_up["module"]) == ("current", "bfloat16", "GroupedExperts")
     assert gate_up["products"]["wgrad"] == "e5m2 tensor-scaled x e4m3 tensor-scaled"
     assert (down["effective"], down["backend"]) == ("bf16", "torch") and "keep_bf16" in down["reason"]
-    assert router["effective"] == "bf16" and "no linear" in router["reason"]
+    assert router["effective"] == "fp32" and "no linear" in router["reason"]
     head = entries["lm_head"]
     assert (head["requested"], head["effective"], head["backend"]) == ("bf16", "bf16", "torch") and "scope" in head["reason"]
 
