@@ -106,29 +106,29 @@ class Routing:
         blocks = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
         for name, router in self._hf.named_modules():
             if router in self.routers and name.rpartition(".")[0] in blocks:
-                router.forward = _InFP32(router)
+                router.forward = _with_logits_in_fp32(router)
 
     @cached_property
     def _experts(self) -> list[GroupedExperts]:
         return [module for module in self._hf.modules() if isinstance(module, GroupedExperts)]
 
 
-class _InFP32(TorchFunctionMode):
-    """The forward of a `router`, with the product of its weight in FP32."""
+def _with_logits_in_fp32(router: nn.Module) -> Callable[..., Any]:
+    """The forward of `router`, with the product of its weight in FP32."""
+    forward = router.forward
 
-    def __init__(self, router: nn.Module) -> None:
-        super().__init__()
-        self._router, self._forward = router, router.forward
+    class LogitsInFP32(TorchFunctionMode):
+        def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is F.linear and args[1] is router.weight:
+                function = _linear_in_fp32
+            return function(*args, **(kwargs or {}))
 
     @torch.compiler.disable
-    def __call__(self, *inputs: Any, **options: Any) -> Any:
-        with self:
-            return self._forward(*inputs, **options)
+    def forward_in_fp32(*inputs: Any, **options: Any) -> Any:
+        with LogitsInFP32():
+            return forward(*inputs, **options)
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is F.linear and args[1] is self._router.weight:
-            function = _linear_in_fp32
-        return function(*args, **(kwargs or {}))
+    return forward_in_fp32
 
 
 def _linear_in_fp32(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

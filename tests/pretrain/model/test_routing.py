@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from packing.batch import StepBatches, build_microbatch
 from pretrain.metrics.health import Health
 from pretrain.model.huggingface import load_config
 from pretrain.model.packed import forward_backward, inputs_of
-from pretrain.model.wrapping import convert
+from pretrain.model.wrapping import convert, wrap_layers
 from pretrain.settings.recipe import HealthSettings, ModelSettings
 
 MIXTURE = {"num_experts_per_tok": 2, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
@@ -57,6 +58,19 @@ def test_logits_and_weights_of_bf16_activations_are_not_rounded(build_model: Cal
     ours = torch.autograd.grad(logits, (x, router.weight), dy)
     theirs = torch.autograd.grad(F.linear(x, router.weight), (x, router.weight), dy.bfloat16())
     torch.testing.assert_close(ours, theirs)
+
+
+def test_a_compiled_mixture_computes_what_it_does_uncompiled(
+    build_model: Callable, random_packs: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced as on a GPU, but not made into C++, which takes this compiler a minute."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    packed = build_model("olmoe", weights=torch.bfloat16, **MIXTURE | KINDS["olmoe"]).train()
+    convert(packed.hf, {}, packed.context)
+    batch = inputs_of(build_microbatch(random_packs([[32]], 32), mask_boundaries=True), torch.device("cpu"))
+    uncompiled = packed(**batch)
+    wrap_layers(packed, ModelSettings(config={"model_type": "olmoe"}), cast_to=None, compile_layers=True)
+    torch.testing.assert_close(packed(**batch), uncompiled)
 
 
 def test_a_step_tells_the_loss_apart_from_the_balance_of_its_experts(
