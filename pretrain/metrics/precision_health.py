@@ -61,7 +61,7 @@ class PrecisionWatch:
         if not self.due(step):
             yield
             return
-        self._statistics = OperandStatistics(self._active, self.context.state())
+        self._statistics = OperandStatistics(self._active, self.context.state(), self.context.groups)
         with self.confirming(step), holding(self.context, observers=[*self.context.observers, self._statistics]):
             yield
 

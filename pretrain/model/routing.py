@@ -114,12 +114,12 @@ class Routing:
 
 
 def _with_logits_in_fp32(router: nn.Module) -> Callable[..., Any]:
-    """The forward of `router`, with the product of its weight in FP32."""
+    """The forward of `router`, with the products of its weights in FP32."""
     forward = router.forward
 
     class LogitsInFP32(TorchFunctionMode):
         def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is F.linear and args[1] is router.weight:
+            if function is F.linear and any(args[1] is each for each in router.parameters()):
                 function = _linear_in_fp32
             return function(*args, **(kwargs or {}))
 

@@ -61,10 +61,10 @@ _FP8 = {"kFloat8E4M3": (torch.float8_e4m3fn, E4M3), "kFloat8E5M2": (torch.float8
 # ── A sample of an operand ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides: their values [n, values], and the scale
-    of each, FP32 [n]. `scales` FP32: [rows or rows / block, k / block], or the scalar of a tensor with one scale. Where there are
-    none, or not as many as blocks, the scale is 0, which fits no value."""
+def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides: their values [n, values]; the scale of
+    each, FP32 [n]; and the row in which it begins, int64 [n]. `scales` FP32: [rows or rows / block, k / block], or the scalar of
+    a tensor with one scale. Where there are none, or not as many as blocks, the scale is 0, which fits no value."""
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     high = size if scaling.square else 1
     blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, high)).transpose(1, 2)  # [down, across, high, size]
@@ -81,7 +81,7 @@ def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: t
         scale = scales[places]
     else:
         scale = torch.zeros(len(chosen), device=matrix.device)
-    return blocks[places].flatten(1), scale
+    return blocks[places].flatten(1), scale, places[0] * high
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
@@ -212,7 +212,7 @@ class ProductObserver:
             return
         for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True):
             scaling, largest = precision.scaling(role), None
-            values, scale = sample(matrix, of_blocks if scaling.block else of_tensor, scaling, self._generator(matrix.device))
+            values, scale, _ = sample(matrix, of_blocks if scaling.block else of_tensor, scaling, self._generator(matrix.device))
             codes = values.float()
             if scaling.block:
                 codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
@@ -233,7 +233,7 @@ class ProductObserver:
             scaling, grid, scale = self._active.precision.scaling(role), grids[codes.dtype], scales.flatten()[0]
             codes = codes.flatten(0, -2).view(torch.uint8)
             largest = (codes & 0x7F).amax().reshape(1).view(factors[0][0].dtype).float().reshape(())
-            values, of_blocks = sample(codes, scale, scaling, self._generator(codes.device))
+            values, of_blocks, _ = sample(codes, scale, scaling, self._generator(codes.device))
             figures = examine(values.view(factors[0][0].dtype).float(), of_blocks, grid, scaling, largest)
             figures[1] += (scales != scale).sum()
             self._findings.append((call, role, grid, figures))
@@ -271,7 +271,7 @@ class ProductObserver:
         if scales.dim() == 0:  # magnitudes of codes order as their bits do
             largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
         scaling = self._active.precision.scaling(role)
-        values, scale = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
+        values, scale, _ = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
         self._findings.append((call, role, grid, examine(values.view(dtype).float(), scale, grid, scaling, largest)))
 
     def _note(self, call: _Call, left: str, right: str) -> None:
@@ -335,14 +335,16 @@ class OperandStatistics:
     weights. It changes nothing that training can see. docs/verification.md ("Statistics and health") has the keys of `records`.
     """
 
-    def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor]) -> None:
-        """`active`: a quantized precision. `state`: the context's, where delayed scales are."""
+    def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor], groups: Mapping[str, Tensor] | None = None) -> None:
+        """`active`: a quantized precision. `state`: the context's, where delayed scales are. `groups`: its, of experts' rows."""
         self.precision: QuantizedPrecision = active.precision
         to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in self.precision.options else {}
         self.settings = active.settings.model_copy(update=to_nearest)
         # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
+        self._groups = groups or {}
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
+        self._of_experts: dict[tuple[str, Role], Tensor] = {}
         self._generator = generators(0)
 
     @torch.no_grad()
@@ -351,10 +353,15 @@ class OperandStatistics:
         amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
         scale = of_operand(self._state, name, role, "scale") if self.precision.keeps_history else None
         scaling = self.precision.scaling(role)
-        blocks, _ = sample(x, None, scaling, self._generator(x.device))
+        blocks, _, places = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(self.settings, role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
+        if (ends := self._groups.get(name)) is not None:
+            expert = places // (len(x) // len(ends)) if role == "weight" else torch.searchsorted(ends.long(), places, right=True)
+            nonzero = (blocks != 0) & blocks.isfinite()
+            counts = torch.stack([nonzero, nonzero & (quantized.operand.reshape(blocks.shape) == 0)]).sum(2).double()
+            self._of_experts[name, role] = counts @ torch.nn.functional.one_hot(expert, len(ends)).double()
 
     def records(self) -> list[dict[str, Any]]:
         """One object an operand, in the order in which they were first seen; waits for the device, once."""
@@ -364,7 +371,10 @@ class OperandStatistics:
         for (name, role), row in zip(self._figures, torch.stack(figures).tolist() if figures else (), strict=True):
             amax, log2_scale, scaled, nonzero, underflow, finite, saturation = row
             record = {"layer": name, "operand": role, "amax": amax, "scale": math.exp2(log2_scale / scaled) if scaled else None}
-            records.append(record | {"underflow": underflow / max(nonzero, 1), "saturation": saturation / max(finite, 1)})
+            record |= {"underflow": underflow / max(nonzero, 1), "saturation": saturation / max(finite, 1)}
+            if (counts := self._of_experts.get((name, role))) is not None:
+                record["underflow_of_experts"] = [lost / max(of, 1) for of, lost in counts.t().tolist()]
+            records.append(record)
         return records
 
 

@@ -27,12 +27,16 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("how", ["plainly", "recomputed", "compiled"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_trained_loss_and_its_gradients_are_those_of_transformers(
-    kind: str, recompute: str, build_model: Callable, plain_copy: Callable, random_packs: Callable
+    kind: str, how: str, build_model: Callable, plain_copy: Callable, random_packs: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    packed = build_model(kind, recompute=recompute, **MIXTURE | KINDS[kind]).train()
+    packed = build_model(kind, recompute="full" if how == "recomputed" else "none", **MIXTURE | KINDS[kind]).train()
+    if how == "compiled":  # traced as on a GPU, but not made into C++, which takes this compiler a minute
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+        convert(packed.hf, {}, packed.context)
+        wrap_layers(packed, ModelSettings(source="none"), cast_to=None, compile_layers=True)
     plain = plain_copy(packed)
     batch = inputs_of(build_microbatch(random_packs([[32]], 32), mask_boundaries=True), torch.device("cpu"))
     batch["labels"] = ids = batch["input_ids"].clone()  # each token is its own label
@@ -45,32 +49,22 @@ def test_the_trained_loss_and_its_gradients_are_those_of_transformers(
     assert not any("router_logits" in vars(module) for module in packed.modules()), "they would keep what backward has freed"
 
 
-def test_logits_and_weights_of_bf16_activations_are_not_rounded(build_model: Callable) -> None:
-    """Against the product in FP64; gradients are those of a BF16 linear that is given BF16."""
-    router = build_model("qwen3_moe", weights=torch.bfloat16, **MIXTURE | KINDS["qwen3_moe"]).hf.model.layers[0].mlp.gate
-    x = torch.randn(64, 16, dtype=torch.bfloat16, requires_grad=True)
-    logits, weights, chosen = router(x)
-    exact = x.double() @ router.weight.double().T
+@pytest.mark.parametrize("kind", ["qwen3_moe", "afmoe"])
+def test_logits_and_weights_of_bf16_activations_are_not_rounded(kind: str, build_model: Callable) -> None:
+    """Against the product in FP64; gradients are those of a BF16 linear that is given BF16. afmoe's weight is a linear's."""
+    sizes = {key: size for key, size in (MIXTURE | KINDS["qwen3_moe"]).items() if "router" not in key}
+    packed = build_model(kind, weights=torch.bfloat16, **sizes | ({"num_dense_layers": 0} if kind == "afmoe" else {}))
+    router = next(iter(packed.routing.routers))
+    (weight,), x = router.parameters(), torch.randn(1, 64, 16, dtype=torch.bfloat16, requires_grad=True)
+    logits, weights, chosen = router(x, torch.zeros(4)) if kind == "afmoe" else router(x)
+    exact = x[0].double() @ weight.double().T
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
     assert torch.equal(chosen, exact.topk(2).indices)
     assert weights.dtype == torch.float32
     dy = torch.randn(64, 4)
-    ours = torch.autograd.grad(logits, (x, router.weight), dy)
-    theirs = torch.autograd.grad(F.linear(x, router.weight), (x, router.weight), dy.bfloat16())
+    ours = torch.autograd.grad(logits, (x, weight), dy)
+    theirs = torch.autograd.grad(F.linear(x[0], weight), (x, weight), dy.bfloat16())
     torch.testing.assert_close(ours, theirs)
-
-
-def test_a_compiled_mixture_computes_what_it_does_uncompiled(
-    build_model: Callable, random_packs: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Traced as on a GPU, but not made into C++, which takes this compiler a minute."""
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    packed = build_model("olmoe", weights=torch.bfloat16, **MIXTURE | KINDS["olmoe"]).train()
-    convert(packed.hf, {}, packed.context)
-    batch = inputs_of(build_microbatch(random_packs([[32]], 32), mask_boundaries=True), torch.device("cpu"))
-    uncompiled = packed(**batch)
-    wrap_layers(packed, ModelSettings(config={"model_type": "olmoe"}), cast_to=None, compile_layers=True)
-    torch.testing.assert_close(packed(**batch), uncompiled)
 
 
 def test_a_step_tells_the_loss_apart_from_the_balance_of_its_experts(

@@ -68,6 +68,17 @@ def test_nvfp4_loses_blocks_whose_own_scale_is_zero():
     assert record["underflow"] == 0.5 and record["saturation"] == 0 and record["scale"] == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("role", ["input", "weight"])
+def test_of_a_mixture_each_experts_underflow_is_told(role):
+    """All share one scale, to which the first loses half of its values. As input the third has no rows."""
+    x = torch.ones(64, 256)
+    x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
+    statistics = OperandStatistics(active_in("current"), {}, {"l": torch.tensor([16, 32, 32, 64], dtype=torch.int32)})
+    statistics("l", role, x)
+    (record,) = statistics.records()
+    assert record["underflow_of_experts"] == ([0.5, 0, 0, 0] if role == "weight" else [0.5, 0, 0, 0.5])
+
+
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 2**31), spread=st.floats(0, 6), scale=st.integers(-8, 8), sparse=st.floats(0, 0.9))
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
