@@ -261,7 +261,7 @@ def flash_backward_in_parts(
     The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
     afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes its gradient
     once. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
-    kernel's own way with groups of four and documents of 4,096 (benchmarks/results/h200_kernels_in_parts.json).
+    kernel's own way with groups of four and documents of 4,096 (benchmarks/results/kernels/h200_kernels_in_parts.json).
     """
     options = _documents(ends, longest) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
     backward, heads, group = _flash()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]

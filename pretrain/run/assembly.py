@@ -42,7 +42,7 @@ from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.verify import audit
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them would cost 0.8 % of a run of
-# 1.7 B parameters on an H200, these cost less than 0.1 % (benchmarks/results/h200_audit_cost.json).
+# 1.7 B parameters on an H200, these cost less than 0.1 % (benchmarks/results/kernels/h200_audit_cost.json).
 EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two teach it the gradients of all layers. More come closer to
 # the largest values of a microbatch: after one pack alone, the first gradient of a 1.7 B model was cut to 82 % of its norm.

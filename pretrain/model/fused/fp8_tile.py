@@ -132,7 +132,7 @@ def store_columns(codes, columns, i, j, M):
 @triton.jit
 def _computed_once(codes):
     """`codes`, hidden from the compiler, which would compute them anew in the transpose's layout: Triton 3.6 does, and on an H200
-    every fourth column then held something else (benchmarks/results/h200_triton_transpose.json)."""
+    every fourth column then held something else."""
     if INTERPRETED:
         return codes
     return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4)
