@@ -6,8 +6,8 @@ step trains the mean of its microbatches' losses, each with the weight of its la
 have a label.
 
 A hook keeps a router's logits beside it until the model's forward has ended. transformers' own way of asking for them cannot be
-compiled. Where experts are grouped, logits are FP32 (`in_fp32`), where transformers rounds them to BF16: a token's choice is the
-largest of them, and where two are nearly alike rounding would choose.
+compiled. Where experts are grouped, logits are FP32 (`in_fp32`), which most architectures round to BF16: a token's choices are
+the largest of them, and where two are nearly alike rounding would choose.
 """
 
 from __future__ import annotations
@@ -101,11 +101,13 @@ class Routing:
         return {"expert_load": shares.max(), "starved_experts": (shares < STARVED).float().mean()}
 
     def in_fp32(self) -> None:
-        """Let the routers of experts that can be grouped compute their logits in FP32, and with them all that follows: the
-        softmax, and the weights of a token's choices. Operands and gradients stay in the dtype of activations."""
+        """Let the routers of experts that can be grouped compute their logits in FP32, and with them what follows as far as they
+        do not round it themselves. Operands and gradients stay in the dtype of activations. A router of several matrices, of
+        which one takes what another gives, stays as it is."""
         blocks = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
         for name, router in self._hf.named_modules():
-            if router in self.routers and name.rpartition(".")[0] in blocks:
+            matrices = [each for each in router.parameters() if each.dim() == 2] if router in self.routers else []
+            if len(matrices) == 1 and name.rpartition(".")[0] in blocks:
                 router.forward = _with_logits_in_fp32(router)
 
     @cached_property
@@ -142,16 +144,17 @@ class _Logits(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        if x.is_cuda and x.dtype == torch.bfloat16:
-            return torch.mm(x, weight.t(), out_dtype=torch.float32)
-        return F.linear(x.float(), weight.float())
+        with torch.autocast(x.device.type, enabled=False):
+            if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
+                return torch.mm(x, weight.t(), out_dtype=torch.float32)
+            return F.linear(x.float(), weight.float())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        dy = dy.to(x.dtype)
-        return dy @ weight, dy.t() @ x
+        dy = dy.to(weight.dtype)
+        return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype)
 
 
 def forget_logits(layer: nn.Module) -> None:

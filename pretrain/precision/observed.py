@@ -342,7 +342,7 @@ class OperandStatistics:
         self.settings = active.settings.model_copy(update=to_nearest)
         # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
-        self._groups = groups or {}
+        self._groups = {} if groups is None else groups  # live: a forward says where its rows end
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
         self._of_experts: dict[tuple[str, Role], Tensor] = {}
         self._generator = generators(0)
@@ -361,7 +361,8 @@ class OperandStatistics:
             expert = places // (len(x) // len(ends)) if role == "weight" else torch.searchsorted(ends.long(), places, right=True)
             nonzero = (blocks != 0) & blocks.isfinite()
             counts = torch.stack([nonzero, nonzero & (quantized.operand.reshape(blocks.shape) == 0)]).sum(2).double()
-            self._of_experts[name, role] = counts @ torch.nn.functional.one_hot(expert, len(ends)).double()
+            of_experts = counts @ torch.nn.functional.one_hot(expert, len(ends)).double()
+            self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
     def records(self) -> list[dict[str, Any]]:
         """One object an operand, in the order in which they were first seen; waits for the device, once."""
@@ -373,7 +374,7 @@ class OperandStatistics:
             record = {"layer": name, "operand": role, "amax": amax, "scale": math.exp2(log2_scale / scaled) if scaled else None}
             record |= {"underflow": underflow / max(nonzero, 1), "saturation": saturation / max(finite, 1)}
             if (counts := self._of_experts.get((name, role))) is not None:
-                record["underflow_of_experts"] = [lost / max(of, 1) for of, lost in counts.t().tolist()]
+                record["underflow_of_experts"] = [lost / of if of else None for of, lost in counts.t().tolist()]
             records.append(record)
         return records
 

@@ -60,6 +60,7 @@ def observe(
         matrices |= of_module
         modules |= dict.fromkeys(of_module, module)
     low = {name for name, each in decisions.items() if each.requested == precision and active.precision.quantized}
+    routers = {part for router in (packed.routing.routers if packed.routing else ()) for part in router.modules()}
     # A linear must multiply nothing beside its product; a head's forward transforms operands of its backward, too.
     watched = {name: each for name, each in modules.items() if not (name in low and isinstance(each, LossHead))}
     observer = ProductObserver(active)
@@ -79,11 +80,13 @@ def observe(
             "stored": dtype_name(matrices[name].dtype),
             "reason": decision.reason,
         }
-        if not isinstance(module, linear):
-            # Such as a mixture's router, and experts that are not stacked as most are. Nothing was asked of them, so nothing is
-            # refused: a router adds up in FP32, and others compute as transformers wrote them.
+        if module in routers or not isinstance(module, linear):
+            # Nothing was asked of a mixture's routers, nor of experts that are not stacked as most are, so nothing is refused:
+            # routers compute in FP32, as far as a device has to, and others as transformers wrote them.
             entry["requested"] = effective
-            entry["reason"] = "no linear, which is what low precision takes" if active.precision.quantized else None
+            entry["reason"] = decision.reason or (
+                "no linear, which is what low precision takes" if active.precision.quantized else None
+            )
         entries.append(entry)
     _refuse(entries, active)
     _check_trained(hf, optimizer)

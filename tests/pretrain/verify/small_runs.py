@@ -52,6 +52,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": WITHOUT_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
     "qwen3_moe": WITHOUT_HEAD_DIM | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
+MIXTURES["afmoe"] = MIXTURES["qwen3_moe"] | {"num_dense_layers": 1}
 LAYERS = {"gpt2": "n_layer"}
 
 
