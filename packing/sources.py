@@ -329,9 +329,11 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
             else:
                 documents.append(records.fill(_parsed(record, records) if isinstance(record, bytes) else record))
         except (ValueError, OSError) as error:
+            foreign = isinstance(error, UnicodeDecodeError)
+            wrong = f"is not UTF-8 ({error}); convert it, by `iconv -f LATIN1 -t UTF-8`, say" if foreign else error
             if not skip_bad:
-                raise InputError(f"{place}: {error}; or set data.on_bad_line: skip to leave such records out") from None
-            skipped.append(f"{place}: {error}")
+                raise InputError(f"{place}: {wrong}; or set data.on_bad_line: skip to leave such records out") from None
+            skipped.append(f"{place}: {wrong}")
     filled = [document for document in documents if document]
     empty, first_skipped = len(documents) - len(filled), skipped[0] if skipped else None
     return filled, Counts(skipped=len(skipped), empty=empty, first_skipped=first_skipped)
@@ -360,8 +362,9 @@ def _listed(line: bytes) -> list[bytes]:
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     """The record that a line holds, with all columns."""
+    text = str(line, "utf-8-sig")
     try:
-        value = json.loads(str(line, "utf-8-sig"))
+        value = json.loads(text)
     except ValueError as error:
         raise ValueError(f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes a list") from None
     if not isinstance(value, dict):

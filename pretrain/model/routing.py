@@ -49,6 +49,9 @@ class Routing:
     def __init__(self, hf: PreTrainedModel) -> None:
         self.routers, self._hf = _routers(hf), hf
         self.coefficient: float | None = hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
+        self.loads: Tensor | None = (
+            None  # FP32 [layers, experts], of `balance`: tokens of each expert, over the mean of its layer
+        )
         self._sums: dict[str, Tensor] = {}
         for router, index in self.routers.items():
             router.register_forward_hook(_keeping_logits(index))
@@ -97,8 +100,8 @@ class Routing:
         nothing = torch.zeros(1, device=accelerator.device)
         loads = [nothing.expand(len(each.down_proj)) if each.load is None else each.load.float() for each in self._experts]
         loads = accelerator.reduce(torch.stack(loads), reduction="sum")
-        shares = loads / loads.mean(1, keepdim=True).clamp(min=1)
-        return {"expert_load": shares.max(), "starved_experts": (shares < STARVED).float().mean()}
+        self.loads = loads / loads.mean(1, keepdim=True).clamp(min=1)
+        return {"expert_load": self.loads.max(), "starved_experts": (self.loads < STARVED).float().mean()}
 
     def in_fp32(self) -> None:
         """Let the routers of experts that can be grouped compute their logits in FP32, and with them what follows as far as they

@@ -87,11 +87,14 @@ def due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
 
 
-def statistics_of_step(run: Run) -> dict[str, float]:
-    """What the recipe wants to know of the gradients and the low-precision operands of the step whose backward is done."""
-    step, hf, statistics = run.state.step + 1, run.assembly.hf, {}
-    if due(step, run.job.plan.recipe.log.gradient_statistics):
-        statistics = gradient_statistics(hf, decoder_layers(hf), run.accelerator)
+def statistics_of_step(run: Run) -> dict[str, Any]:
+    """What the recipe wants to know of the gradients, the low-precision operands and the experts of the step whose backward is
+    done."""
+    step, hf, statistics, log = run.state.step + 1, run.assembly.hf, {}, run.job.plan.recipe.log
+    if due(step, log.gradient_statistics):
+        statistics |= gradient_statistics(hf, decoder_layers(hf), run.accelerator)
+    if (routing := run.assembly.model.routing) and routing.loads is not None and due(step, log.fp8_statistics):
+        statistics["expert_loads"] = routing.loads.double().round(decimals=3).tolist()
     if run.precision_watch:
         figures, warning = run.precision_watch.report(step)
         statistics |= figures
@@ -118,7 +121,7 @@ def record_of_step(
     decision: StepDecision,
     losses: Mapping[str, float],
     measured: Mapping[str, float],
-    statistics: Mapping[str, float],
+    statistics: Mapping[str, Any],
 ) -> dict[str, Any]:
     """The part of the metrics of the step just done, and warnings of it. `losses`: its mean `loss`, and what else
     `PackedLanguageModel.mean_losses` has."""

@@ -170,7 +170,7 @@ class LogSettings(Settings):
     trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
     project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
     gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
-    fp8_statistics: PositiveCount | None = 100  # steps between measurements of what quantization loses; null: never
+    fp8_statistics: PositiveCount | None = 100  # steps between figures of quantization and of experts; null: never
     # Steps between looks at what low precision costs: a microbatch once more in BF16, its loss and gradient beside; null: never.
     gap: PositiveCount | None = None
 

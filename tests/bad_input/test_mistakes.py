@@ -46,7 +46,6 @@ SETTINGS = {
     "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",
     "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": "`fp8_config.keep_bf16_layers`",
     "batch.tokens=250": "`batch.tokens: 250`",
-    "name.first=x": "`name`",
     "optimizer.name=adamw": "known keys here: betas",
     "--eval-only": "pretrain evaluate",
     "schedule.warmup=100": "`schedule.warmup: 100`",

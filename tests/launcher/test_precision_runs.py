@@ -71,7 +71,8 @@ def test_a_mixture_trains_goes_on_from_a_checkpoint_to_the_same_bits_and_is_expo
     options = ("precision=delayed", "log.gap=2", "log.fp8_statistics=2")
     whole = started("whole", *options)
     first, *_, fourth, last = whole.steps()
-    assert last["loss"] < first["loss"] and last["router_loss"] > 0 and last["expert_load"] >= 1
+    assert last["loss"] < first["loss"] and last["router_loss"] > 0
+    assert max(map(max, fourth["expert_loads"])) == round(fourth["expert_load"], 3) >= 1
     assert 0 < fourth["gap/routing"] < 0.2 and "gap/routing" not in first and "one by one" in whole.audit()["fused"]
     again = started("again", *options, "--resume", f"{whole.run_dir}/checkpoints/step-00000002")
     assert saved(again.run_dir, 5) == saved(whole.run_dir, 5)
