@@ -51,7 +51,8 @@ def picture_of_run(run: RunRecord) -> bytes:
     losses = figure.add_axes((0.08, 0.1, 0.905, 0.79))  # given, as to find its margins takes longer than to draw
     (steps, values), (evaluated, held_out), window = run.curve("loss"), run.curve("held_out_loss"), window_of(len(run.steps))
     losses.plot(steps, values, color=COLOUR, alpha=0.22, linewidth=0.6)
-    losses.plot(steps, moving_mean(values, window), color=COLOUR, label=f"training loss, mean of {window} steps")
+    label = "training loss" + (f", mean of {window} steps" if window > 1 else "")
+    losses.plot(steps, moving_mean(values, window), color=COLOUR, label=label)
     if len(held_out):
         losses.plot(evaluated, held_out, "o", color=COLOUR, label=f"held-out loss {held_out[-1]:.4f}{run.when_evaluated}")
     losses.set_ylim(range_after_the_fall([values], [held_out]))
