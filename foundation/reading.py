@@ -90,4 +90,6 @@ def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") ->
         yield
     except kinds as error:
         said = one_line(error, named=isinstance(error, (LookupError, AttributeError, AssertionError))).rstrip(". ")
+        if isinstance(error, OSError) and error.filename and str(error.filename) in what:
+            said = error.strerror  # without the name again
         raise InputError(f"{what}: {said}{remedy and f'; {remedy}'}") from None
