@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 import os
 import re
 import shutil
@@ -80,14 +81,20 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
             config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
-    known = set(dir(config)) | _RENAMED_KEYS
+    known, other_names = set(dir(config)) | _RENAMED_KEYS, config.attribute_map
     if key := next((key for key in changes if key not in known and not _model_reads(key, type(config))), None):
-        raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{_nearest(key, known)}")
+        near = _nearest(key, {*config.to_dict(), *other_names, *_RENAMED_KEYS})
+        raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{near}")
+    if twice := next((key for key in changes if other_names.get(key, key) in changes.keys() - {key}), None):
+        raise InputError(f"`model.config.{twice}` is another name of `model.config.{other_names[twice]}`; leave one out")
+    changes = {other_names.get(key, key): value for key, value in changes.items()}  # as a stored configuration has them
     # Rebuilt rather than assigned to: config classes derive keys from each other (head_dim, layer_types) as they are built.
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
         config = type(config).from_dict({**config.to_dict(), **changes} if settings.source else changes)
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
+    if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
+        raise InputError(f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted")
     return config
 
 
@@ -125,6 +132,8 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
     heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
     if heads and kv and heads % kv:
         raise InputError(f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`")
+    if empty := next((name for name, parameter in model.named_parameters() if not parameter.numel()), None):
+        raise InputError(f"`model.config`: {empty} would hold nothing; take sizes and numbers of 1 or more")
     between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
     if between or model.base_model is model:
         raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")

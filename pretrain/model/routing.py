@@ -37,10 +37,8 @@ STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets f
 def check(hf: PreTrainedModel) -> None:
     """InputError where a model that is to balance its experts has no loss for it that is known here."""
     if _balancing_loss(hf) is None or not _routers(hf):
-        raise InputError(
-            f"`model.config.output_router_logits: true`: {type(hf).__name__} has no loss that balances experts by their router's "
-            "logits, or one of its own; set it to false"
-        )
+        lacks = "no loss that balances experts by their router's logits, or one of its own" if _routers(hf) else "no routers"
+        raise InputError(f"`model.config.output_router_logits: true`: {type(hf).__name__} has {lacks}; set it to false")
 
 
 class Routing:

@@ -185,7 +185,7 @@ class Plan:
     def experts_in_bf16(self) -> list[str]:
         """Of each low precision a line on the experts that it leaves out, why and how much of the work that is."""
         left_out = (pair for active in self.actives for pair in self.experts_left_out(active).items())
-        return [f"experts compute in BF16, {units.percent(share)} of the FLOPs ({reason})" for reason, share in left_out]
+        return [f"experts compute in BF16 in {units.percent(share)} of the FLOPs ({reason})" for reason, share in left_out]
 
     # ── Memory, and what is kept ──
 

@@ -55,7 +55,8 @@ def check_experts(model: PreTrainedModel) -> None:
                 raise InputError(f"`model.config.num_experts_per_tok`: {taken}; choose 1 to {experts}")
             if width % MULTIPLE_OF or features % MULTIPLE_OF:
                 raise InputError(
-                    f"`model.config`: {name}.{key} has experts of {width} x {features}; both must be multiples of {MULTIPLE_OF}"
+                    f"`model.config`: {name}.{key} has experts of {width} x {features}; `hidden_size` and an expert's "
+                    f"`moe_intermediate_size`, or `intermediate_size`, must be multiples of {MULTIPLE_OF}"
                 )
 
 

@@ -5,6 +5,7 @@ Every linear is decided on by itself: a rule for a whole container would leave o
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -72,10 +73,11 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     decisions, kind = decide(hf, layers, active), type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):
-            ends = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in decisions))
+            ends = list(dict.fromkeys(name.split(".", dots)[-1] for dots in range(8) for name in decisions))
+            (nearest,) = difflib.get_close_matches(pattern, ends, n=1, cutoff=0)
             raise InputError(
-                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}, such as {next(iter(decisions))}; a pattern is "
-                f"compared with a linear's whole name, and with every part of it from a dot to the end: {ends}"
+                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}; the nearest is {nearest}. A pattern is "
+                "compared with a linear's whole name, and with every part of it from a dot to the end"
             )
     if all(decision.reason for decision in decisions.values()):
         reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions.values()))

@@ -239,9 +239,9 @@ def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
 
 
 def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
-    """Whether the present precision has histories, and the checkpoint lacks some, or has them of other gradients than those to
-    come. Then `Assembly.begin` is due, once the checkpoint's weights are loaded: until then histories are of the weights that the
-    model was built with, whose gradients are many times as large."""
+    """Whether the present precision has histories, and the checkpoint has them of other products, or of other gradients than
+    those to come. Then `Assembly.begin` is due, once the checkpoint's weights are loaded: until then histories are of the weights
+    that the model was built with, whose gradients are many times as large."""
     if not assembly.context.state():
         return False
     follow = any(key.startswith(SCALES_FOLLOW) for key in changed_keys(source.record["identity"], job.identity))

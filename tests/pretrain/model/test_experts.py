@@ -103,6 +103,7 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
         ({"hidden_size": 36}, "multiples of 8"),
         ({"num_experts_per_tok": EXPERTS + 1}, "5 of the 4 experts .*choose 1 to 4"),
         ({"num_experts_per_tok": 0}, "0 of the 4 experts"),
+        ({"moe_intermediate_size": 0}, "gate_up_proj would hold nothing"),
     ],
 )
 def test_sizes_that_grouped_products_do_not_take_and_too_many_experts_are_refused(sizes: dict[str, int], said: str) -> None:

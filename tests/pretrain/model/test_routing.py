@@ -100,6 +100,14 @@ def test_experts_that_starve_are_counted_and_warned_of(
     assert not list(health.warnings_of(2, 0.0, 31, losses))
 
 
-def test_a_coefficient_that_would_multiply_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match="output_router_logits: true"):
-        load_config(ModelSettings(config={"model_type": "qwen3_moe", "router_aux_loss_coef": 0.1}))
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"router_aux_loss_coef": 0.1}, "output_router_logits: true"),
+        ({"router_aux_loss_coef": -0.1, "output_router_logits": True}, "0.0 or more"),
+        ({"num_experts": 4, "num_local_experts": 8}, "another name of `model.config.num_local_experts`"),
+    ],
+)
+def test_settings_that_would_balance_nothing_or_mean_two_things_are_refused(config: dict[str, float], said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        load_config(ModelSettings(config={"model_type": "qwen3_moe"} | config))
