@@ -27,8 +27,8 @@ def main(options: argparse.Namespace) -> int:
         settings, lengths = with_tokens(recipe.model, recipe.data, None), [recipe.data.length]
     flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
     lengths, rows = options.length or lengths, []
-    mlp = f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}"
-    print("\n".join([*shape_lines(flops), mlp]), end="\n\n")
+    dense = [] if flops.expert_weights else [f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}"]
+    print("\n".join([*shape_lines(flops), *dense]), end="\n\n")
     for name, per_token in FORMULAS.items():
         counts = {length: per_token(flops, length) for length in lengths}
         cells = [f"{operations(value)} ({percent(value / ours(flops, length))})" for length, value in counts.items()]
