@@ -170,7 +170,8 @@ def build(
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     options |= {"config": config, "revision": settings.revision, "dtype": weights, "output_loading_info": True}
-    with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded"):
+    remedy = "take out what `model.config` changes about its shape, or fetch it again"
+    with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded", remedy):
         model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random, and each process its own
         raise InputError(
