@@ -330,7 +330,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
                 documents.append(records.fill(_parsed(record, records) if isinstance(record, bytes) else record))
         except (ValueError, OSError) as error:
             foreign = isinstance(error, UnicodeDecodeError)
-            wrong = f"is not UTF-8 ({error}); convert it, by `iconv -f LATIN1 -t UTF-8`, say" if foreign else error
+            wrong = f"is not UTF-8 ({error}); convert it, as `iconv -f LATIN1 -t UTF-8` does" if foreign else error
             if not skip_bad:
                 raise InputError(f"{place}: {wrong}; or set data.on_bad_line: skip to leave such records out") from None
             skipped.append(f"{place}: {wrong}")

@@ -170,13 +170,13 @@ def build(
         round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
         return model
     options |= {"config": config, "revision": settings.revision, "dtype": weights, "output_loading_info": True}
-    remedy = "take out what `model.config` changes about its shape, or fetch it again"
+    remedy = "fetch it again, or take out what `model.config` changes about its shape"
     with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded", remedy):
         model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
     if missing := sorted(loading["missing_keys"]):  # transformers draws them at random, and each process its own
         raise InputError(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
-            "them; fetch it again, or take out what `model.config` changes about its shape"
+            f"them; {remedy}"
         )
     for name, parameter in build_on_meta(config).named_parameters():  # which transformers forgets as it loads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)

@@ -109,26 +109,26 @@ class Routing:
         for name, router in self._hf.named_modules():
             matrices = [each for each in router.parameters() if each.dim() == 2] if router in self.routers else []
             if len(matrices) == 1 and name.rpartition(".")[0] in blocks:
-                router.forward = _with_logits_in_fp32(router)
+                router.forward = _with_logits_in_fp32(router.forward)
 
     @cached_property
     def _experts(self) -> list[GroupedExperts]:
         return [module for module in self._hf.modules() if isinstance(module, GroupedExperts)]
 
 
-def _with_logits_in_fp32(router: nn.Module) -> Callable[..., Any]:
-    """The forward of `router`, with the products of its weights in FP32."""
-    forward = router.forward
+class _LinearInFP32(TorchFunctionMode):
+    """While entered, a linear's result is the FP32 sum of its products."""
 
-    class LogitsInFP32(TorchFunctionMode):
-        def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if function is F.linear and any(args[1] is each for each in router.parameters()):
-                function = _linear_in_fp32
-            return function(*args, **(kwargs or {}))
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (_linear_in_fp32 if function is F.linear else function)(*args, **(kwargs or {}))
+
+
+def _with_logits_in_fp32(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The `forward` of a router, with its one product in FP32."""
 
     @torch.compiler.disable
     def forward_in_fp32(*inputs: Any, **options: Any) -> Any:
-        with LogitsInFP32():
+        with _LinearInFP32():
             return forward(*inputs, **options)
 
     return forward_in_fp32
@@ -154,8 +154,8 @@ class _Logits(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        dy = dy.to(weight.dtype)
-        return (dy @ weight).to(x.dtype), dy.t() @ x.to(weight.dtype)
+        dy = dy.to(x.dtype)
+        return dy @ weight, dy.t() @ x
 
 
 def forget_logits(layer: nn.Module) -> None:

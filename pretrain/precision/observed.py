@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -359,9 +360,8 @@ class OperandStatistics:
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         if (ends := self._groups.get(name)) is not None:
             expert = places // (len(x) // len(ends)) if role == "weight" else torch.searchsorted(ends.long(), places, right=True)
-            nonzero = (blocks != 0) & blocks.isfinite()
-            counts = torch.stack([nonzero, nonzero & (quantized.operand.reshape(blocks.shape) == 0)]).sum(2).double()
-            of_experts = counts @ torch.nn.functional.one_hot(expert, len(ends)).double()
+            counts = torch.stack(nonzero_and_lost(rows, quantized)).reshape(2, len(blocks), -1).sum(2).double()
+            of_experts = counts @ F.one_hot(expert, len(ends)).double()
             self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
     def records(self) -> list[dict[str, Any]]:
@@ -379,12 +379,18 @@ class OperandStatistics:
         return records
 
 
+def nonzero_and_lost(x: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor]:
+    """Which values of `x` are not zero, and which of these become zero where it is `quantized`: both bool, of its shape."""
+    nonzero = x.abs() > 0  # not-a-number is neither
+    return nonzero, nonzero & (quantized.operand == 0)
+
+
 def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
     """Figures of x [rows, features] FP32, which was quantized to `quantized`, an FP64 vector on its device: `amax` of the whole
     operand, the sum of log2(scale), and how many values are not zero and have a scale, are not zero, become zero, are finite, are
     too large for the format."""
     magnitude, decode, grid = x.abs(), (quantized.block_scale * quantized.tensor_scale).expand_as(x), quantized.grid
-    nonzero, finite = magnitude > 0, magnitude < math.inf  # NaN is neither
+    (nonzero, lost), finite = nonzero_and_lost(x, quantized), magnitude < math.inf  # not-a-number is not finite either
     scaled = nonzero & (decode > 0)  # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
     # The largest magnitude that rounding still gives the largest code: half a step above it.
     largest_held = grid.maximum + 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits) / 2
@@ -392,7 +398,7 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
         -decode.double().log2().where(scaled, 0).sum(),
         scaled.sum(),
         nonzero.sum(),
-        (nonzero & (quantized.operand == 0)).sum(),
+        lost.sum(),
         finite.sum(),
         (finite & scaled & (magnitude > largest_held * decode)).sum(),
     )

@@ -73,8 +73,8 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     decisions, kind = decide(hf, layers, active), type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):
-            ends = list(dict.fromkeys(name.split(".", dots)[-1] for dots in range(8) for name in decisions))
-            (nearest,) = difflib.get_close_matches(pattern, ends, n=1, cutoff=0)
+            ends = dict.fromkeys(name.split(".", dots)[-1] for name in decisions for dots in range(name.count(".") + 1))
+            (nearest,) = difflib.get_close_matches(pattern, [*ends], n=1, cutoff=0)
             raise InputError(
                 f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}; the nearest is {nearest}. A pattern is "
                 "compared with a linear's whole name, and with every part of it from a dot to the end"

@@ -135,5 +135,4 @@ def test_emulated_experts_are_the_same_on_a_gpu() -> None:
 def test_a_routers_logits_are_not_rounded_to_bf16(accelerator: Accelerator) -> None:
     router = build_run(accelerator, "bf16", "qwen3_moe", weights="bf16_exact").layers[0].mlp.gate
     x = torch.randn(64, router.weight.shape[1], dtype=torch.bfloat16, device=DEVICE)
-    exact = x.double() @ router.weight.double().T
-    torch.testing.assert_close(router(x)[0].double(), exact, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(router(x)[0].double(), x.double() @ router.weight.double().T, rtol=1e-5, atol=1e-6)

@@ -57,10 +57,9 @@ def test_logits_and_weights_of_bf16_activations_are_not_rounded(kind: str, build
     router = next(iter(packed.routing.routers))
     (weight,), x = router.parameters(), torch.randn(1, 64, 16, dtype=torch.bfloat16, requires_grad=True)
     logits, weights, chosen = router(x, torch.zeros(4)) if kind == "afmoe" else router(x)
-    exact = x[0].double() @ weight.double().T
+    exact, dy = x[0].double() @ weight.double().T, torch.randn(64, 4)
     torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
     assert torch.equal(chosen, exact.topk(2).indices) and weights.dtype == torch.float32
-    dy = torch.randn(64, 4)
     ours = torch.autograd.grad(logits, (x, weight), dy)
     theirs = torch.autograd.grad(F.linear(x[0], weight), (x, weight), dy.bfloat16())
     torch.testing.assert_close(ours, theirs)
