@@ -21,12 +21,12 @@ from functools import partial
 from typing import Any
 
 from foundation.command import run_command
-from foundation.files import write_json
+from foundation.files import replace_file, write_json
 from pretrain.settings import config
 
 if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # imports leave no garbage; looking for it while millions of objects come in took a fifth of their time
+    gc.disable()  # imports leave no garbage, and looking for it took a fifth of their time
     # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
     # shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets goes first, under either of its names.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
@@ -40,10 +40,12 @@ from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.run_folder import RunFolder, check_free
+from pretrain.metrics.run_record import last_screen, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model import distributed
 from pretrain.model.packed import forward_backward, same_on_all_ranks
@@ -59,7 +61,7 @@ from pretrain.verify.gap import GapMeter
 from pretrain.verify.update import StepCheck
 
 
-@record  # an error that is none of the user's: its traceback is in torchrun's table
+@record  # for errors that are bugs: torchrun shows their traceback in its table
 def main() -> int:
     return run_command(lambda: launch(config.parse_arguments(__doc__)))
 
@@ -309,11 +311,13 @@ def finish(run: Run) -> None:
         keeping.save(run)  # where `at_end` has not
     if not run.accelerator.is_main_process:
         return
-    finished = recording.sum_up(run)
+    finished = read_run(run.folder.path)
+    replace_file(run.folder.loss_plot, picture_of_run(finished))
     if run.job.recipe.checkpoint.at_end:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
-    recording.conclude(run, finished)
+    write_json(run.folder.summary, finished.summary)  # last of all files: where it is of the last step, the others are there
+    run.console.panel(*last_screen(finished, run.folder))
 
 
 if __name__ == "__main__":

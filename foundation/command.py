@@ -29,9 +29,9 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped by Ctrl-C") -> int:
-    """Run `command` and return its exit status, 0 where it gives none. It is 2 for a mistake in what was given and for what a
-    disk refuses, 3 for a training that cannot go on, 130 where Ctrl-C broke it off, and 141 where nobody reads what is printed
-    any more. Of several processes of torchrun one prints: what the others record of their error is in torchrun's table.
+    """Run `command` and return its exit status, 0 where it gives none. 2: a user's mistake or a disk's error. 3: a training
+    that cannot go on. 130: Ctrl-C. 141: nobody reads what is printed any more. Of several processes of torchrun one prints: what
+    the others record of their error is in torchrun's table.
 
     The first process of all writes the status to the file that PRETRAIN_STATUS_FILE names, if it names one: `accelerate launch`
     ends with 1 whatever a process of its ended with, and who started it may have to know.

@@ -23,7 +23,7 @@ REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; n
 class StopRequest:
     """Turns SIGNALS and IF_NOT_IGNORED into a flag for as long as the `with` block lasts. Enter it in the main thread.
 
-    The first signal is announced on stderr, but for `announced=False`, and a second Ctrl-C exits at once. With `passed_on`,
+    The first signal is announced on stderr unless `announced=False`, and a second Ctrl-C exits at once. With `passed_on`,
     neither happens: the signals are for processes that this one runs, and it takes them from `received`.
     """
 

@@ -82,8 +82,10 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
     settings, out = _data_settings([*named, *options.settings]), options.out
     if out.exists():
         raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
-    if options.vocabulary <= 257:
-        raise InputError(f"--vocabulary {options.vocabulary}: 257 tokens are bytes and the end of a text; ask for more, 8192 say")
+    if settings.messages or settings.input_ids:
+        raise InputError("command line: a tokenizer is learnt from `data.text`; name a column of text, or a template of columns")
+    if options.vocabulary <= (least := 257 + len(options.special)):
+        raise InputError(f"--vocabulary {options.vocabulary}: {least} are bytes, the end of a text and --special; 8192 is usual")
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
     say(f"reading {source.description}")

@@ -123,8 +123,8 @@ class PackWriter(AbstractContextManager):
         shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
 
     def add(self, split: Split, *packs: Pack) -> None:
-        """Append packs as one record batch: opening thousands is slow, and one of them has to fit in memory. Each pack of a split
-        has a mask (`trained`), or none has."""
+        """Append packs as one record batch, which must fit in memory; thousands of small ones would open slowly. Each pack of a
+        split has a mask (`trained`), or none has."""
         if split not in self._splits:
             masked = packs[0].trained is not None
             self._splits[split] = _SplitWriter(self.folder / split, self.length, masked=masked)

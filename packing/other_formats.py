@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.files import FileRecord, check_files, hash_file, hash_of
-from foundation.reading import load_object
+from foundation.reading import load_object, refusing
 from packing.arrow import IGNORE, JoinedPacks, Pack, Packs, checked_index, same_or_ignored
 
 INDEX = "index.json"
@@ -117,7 +117,8 @@ class Shard(Packs):
 
 def read_index(folder: Path) -> list[Shard]:
     """The shards of `folder`, checked. InputError for what is missing, damaged, or not read here."""
-    shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
+    with refusing((LookupError, TypeError), f"{folder / INDEX}: no index of MDS shards", _REMEDY):
+        shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
     check_files(folder, [shard.record for shard in shards], _REMEDY)
     for shard in shards:
         shard.open()
@@ -129,6 +130,8 @@ class MDSPacks(JoinedPacks):
 
     def __init__(self, folders: list[Path], path: Path, length: int | None) -> None:
         shards = [shard for folder in folders for shard in read_index(folder)]
+        if not shards:
+            raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
         super().__init__(path, shards)
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
         hashes = [each.record.hashes or {"sha256": hash_file(each.path)} for each in shards]

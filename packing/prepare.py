@@ -206,8 +206,8 @@ _how: tuple[Tokenizer, Records, DataSettings] | None = None  # in a worker, how 
 
 @contextmanager
 def _apart_from_the_caller() -> Iterator[None]:
-    """Processes that are started in the block import neither the caller's script again, as the launcher with torch, nor modules
-    that lie in the current folder. Ctrl-C, which reaches the whole group, is for the caller, which ends them."""
+    """Processes started in this block import neither the caller's script (the launcher's would import torch) nor modules of the
+    current folder. They ignore Ctrl-C: the caller gets it too, and ends them."""
     main, safe = sys.modules["__main__"], os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"], os.environ["PYTHONSAFEPATH"] = ModuleType("__main__"), "1"
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which they inherit

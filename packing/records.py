@@ -56,9 +56,13 @@ class TextTemplate:
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
+        if "{" not in text and "}" not in text:
+            return cls((text,), (("", text),), end)
         with refusing((ValueError,), f"data: the template {text!r}", "write columns as {title}, braces as {{ and }}"):
-            parsed = string.Formatter().parse(text if "{" in text or "}" in text else f"{{{text}}}")
-            pieces = tuple((literal, name) for literal, name, _, _ in parsed)
+            parsed = list(string.Formatter().parse(text))
+            if any(form or conversion for _, _, form, conversion in parsed):
+                raise ValueError("a column is written as it is, without a format")
+        pieces = tuple((literal, name) for literal, name, _, _ in parsed)
         return cls(tuple(dict.fromkeys(name for _, name in pieces if name is not None)), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:

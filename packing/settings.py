@@ -87,8 +87,8 @@ class DataSettings(SourceSettings):
     held_out: Share = 0.0  # share set apart for evaluation: of documents where packs are prepared, else of packs
     mask_boundaries: bool = True  # no loss where the last token of a document would predict the first of the next
 
-    # Several sources in place of `source`, each with its own keys from `source` to `labels`. Keys that it leaves out are those of
-    # `data`, unless they are of another kind of record. Its packs are prepared into `packs`/name.
+    # Several sources in place of `source`, each with its own keys from `source` to `labels`. Keys that it leaves out are taken
+    # from `data`, except those of another kind of record. Its packs are prepared into `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # What to evaluate on in place of `held_out`: a `source` of its own, or another `split` of the same, with the keys up to
     # `labels`. Keys that it leaves out are those of `data`; `subset` and `split` are not, for another source. Its packs are in a

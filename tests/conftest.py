@@ -294,7 +294,6 @@ def start_here() -> Callable[..., Finished]:
 
     import train_accelerate
     from pretrain import __main__ as pretrain
-    from pretrain.run import recording
 
     def run(recipe: dict[str, Any], folder: Path, *settings: str) -> Finished:
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
@@ -302,7 +301,7 @@ def start_here() -> Callable[..., Finished]:
         warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            patch.setattr(recording, "picture_of_run", lambda run: b"")  # drawing takes longer than such a run
+            patch.setattr(train_accelerate, "picture_of_run", lambda run: b"")  # drawing takes longer than such a run
             patch.setenv("ACCELERATE_USE_CPU", "true")
             AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
             torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts

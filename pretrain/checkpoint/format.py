@@ -18,8 +18,7 @@
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
 
 Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
-instruction, and the machine at any moment: a folder named step-* is whole. Nothing but the pieces ties it to the processes that
-wrote it, so any number of processes loads it.
+instruction, and the machine at any moment: a folder named step-* is whole.
 
 Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
 several processes hold is written by one of them, so data-parallel replicas share the writing. docs/log.md
@@ -42,13 +41,14 @@ from pathlib import Path
 
 import torch
 from pydantic import TypeAdapter
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, fsync, hash_of, write_file
-from foundation.reading import load_object
+from foundation.files import FileRecord, fsync, hash_file, hash_of, write_file
+from foundation.reading import load_object, refusing
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
@@ -155,7 +155,7 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
     path = folder / MANIFEST
-    content = load_object(path, "this is no complete checkpoint; name a run folder, or a step-* folder in its `checkpoints`")
+    content = load_object(path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run")
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
     return TypeAdapter(Manifest).validate_python(content)
@@ -217,30 +217,13 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorE
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256.
-
-    safetensors' own writer copies all tensors of the file once more and computes no hashes. This hashes each on its way to the
-    disk, and neither hashing nor writing holds Python's lock. Raises OSError.
-    """
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))  # wide types first keeps each tensor aligned
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        tensor, start, end = tensors[name], end, end + tensors[name].nbytes
-        header[name] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    head = len(text).to_bytes(8, "little") + text
-    digest = hashlib.sha256(head)
-    with open(path, "wb") as file:
-        file.write(head)
-        for name in names:
-            content = memoryview(tensors[name].detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
-            digest.update(content)
-            file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileRecord(path.name, len(head) + end, {"sha256": digest.hexdigest()})
+    """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256. Neither
+    writing nor hashing holds Python's lock. InputError where the disk is full."""
+    with refusing((SafetensorError,), f"{path}: cannot be written"):
+        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+    path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask has it; safetensors ignores that
+    fsync(path)
+    return FileRecord(path.name, path.stat().st_size, {"sha256": hash_file(path)})
 
 
 # ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

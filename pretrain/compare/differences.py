@@ -68,7 +68,7 @@ class Gap:
 
     mean: float
     half_width: float | None  # of its interval at CONFIDENCE; None below FEWEST_STEPS
-    cautious: float  # the same, wider by how many comparisons are made, of which chance would make one differ; 0 where None
+    cautious: float  # half of the interval that holds for all comparisons together (Bonferroni); 0 below FEWEST_STEPS
     steps: int
 
     @classmethod

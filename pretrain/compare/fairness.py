@@ -47,7 +47,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
         raise InputError(f"{run.path}: its files have no `data_fingerprint`, so it cannot be compared; train it again")
     recipe = recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | run.source_config | {"evaluate.packs": recipe.evaluate.packs}
-    # Of what is compared, a run with two values one after the other is neither the one nor the other.
+    # A run that changed its precision on a resume counts as neither.
     return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | run.changed_settings
 
 

@@ -1,9 +1,5 @@
 """Run every cell of a comparison: `python -m pretrain matrix MATRIX.yaml [key=value ...] [--only precision=bf16] [--dry-run]`.
 
-Each is a run of the launcher in processes of its own: one that fails is reported and does not touch the others. A run that is
-finished is left alone and one that was interrupted is resumed. Ctrl-C and SIGTERM are passed on: what is running saves and stops,
-and nothing else is started. A second Ctrl-C makes it exit at once.
-
 Exit status: 0 all finished, 1 some run failed, 2 something given cannot be used (one message says what), 130, 138 or 143 stopped.
 """
 

@@ -34,7 +34,7 @@ Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a recipe, each with its values
 CELL = "cell"  # in the values of a cell of a group: what its settings are called
 _WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")  # keys whose values need no key beside them in a cell's name
-# Settings of names, and of what a run shows, keeps and checks: with others it is the same training, as fast and measured alike.
+# Settings that change neither what is trained, nor its speed, nor how it is measured.
 _IDLE = ("name", "run_dir", "log.", "checkpoint.", "health.", "parity", "evaluate.every", "evaluate.samples")
 
 

@@ -6,7 +6,6 @@ text, never markup, in the page by Jinja's escapes and in pictures by `escape`, 
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from html import escape
@@ -22,7 +21,7 @@ from pretrain.compare.comparison import RunComparison, Standing, machine_of
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.metrics.run_record import RunRecord
+from pretrain.metrics.run_record import RunRecord, read_lines
 from pretrain.settings.config import flatten
 
 if TYPE_CHECKING:
@@ -131,7 +130,7 @@ def curves_figure(comparison: RunComparison) -> Figure:
 def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     """What a run's quantization statistics show, by measure and operand: `layers`, `steps`, and `values` float64 [layer, step],
     binary logarithms of scales and largest values. Empty where the run quantizes nothing."""
-    lines = [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.is_file() else []
+    lines = read_lines(path) if path.is_file() else []
     records = [(line["step"], each) for line in lines for each in line["operands"]]
     layers, steps = list(dict.fromkeys(each["layer"] for _, each in records)), [line["step"] for line in lines]
     maps = defaultdict(lambda: {"layers": layers, "steps": steps, "values": np.full((len(layers), len(steps)), np.nan)})

@@ -17,8 +17,8 @@ from pretrain.compare.fairness import ends_of, loss_differences, recipe_of, same
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.settings.config import settings_without
 
-# What two runs of one group may differ in: the seed, names, what is shown and saved, what was measured to fit, and where packs
-# lie, whose fingerprint says what they hold.
+# Keys in which runs of one group may differ: seed, names, logging, saving, a microbatch found by trying, and where packs lie,
+# whose fingerprint is compared instead.
 _WITHIN = ("seed", "name", "run_dir", "log.", "checkpoint.", "health.", "parity", "batch.microbatch")
 _WITHIN += ("evaluate.samples", "data.packs", "data.source", "data.tokenizer")
 _SEED_IN_A_NAME = re.compile(r"(?:^|[-_.,])seed[=_-]?\d+(?=$|[-_.,])")
@@ -97,9 +97,11 @@ class SeedComparison:
             # Where a run of a group broke off, a mean of the others would flatter it.
             difference = SeedDifference.of(losses, results[0].losses) if results and not broken_off else None
             if difference and not held_out:  # over the same steps, of which a branch may have fewer
-                paired = {seed: float(ends_of(loss_differences(base[seed], group[seed])).mean()) for seed in difference.by_seed}
-                difference = SeedDifference(paired, difference.baseline)
-            verdict = "no seed in common" if results else "baseline"
+                steps = {seed: loss_differences(base[seed], group[seed]) for seed in difference.by_seed}
+                paired = {seed: float(ends_of(each).mean()) for seed, each in steps.items() if len(each[0])}
+                difference = SeedDifference(paired, difference.baseline) if paired else None
+            lacks = "step" if results and losses.keys() & results[0].losses.keys() else "seed"
+            verdict = f"no {lacks} in common" if results else "baseline"
             if broken_off:
                 verdict = f"broke off: {plural(broken_off, 'run')} of {len(group)}"
             elif difference:

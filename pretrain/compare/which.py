@@ -31,8 +31,6 @@ from html import escape
 from multiprocessing import get_context
 from pathlib import Path
 
-import psutil
-
 from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file, write_json
@@ -46,12 +44,11 @@ from pretrain.compare.matrix_run import DEVICES, run_all, say, stopped
 from pretrain.compare.verdicts import MOST_SEEDS, USE, Protocol, Rounds, Verdict
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
-from pretrain.precision.settings import PRECISIONS, is_quantized
+from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import begin_of, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
 GPU_IS_FREE = 2.0  # GiB in use, or less: the driver's own
-CPU_IS_FREE = 25.0  # percent in use, or less
 TRIAL_STEPS = 12  # of a candidate's first, short training
 TRUNK = 0.2  # of a training, which candidates share with the baseline
 HEAD = "+head"  # behind a candidate's precision: its head too
@@ -208,12 +205,8 @@ def has_ended(matrix: Matrix, cell: Cell) -> bool:
 
 
 def check_speeds(matrix: Matrix) -> None:
-    """InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it; or the CPU, of which speeds are told
-    where two are not emulated."""
+    """InputError where others use the GPU, by nvidia-smi: to ask CUDA would take some of it."""
     if matrix.on_cpu:
-        plain = [cell for cell in matrix.cells if not is_quantized(cell.recipe.precision)]
-        if len(plain) > 1 and (used := psutil.cpu_percent(1.0)) > CPU_IS_FREE:
-            raise InputError(f"others use {used:.0f} % of the CPU, so speeds would not be its own; end what runs beside")
         return
     seen = os.environ.get(DEVICES)
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", *(["-i", seen] if seen else [])]

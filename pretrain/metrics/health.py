@@ -1,9 +1,7 @@
 """Watches the loss and the gradient norm, and decides when a step must not reach the weights.
 
-Not-a-number ends a run by default: skipping the step hides what broke. docs/troubleshooting.md has the ways to go on.
-
-A spike is a loss far above those of the last hundred steps, by their median and median absolute deviation. A single spike does
-not shift these two. A steep but healthy descent widens the deviation, and with it what is allowed.
+docs/troubleshooting.md has the ways to go on after a stop. A spike is a loss far above those of the last hundred steps, by their
+median and median absolute deviation, which a single spike does not shift.
 
 Every rank must see the same figures, so that all of them skip, go back or stop together. The state belongs to the checkpoint: a
 resumed run warns, skips, goes back and stops where an uninterrupted one would.

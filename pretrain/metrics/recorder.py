@@ -50,14 +50,7 @@ class Recorder:
 
     def finish(self, *, data_wait_ms: float, step_tokens: int, sum_squared_lengths: int, **figures: Any) -> dict[str, Any]:
         """The metrics object of the step that `step()` timed last: its `figures` as they are, and what they make of its time.
-        step_tokens and sum_squared_lengths (of documents) are of its batch over all ranks.
-
-        step_ms, tokens_per_second and samples_per_second (packs, of all devices) are of the whole step, with data.
-        flops_per_token is the step's mean by calculation_method, a name of `python -m pretrain flops`; tflops and peak_tflops
-        (BF16) are of one device, mfu_bf16_peak their ratio (0 to 1), mfu_nanogpt the same with nanoGPT's count of FLOPs in place
-        of ours. All of them count padding, which is multiplied like any token, and so do tokens_per_second. recompiles does not
-        count the process's first two steps.
-        """
+        docs/tracking.md has every key. step_tokens and sum_squared_lengths (of documents) are of its batch over all ranks."""
         record = figures | {
             "step_ms": self._seconds * 1e3,
             "data_wait_ms": data_wait_ms,

@@ -26,7 +26,7 @@ _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}  # what may be there of a run th
 _OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
 PACKAGES = (
     *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow"),
-    *("transformer-engine", "flash-attn", "flash-attn-4", "cut-cross-entropy", "triton"),
+    *("transformer-engine", "flash-attn-4", "cut-cross-entropy", "triton"),
     *("torchao", "liger-kernel"),  # what benchmarks compare with
 )
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.reading import load_yaml
+from foundation.reading import load_object, load_yaml, refusing
 from foundation.units import count, duration, memory, percent, plural
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE, RunFolder
@@ -42,8 +42,8 @@ def kind(record: Record) -> str:
 
 def at_the_end(steps: np.ndarray) -> np.ndarray:
     """Which of `steps`, the numbers of a run's steps in order, belong to its end: the last fifth of all steps up to its last one,
-    or the last FEWEST_STEPS if that is more. Numbers count, and not how many there are: a branch, which begins with another run's
-    checkpoint, has the same end as that run.
+    or the last FEWEST_STEPS if that is more. Numbers count: a branch, which begins with another run's checkpoint, ends where that
+    run does.
 
     This is the one definition of where runs end: a run's summary and every table, picture and gate take the same steps.
     """
@@ -219,23 +219,25 @@ def read_finished(run_dir: Path) -> RunRecord | None:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The objects of `run_dir`/metrics.jsonl, steps and events as written; a last line still being written is left out.
-    InputError where there is no such file, or a line of it is no JSON."""
+    """The objects of `run_dir`/metrics.jsonl, steps and events as written; InputError where there is no such file."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise NoStepYet(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
+    return read_lines(path)
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a .jsonl file of a run, but for a last line still being written. InputError where a line is no JSON."""
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        try:
+        with refusing((ValueError,), f"{path}, line {number}: not valid JSON", "take that line out"):
             records += [json.loads(line)] if line.endswith(b"\n") else []
-        except ValueError as error:
-            raise InputError(f"{path}, line {number}: not valid JSON: {error}; take that line out") from None
     return records
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file; empty where the run has not written it yet."""
-    return json.loads(path.read_bytes()) if path.exists() else {}
+    return load_object(path, "the report needs it whole") if path.exists() else {}
 
 
 # ── Summing up ────────────────────────────────────────────────────────────────────────────────────────────────────────────────

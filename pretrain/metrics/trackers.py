@@ -48,7 +48,7 @@ class JsonlTracker:
         """Remove the steps after the resumed checkpoint's from the file, and a last line that is not whole; open it to append."""
         if not self.main_process:
             return
-        with refusing((OSError,), f"{self.path}: cannot be written", "move it away"):
+        with refusing((OSError, ValueError), f"{self.path}: cannot be read or written", "move it away"):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             lines = self.path.read_bytes().splitlines(keepends=True) if self.path.exists() else []
             whole = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] <= self.resumed_step]

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.library import CustomOpDef
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
@@ -206,12 +205,16 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
 
 @_packed
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's CPU kernel, a document at a time; by `packed_sdpa` within a window, which the kernel lacks."""
-    if packed.window is not None:
+    """Attends by torch's CPU kernel, a document at a time: its work grows with the squares of their lengths. With a mask it would
+    compute whole packs; so it does within a window, which it lacks, and in a compiled layer, which cannot know the lengths."""
+    if packed.window is not None or torch.compiler.is_compiling():
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
         return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))
-    repeated = (_repeated(each, query.shape[1]) for each in (key, value))
-    return attend_by_document(query, *repeated, packed.cu_seqlens, packed.scale)[0]
+    lengths = [end - begin for begin, end in pairwise(packed.cu_seqlens.tolist()) if end > begin]
+    states = (_repeated(each, query.shape[1]).transpose(0, 1)[None] for each in (query, key, value))
+    documents = zip(*(each.split_with_sizes(lengths, 2) for each in states), strict=True)
+    attended = (F.scaled_dot_product_attention(*each, is_causal=True, scale=packed.scale) for each in documents)
+    return torch.cat([each[0].transpose(0, 1) for each in attended])
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
@@ -258,10 +261,9 @@ def flash_backward_in_parts(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous; dk and dv may be [T, KV, H / KV, D], one part for each query head, which the caller adds up.
 
-    The kernel would have the query heads of a group add to FP32 sums in memory, which must be cleared before and rounded
-    afterwards. So it is given heads that share nothing: the first of each group, then the second, and each writes its gradient
-    once. On an H200 that takes 911 us for 1,299 with 16 heads in groups of two and documents of 180 tokens, and longer than the
-    kernel's own way with groups of four and documents of 4,096 (benchmarks/results/kernels/h200_kernels_in_parts.json).
+    The kernel adds the query heads of a group to FP32 sums in memory. Here it gets one head of each group at a time, which share
+    nothing, so each gradient is written once: 911 us for 1,299 on an H200, with groups of two and documents of 180 tokens. In
+    groups of four with documents of 4,096 the kernel's own way is faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
     """
     options = _documents(ends, longest) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
     backward, heads, group = _flash()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
@@ -302,78 +304,31 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Tensor | int]:
     return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
 
 
-# ── Kernels as operators: differentiable in q, k and v, and left whole by torch.compile, whatever the number of slots ───────────
+# ── As an operator: differentiable in q, k and v, and left whole by torch.compile, whatever the number of slots ────────────────
 
 
-def _operator(name: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> CustomOpDef:
-    """`pretrain::name`: `forward`(q, k, v, cu_seqlens, *numbers) gives an output shaped as q and, for backward, the logarithms of
-    the softmax's sums [H, T], FP32.
-
-    `backward`(d_output, q, k, v, output, log_sums, cu_seqlens, *numbers) gives dq, dk and dv.
-    """
-    attend = torch.library.custom_op(f"pretrain::{name}", forward, mutates_args=())
-    attend_backward = torch.library.custom_op(f"pretrain::{name}_backward", backward, mutates_args=())
-
-    @attend.register_fake
-    def _(q: Tensor, *others: Any) -> tuple[Tensor, ...]:
-        return q.new_empty(q.shape), _log_sums(q)
-
-    @attend_backward.register_fake
-    def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        q, k, v, cu_seqlens, *ctx.numbers = inputs
-        ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-        ctx.set_materialize_grads(False)  # nothing flows into the statistics
-
-    def differentiate(ctx: Any, d_output: Tensor, *others: None) -> tuple[Tensor | None, ...]:
-        return *attend_backward(d_output, *ctx.saved_tensors, *ctx.numbers), *[None] * (1 + len(ctx.numbers))
-
-    attend.register_autograd(differentiate, setup_context=save)
-    return attend
+flash_attention = torch.library.custom_op("pretrain::flash_attention", flash_forward, mutates_args=())
+_flash_attention_backward = torch.library.custom_op("pretrain::flash_attention_backward", flash_backward, mutates_args=())
 
 
-def _log_sums(q: Tensor) -> Tensor:
-    """Memory for the logarithms of the softmax's sums of q [T, H, D]: [H, T] FP32."""
-    return q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+@flash_attention.register_fake
+def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-def _forward_by_document(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention within each document: q, k, v [T, H, D] on a CPU, FP32 or BF16 -> the output [T, H, D] and, for backward,
-    the logarithms of the softmax's sums [H, T], FP32.
-
-    With a mask torch's flash kernel for CPUs computes whole packs, what lies between documents included; called once a document,
-    it takes work that grows with the squares of their lengths. All is computed in one order, so bits repeat with the same number
-    of threads.
-    """
-    output, log_sums = torch.empty_like(q, memory_format=torch.contiguous_format), _log_sums(q)
-    for *states, into, sums in _by_document(cu_seqlens, q, k, v, output, log_sums=log_sums):
-        result = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*states, 0.0, True, scale=scale)
-        into.copy_(result[0])
-        sums.copy_(result[1])
-    return output, log_sums
+@_flash_attention_backward.register_fake
+def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _backward_by_document(
-    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, cu_seqlens: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv [T, H, D], contiguous."""
-    gradients = tuple(torch.empty_like(each, memory_format=torch.contiguous_format) for each in (q, k, v))
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    for *states, dq, dk, dv, sums in _by_document(cu_seqlens, d_output, q, k, v, output, *gradients, log_sums=log_sums):
-        result = kernel(*states, sums.contiguous(), 0.0, True, scale=scale)
-        for into, part in zip((dq, dk, dv), result, strict=True):
-            into.copy_(part)
-    return gradients
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    q, k, v, cu_seqlens, *ctx.numbers = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+    ctx.set_materialize_grads(False)  # nothing flows into the statistics
 
 
-def _by_document(cu_seqlens: Tensor, *states: Tensor, log_sums: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """For each document, views: [1, H, tokens, D] of every [T, H, D], and [1, H, tokens] of `log_sums` [H, T]."""
-    lengths = [end - begin for begin, end in pairwise(cu_seqlens.tolist()) if end > begin]
-    batches = (each.transpose(0, 1)[None].split_with_sizes(lengths, 2) for each in states)
-    return zip(*batches, log_sums[None].split_with_sizes(lengths, 2), strict=True)
+def _differentiate(ctx: Any, d_output: Tensor, *others: None) -> tuple[Tensor | None, ...]:
+    return *_flash_attention_backward(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
 
 
-attend_by_document = _operator("attend_by_document", _forward_by_document, _backward_by_document)
-flash_attention = _operator("flash_attention", flash_forward, flash_backward)
+flash_attention.register_autograd(_differentiate, setup_context=_save)

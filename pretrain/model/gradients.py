@@ -4,10 +4,9 @@ Autograd sums into `parameter.grad`, in the parameter's dtype: BF16 rounds the s
 the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`, and frees it at once. A product may add to
 `main_grad` itself; it then returns no gradient for that weight.
 
-All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds negative
-zeros. x + -0.0 is x for every x, sign of zero included, and a sum that is still all negative zeros is one that nothing was
-added to: products and sums begin at +0.0, and +0.0 + -0.0 is +0.0. They lie in about the order in which backward finishes them,
-so that what is whole is in one piece, which ranks exchange while backward still runs (`RankSums`).
+All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds -0.0. Adding to
+that changes no bits, and a sum that is all -0.0 has had nothing added: products begin at +0.0. They lie in about the order in
+which backward finishes them, so that what is whole is in one piece, which ranks exchange while backward still runs (`RankSums`).
 
 Under FSDP2 the gathered parameters have sums, which pretrain.model.sharding hands to it; what it gives is the shards' `.grad`.
 """

@@ -16,7 +16,7 @@ from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums
 from pretrain.model.huggingface import is_mixture
-from pretrain.model.loss.head import LOSS_SCOPE, LossHead
+from pretrain.model.loss.head import LossHead
 from pretrain.model.routing import Routing
 from pretrain.model.sharding import Sharding
 from pretrain.precision.product import PrecisionContext
@@ -61,7 +61,7 @@ class PackedLanguageModel(nn.Module):
             documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
         with self.context.forward(training=self.training):
             output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
-            with torch.profiler.record_function(LOSS_SCOPE):
+            with torch.profiler.record_function("loss"):
                 loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)
         return loss if self.routing is None else self.routing.add_loss(loss, labels, training=self.training)
 

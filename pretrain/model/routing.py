@@ -47,9 +47,7 @@ class Routing:
     def __init__(self, hf: PreTrainedModel) -> None:
         self.routers, self._hf = _routers(hf), hf
         self.coefficient: float | None = hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
-        self.loads: Tensor | None = (
-            None  # FP32 [layers, experts], of `balance`: tokens of each expert, over the mean of its layer
-        )
+        self.loads: Tensor | None = None  # FP32 [layers, experts]: tokens of each expert, over the mean of its layer
         self._sums: dict[str, Tensor] = {}
         for router, index in self.routers.items():
             router.register_forward_hook(_keeping_logits(index))

@@ -8,8 +8,8 @@ In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to
 parameters have a `main_grad`, which products add to by themselves. For each use, all groups share one memory, since only one of
 them is in its backward at a time.
 
-What FSDP2 returns has the parameter's dtype, so the FP32 sum of BF16 weights would be rounded. `kept` says what it is to be: with
-FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes.
+FSDP2 returns gradients in the parameter's dtype, which would round the FP32 sums of BF16 weights. `kept` is the dtype to return
+instead: with FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes.
 
 Private attributes of FSDP2's groups and parameters are used, which torch 2.11 to 2.13 have.
 """

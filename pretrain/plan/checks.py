@@ -135,7 +135,7 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         hasattr(model, "vocab_size"),
         f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone",
     )
-    positions = getattr(config, "max_position_embeddings", None) or -1  # of XLNet -1: no limit
+    positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit
     _require(
         positions < 0 or length <= positions,
         f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens",

@@ -113,8 +113,8 @@ def memory_of(plan: Plan, precision: str, layers: Sequence[LayerMemory] | None, 
     again = [recipe.model.recomputes(index) for index in range(len(layers))]
     kept = [layer.inputs if recomputed else layer.kept for layer, recomputed in zip(layers, again, strict=True)]
 
-    # Of shards, beside a device's own part: weights that are gathered, sums of their gradients, and sums on their way. Where
-    # they are gathered for each use, these are a layer, the next one and its copy, and the head in forward and backward.
+    # With shards, beside a device's own part: gathered weights, sums of their gradients, and sums being sent. If gathered for
+    # each use, these are a layer, the next one and its copy, and the head in forward and backward.
     in_use = sums = on_their_way = 0
     if devices.sharded:
         layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / shape.layers)

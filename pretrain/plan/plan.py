@@ -2,11 +2,8 @@
 
 From settings, shapes and counts to figures; `preflight` has checked them, and `rendering` shows them. Nothing here reads a file.
 
-At the end: what the memory of devices decides, beside the microbatch. Whether shards are gathered once a step or for each use;
-whether queries, keys and values are kept that backward else makes again; and the chunks of the loss, longer than usual for a
-small vocabulary, whose products are computed sooner than they are launched. These choices follow from settings and the device's
-memory alone. Chunks change the order of sums, so a checkpoint says which ones its run took (pretrain.run.resume); what is kept
-changes no number.
+At the end: what the memory of devices decides beside the microbatch, from settings and the device alone. Chunks of the loss
+change the order of sums, so a checkpoint says which ones its run took (pretrain.run.resume); what is kept changes no number.
 """
 
 from __future__ import annotations
@@ -126,8 +123,8 @@ class Plan:
 
     @property
     def microbatch_sizes(self) -> list[int]:
-        """Microbatches that suit a step, ascending from 1, up to the cap of `auto:16`: of every number of them the least size.
-        It divides what a device takes, unless not all devices can take equally many: then some places stay empty anyway."""
+        """For each number of microbatches in a step the smallest size that gives it, ascending from 1, up to the cap of
+        `auto:16`. It divides what a device takes, unless not all devices can take equally many: then places stay empty anyway."""
         uneven, most = self.packs_per_step % self.devices.count, self.packs_per_rank
         sizes = {-(-most // turns) for turns in range(1, most + 1) if uneven or most % turns == 0}
         return sorted(size for size in sizes if size <= (self.recipe.batch.microbatch_cap or most))

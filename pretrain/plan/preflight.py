@@ -36,8 +36,8 @@ from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecis
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
-# What a job is for: a run here, for which missing packs are made; a plan of one; or a plan for other machines, which have devices
-# of their own and may have the packs.
+# `run`: trains here, and makes missing packs. `plan`: says what that would do. `elsewhere`: plans for other machines, which may
+# have packs that are missing here.
 Purpose = Literal["run", "plan", "elsewhere"]
 
 

@@ -29,9 +29,8 @@ ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 
 
 def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False) -> ModelSettings:
-    """`model`, and where it is from scratch what it leaves open of its vocabulary as the tokenizer of the packs has it: that of
-    `data.tokenizer`, else the one that the packs remember. As it is where nothing is known of that, and of a `source` whose own
-    tokenizer it is.
+    """`model` with the keys of the vocabulary that it leaves open filled in from the tokenizer: `data.tokenizer`, else the one
+    that the packs name. As it is where no tokenizer is known, and where its `source` brings its own.
 
     `needed`: a tokenizer that is not there is an InputError even where nothing is left open. Raises InputError, too, where
     `data.tokenizer` is not that of the packs, or of the model's weights, and where `model.config` contradicts the tokenizer.

@@ -53,7 +53,8 @@ class DelayedState:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Put this around each forward of the model; nested ones belong to the outermost. Only those that train leave a trace."""
+        """Enter this around each forward of the model. Of nested ones the outermost alone counts. Only forwards that train change
+        histories."""
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
             self.forward_scales = self._history("forward")[1].clone()
@@ -77,7 +78,7 @@ class DelayedState:
         """Note the FP32 scalar `amax` of an operand that was just quantized; of several in one step the largest counts."""
         if role == "grad_output":
             # The gradients' scales are updated when the backward under way ends: the engine calls back, as it does for FSDP.
-            # Backwards of the LM head's chunks, inside of the forward, belong to the model's backward, which follows.
+            # The LM head's chunks run their backward inside the forward; the model's backward ends the step for them.
             self._backward_ran = True
             if self._depth == 0 and not self._end_expected:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)

@@ -96,7 +96,8 @@ def arrange(chosen: Tensor, experts: int, aligned: int) -> Groups:
 
 
 class GroupedCall(LinearCall):
-    """One forward of a grouped product, and its backward: rows are `groups`' in both, whatever else the product computes."""
+    """One forward of a grouped product, and its backward. Both use the rows of `groups`, though the product may compute other
+    groups in between."""
 
     def __init__(self, *args: Any, groups: Groups, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -94,9 +94,8 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 
 
 def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
-    """How many blocks there are of `codes` FP32 [n, values], which are their values divided by their `scale` FP32 [n], and how
-    many are not what the format makes: they hold a value that is no code of `grid`, or have a scale that is none of the format or
-    too large. FP64 [2].
+    """Counts blocks and bad blocks, FP64 [2], of `codes` FP32 [n, values], values divided by their `scale` FP32 [n]. A block is
+    bad if one of its values is no code of `grid`, or if its scale is none of the format or too large for its values.
 
     `largest`: the largest code of the whole operand, where one scale serves all of it. Blocks that hold NaN or infinities, and
     those with tiny scales, are left alone.

@@ -4,10 +4,6 @@
     dgrad    dx = dy w          dy [tokens, out]
     wgrad    dw = dy^T x        added to the weight's FP32 `main_grad` where it has one
 
-Implementations: `PlainProduct` here, in the dtype of the operands; `emulation.EmulatedProduct`;
-`transformer_engine.TransformerEngineProduct`. Callers: `LinearFunction` (a lone linear), the fused nodes of a decoder layer
-(pretrain.model.fused), and each chunk of the LM head (pretrain.model.loss.head).
-
 A model's linears are LowPrecisionLinears: they hold the very Parameters of the modules they stand in for, under the same names,
 so that tying, checkpoints, sharding and export see the model that transformers built. torch.compile ends a graph before each.
 """
@@ -88,7 +84,8 @@ class Product:
 
     @staticmethod
     def save(*operands: Operand) -> Saved:
-        """Tensors for autograd to save, and what else `restore` needs. Inputs are then needed for weights' gradients alone."""
+        """Splits operands into tensors that autograd saves and the rest that `restore` needs. From here on an input serves the
+        weight's gradient alone."""
         return operands, None
 
     @staticmethod
@@ -97,7 +94,7 @@ class Product:
 
     @staticmethod
     def is_first_in_forward() -> bool:
-        """True for the first product of a forward; every product asks once. The first one's backward is last, and calls
+        """True for the first product of a forward; each asks once. Backward reaches it last, and it then calls
         `finish_backward`."""
         return False
 
@@ -145,8 +142,8 @@ def add_to(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
 
 
 class Multiplication:
-    """A product in use: the steps of one forward over a microbatch (or a part of it) and of its backward, after the product's
-    `begin`, in order. Who looks on sees what is multiplied, and what comes out, in the context's compute dtype."""
+    """One forward of a product over a microbatch, or a part of it, and its backward: call the product's `begin`, then these in
+    order. Observers see operands before they are quantized, and results."""
 
     def __init__(self, product: Product, context: PrecisionContext, *, refresh: bool = True, differentiable: bool = True) -> None:
         """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward."""

@@ -1,20 +1,16 @@
-"""Matrix products by the fastest of cublasLt's algorithms, found by trying them, where libraries take the first named.
+"""Matrix products by the fastest of cublasLt's algorithms, found by trying them.
 
-The heuristic of cublasLt names some eight algorithms for a product, and the first is often not the fastest (docs/results.md).
-So the first product of a kind is computed by each of them, in turns and in place. One that gives other bits than the first named
-is not taken: then times do not choose what is computed.
+cublasLt's heuristic names some eight algorithms for a product. Libraries take the first, which is often not the fastest
+(docs/results.md). Here the first product of a kind is computed by each of them. One whose bits differ from the first's is not
+taken, so what is computed never depends on times. Where a product adds to a sum, they are tried into other memory.
 
-A product may also add a residual, d = a b + c with c apart from d, or add to an FP32 sum of gradients, c being d: then the
-algorithms are tried into another place, so that it adds once.
+Products in BF16, and in FP8 with one scale a tensor or in blocks of 128, are computed here. For all others, and under
+`deterministic: true` (equal bits once are no promise), `multiply` returns None, and Transformer Engine or torch computes them.
 
-Products in BF16, and in FP8 with one scale a tensor or in blocks of 128, are computed here; `multiply` leaves all others to
-Transformer Engine or torch. Under `deterministic: true` it leaves everything: that two algorithms give the same bits is seen and
-not known.
-
-cublasLt is called through ctypes, and its names stand here: D = A B + beta C, columns first. In torch's terms, rows first:
-d [n, m] = b [n, k] a [m, k]^T + beta c. In memory `a` is [m, k] if it is called transposed and [k, m] if not, and `b` is [k, n]
-if it is called transposed and [n, k] if not. FP8 products before Blackwell take `a` transposed and `b` not. Source of the
-signatures and numbers: cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0; they are the same in CUDA 12.
+cublasLt is called through ctypes: D = A B + beta C, columns first. In torch's terms, rows first: d [n, m] = b [n, k] a [m, k]^T
++ beta c. `a` lies in memory as [m, k] if it is called transposed, else as [k, m]; `b` as [k, n] if transposed, else as [n, k].
+FP8 products before Blackwell take `a` transposed and `b` not. Signatures and numbers are those of cublasLt.h, cublas_api.h and
+library_types.h of CUDA 13.0, the same as of CUDA 12.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def give_values(hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactA
 def observe(job: Job, accelerator: Accelerator, assembly: Assembly, console: Console) -> None:
     """Run a pack through the model in each of its precisions under observation, and fill the audit. Last, as it must see what
     training will run. Collective."""
-    # The present precision comes last: a phase with a BF16 forward shares its histories, and they are to begin anew.
+    # The present precision comes last: a phase with a BF16 forward shares its histories, which must begin anew after it.
     for each in sorted(assembly.precisions.values(), key=lambda each: each is assembly.now):
         with assembly.using(each.active):
             if each.backend is not None:

@@ -70,7 +70,7 @@ FAILED = 999  # why ranks stop, where it is no signal. Above all numbers of sign
 
 def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     """The signal that has come; or FAILED, where a checkpoint cannot be written or the next packs cannot be read, or do not come;
-    else 0. Before this run's first step nothing can be lost, and only signals count. A rank knows its own files and packs."""
+    else 0. Before this run's first step there is nothing to save, so only signals count. A rank knows its own files and packs."""
     if run.state.step > run.resumed_step and (run.checkpoints.failed or steps.failure):
         return FAILED
     return stop.requested or 0

@@ -13,14 +13,13 @@ from accelerate import Accelerator
 from foundation.files import replace_file, write_json
 from foundation.reading import load_object
 from packing.batch import StepBatches
-from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import StepDecision
 from pretrain.metrics.peaks import peak
 from pretrain.metrics.profile import TABLE_FILE
 from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_folder import RunFolder, describe_environment
-from pretrain.metrics.run_record import RunRecord, last_screen, read_finished, read_run
+from pretrain.metrics.run_record import last_screen, read_finished
 from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer import adamw
@@ -158,19 +157,6 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     run.console.step(record, show=due(run.state.step, run.job.recipe.log.every) or run.state.finished)
     if run.profile and run.profile.step == run.state.step:
         run.console.notice(f"profile of this step: {run.folder.path / TABLE_FILE}")
-
-
-def sum_up(run: Run) -> RunRecord:
-    """Draw the curves; returns what the run folder holds, with `conclude`'s summary. The main process's."""
-    finished = read_run(run.folder.path)
-    replace_file(run.folder.loss_plot, picture_of_run(finished))
-    return finished
-
-
-def conclude(run: Run, finished: RunRecord) -> None:
-    """Write the summary, and say where everything is. It comes last: where it is of the last step, all other files are there."""
-    write_json(run.folder.summary, finished.summary)
-    run.console.panel(*last_screen(finished, run.folder))
 
 
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:

@@ -69,7 +69,7 @@ class ResumePoint:
         return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
 
     def shift(self, job: Job) -> int:
-        """`TrainState.shift` with which the text goes on where the checkpoint's ended, however many packs a step takes now."""
+        """`TrainState.shift` with which the first step reads the pack after the checkpoint's last, whatever its size is now."""
         identity, progress = self.record["identity"], self.record["progress"]
         steps = progress["step"] + progress["left_out"]
         if self.is_of_another_stream(job):

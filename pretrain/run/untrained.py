@@ -39,7 +39,10 @@ def main(parsed: argparse.Namespace, assemble: Callable[[Job, Accelerator], Asse
     if is_run and not path.is_file():
         raise InputError(f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, or a recipe")
     overrides = [f"run_dir={parsed.recipe}"] * is_run + [text for text in parsed.overrides if "=" in text]
-    folder = Path(tempfile.gettempdir(), f"evaluate-{os.getppid()}")  # the same for all processes of a launch
+    owner = os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()  # the same for all processes of a launch
+    folder = Path(tempfile.gettempdir(), f"evaluate-{owner}")
+    if len(texts) > 1:
+        raise InputError(f"command line: {' '.join(texts)}: one text at a time is evaluated; name one file, or a folder of them")
     for text in texts:
         overrides += on_text(text, load_recipe(path, overrides), folder)
     try:

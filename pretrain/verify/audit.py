@@ -81,8 +81,8 @@ def observe(
             "reason": decision.reason,
         }
         if module in routers or not isinstance(module, linear):
-            # Nothing was asked of a mixture's routers, nor of experts that are not stacked as most are, so nothing is refused: on
-            # a CPU a router multiplies in FP32, and the others compute as transformers wrote them.
+            # A mixture's routers, and experts not stacked, compute as transformers wrote them (on a CPU routers in FP32).
+            # Nothing was asked of them, so nothing is refused.
             entry["requested"] = effective
             entry["reason"] = decision.reason or (
                 "no linear, which is what low precision takes" if active.precision.quantized else None

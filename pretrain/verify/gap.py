@@ -1,12 +1,8 @@
 """What low precision costs: a step's first microbatch in BF16 too, its loss and gradient beside those in low precision.
 
-A loss curve cannot tell what rounding in the pass costs now from what the weights have lost before. Here both passes have the
-same weights, tokens and random numbers, so what differs is made in this pass alone. The pass in BF16 comes first. Its gradients
-are copied, and what it leaves is cleared: sums of gradients are empty again, histories of delayed scaling and quantized copies of
-weights have not seen it, and the step's random numbers begin anew. So the run's numbers are those of a run without a meter.
-
-Each process compares its own first microbatch, before gradients are exchanged; or, where FSDP2 has reduced them, its shards of
-those of all. Dot products and losses add up over processes.
+docs/verification.md says what is measured. The pass in BF16 comes first and leaves nothing behind, so the run's numbers are those
+of a run without a meter. Each process compares its own first microbatch, before gradients are exchanged; or, where FSDP2 has
+reduced them, its shards of those of all. Dot products and losses add up over processes.
 """
 
 from __future__ import annotations

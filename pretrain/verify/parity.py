@@ -1,12 +1,6 @@
 """Does the fast path train what plain transformers trains? Tokens of the run's own step 0, three times over.
 
-docs/verification.md says what is compared, and how far each may be off: the whole packed path with its quantization off against
-plain transformers, and the quantized path against the unquantized one, product by product (pretrain.verify.probe).
-
-Both sides have to predict other tokens than the text's. Where weights predict it, its loss and gradients are the exponentials of
-distances between logits: they vanish, and what rounds a logit by a tenth changes them by a tenth of themselves, most of it in a
-few tokens. Of a token that is not foreseen the loss is such a distance itself, and its gradient is about 1. So an error of a
-logit counts as it is, whatever the weights were trained to.
+docs/verification.md says what is compared, how far each may be off, and why both sides predict other tokens than the text's.
 """
 
 from __future__ import annotations

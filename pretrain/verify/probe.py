@@ -1,12 +1,8 @@
 """Every low-precision product of a microbatch, beside the product that it stands for and one of operands that we quantize.
 
 A sample of a product's result, some rows times some columns, is computed twice more: exactly, from the operands before they were
-quantized; and as the format has it, from what the precision's own quantizer makes of them. So there are two errors: the run's
-distance from the exact result, and the format's.
-
-* Both must be alike in size. Faults make the run's larger, and a format with more bits makes it smaller.
-* Both must point the same way, as rounding the same values twice errs alike. So wrong scales are found even where they cost
-  nothing. Where rounding is stochastic, several draws say how large the errors are, and how alike.
+quantized; and as the format has it, from what the precision's own quantizer makes of them. The run's distance from the exact
+result must be that of the format, in size and in direction (docs/verification.md).
 
 Under delayed scaling the amaxes that were seen must be where the histories keep them, and the next scales must follow from them.
 """

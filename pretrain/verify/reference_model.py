@@ -97,9 +97,9 @@ def routes_alike(plain: PreTrainedModel) -> bool:
 
 
 def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
-    """Sends tokens that rounding has sent to other experts in the compared model to these, with the weights that the `router` has
-    for them here: its probabilities, or shares of their sum, whichever it gave. None, the router's own choice, where it gave
-    something else, where a choice is none that rounding makes, and where nothing is said."""
+    """Sends each token to the experts that the compared model chose, with this `router`'s own weights for them: probabilities, or
+    shares of their sum, whichever it gave. None keeps the router's choice: nothing was recorded, its weights have another form,
+    or rounding alone does not explain the other choice."""
     (hidden, chosen, weights), there = inputs, getattr(experts, "chosen_there", None)
     if there is None or there.shape != chosen.shape:
         return None

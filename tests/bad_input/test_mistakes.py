@@ -102,6 +102,7 @@ TEXTS = [
     ("nonsense\n", "data.on_bad_line=skip", "text.jsonl:1"),
     (DOCUMENT, "data.text=body", "`body`"),
     (DOCUMENT, "data.text={title} {text}", "`title`"),
+    (DOCUMENT, "data.text={text:.2f}", "'{text:.2f}'"),
     (DOCUMENT, "data.held_out=0.5", "data.held_out"),
     (DOCUMENT, "data.source=/no/such.jsonl", "/no/such.jsonl"),
     (DOCUMENT, "data.source={here}/empty", "empty"),
@@ -134,12 +135,14 @@ COMMANDS = {
     **dict.fromkeys(("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"),
     **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
     "sample nowhere one --tokens 0": "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'",
+    "sample nowhere one --top-p 2": "--top-p",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
+    "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": "`data.text`",
     "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
 }
 

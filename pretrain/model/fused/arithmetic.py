@@ -31,7 +31,7 @@ from pretrain.precision.product import Backend, Multiplication, Operand, PlainPr
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
-ROTARY_KERNEL_DIMS = (32, 64, 128)  # other heads (80 values in Phi-2) would leave lanes of a tile idle
+ROTARY_KERNEL_DIMS = (32, 64, 128)  # heads of other sizes, such as 80 values, would leave lanes of a tile idle
 
 
 class By(IntEnum):

@@ -1,17 +1,12 @@
 """The rotation of queries and keys on a GPU: one launch a direction, every value read once and written once.
 
-Forward's tile is some tokens by a block of neighbouring heads, each head as two columns of halves, so that what is rotated
-against each other lies in the same registers. A block holds only query heads, only key heads or only value heads, and so has one
-norm weight and one tensor to write to. Blocks of the same tokens run side by side, and share cos and sin in the cache.
+Forward: a tile is some tokens by neighbouring heads, all of queries, all of keys or all of values: so it has one norm weight and
+one tensor to write to. A head is two columns of halves: what is rotated with each other lies in the same registers.
 
-Backward's tile is some tokens of one head. It writes the gradient in BF16, or under delayed scaling, whose scale is known, as the
-codes that the products read, by rows and by columns, without BF16 between two kernels. Every multiplication and addition is
-rounded as it is written, so that all lanes of a tile have the same bits, and both forms: left to the compiler, some would fuse
-two operations and others not.
-
-Backward adds up the gradients of the norms' weights in registers over all the tiles of a program, and the programs' sums are
-added by torch, in an order that depends on the shapes alone. So backward with norms starts only as many programs as run at once,
-and each goes through the tokens in strides; everything else starts one program a tile.
+Backward: a tile is some tokens of one head. It writes the gradient in BF16, or under delayed scaling, whose scale is known
+beforehand, its codes, by rows and by columns. The compiler may not fuse a multiplication with an addition: then both forms have
+the same bits. With head norms a program goes through many tiles and adds up the gradients of the norms' weights; torch adds the
+programs' sums, in an order that shapes alone decide. So only as many programs are started as run at once.
 """
 
 from __future__ import annotations

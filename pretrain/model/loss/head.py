@@ -41,7 +41,6 @@ from pretrain.settings.recipe import LossSettings, PenaltyKind
 # there is one, in FP32, which add up over the chunks.
 Gradients = tuple[Tensor, Tensor, Tensor | None]
 LOGITS_AT_ONCE = 2**22  # of the loss in plain torch, in FP32: 16 MiB, some three times over, whatever the chunk
-LOSS_SCOPE = "loss"  # what a profile calls the part of the forward that is the head's
 
 # What some architectures do to their logits after the head, and the value that does nothing. Only the head is replaced, so their
 # loss would be another model's.

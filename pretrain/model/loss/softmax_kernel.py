@@ -1,16 +1,14 @@
 """Softmax cross-entropy and its gradient on a GPU: one program a token, which goes over its row of logits twice.
 
-A row of 151,936 BF16 logits is more than a multiprocessor holds, so it is read once for its largest score and its sum of
-exponentials, and once more to be overwritten with the gradient. What the compiler makes of the same formula takes 1.8 times as
-long. A vocabulary that is no multiple of 8 leaves most rows at odd addresses: slower and no less right.
+A row of 151,936 BF16 logits is more than a multiprocessor holds. So it is read once for its largest score and its sum of
+exponentials, and once more to be overwritten with the gradient. What the compiler makes of the formula takes 1.8 times as long.
 
-Where FP8 products follow, the gradient is quantized straight from the logits, by rows and transposed. The first pass also finds
-the largest values, since a token's largest gradient is the one at its label: the others sum to as much. Values are rounded to the
-logits' BF16 first, so the operands have the bits of a gradient that is written in BF16 and quantized apart.
+Where FP8 products follow, the gradient is written as codes at once, by rows and transposed. Their scales are known after the
+first pass: a token's largest gradient is the one at its label, as all others sum to as much. Values are rounded to BF16 first,
+so the codes are those of a gradient that was written in BF16 and then quantized.
 
-The rows have a scale a token, which brings the label's entry to the format's largest value and so keeps it exact. With one scale
-for all, E5M2 rounds it by up to a seventh, the same way in most tokens: then a row no longer sums to zero, and what the hidden
-states get has an error that no number of tokens averages out. The transpose must have one scale, as its product sums over tokens.
+Each row has a scale of its own, so that its label's entry is exact. docs/log.md (21 November 2026) has what one scale for all
+rows costs. The transpose must have one, as its product sums over tokens.
 """
 
 from __future__ import annotations

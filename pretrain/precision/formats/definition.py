@@ -38,7 +38,7 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Scaling:
-    """How the values of an operand share scales and what these may be: what the audit holds against operands it meets.
+    """Which values of an operand share a scale, and which scales are allowed; the audit compares operands with this.
 
     `least`: the share of the format's maximum that the largest code reaches under a scale that fits. A scale rounded to a power
     of two can halve it; a scale from the past promises nothing."""

@@ -120,3 +120,12 @@ def test_seeds_are_compared_where_the_baseline_has_several_and_other_groups_stan
     assert Report.over([runs[0], runs[3]]).seeds is None and Report.over(runs[:3], ["seed"]).seeds is None
     with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
         Report.over([*runs, read_run(seeded(folders[0].parent / "rate-seed=1", 1, 0.0, "optimizer.learning_rate=0.5"))])
+
+
+def test_a_branch_without_a_step_of_the_baseline_has_no_difference(tmp_path: Path):
+    settings = (("train.steps=100",), ("train.steps=300", "train.begin_with=x")) * 2
+    runs = [
+        make_run(tmp_path / f"{n}", [2.0] * 100, f"seed={n // 2}", *s, held_out=False, begins=n % 2 * 200)
+        for n, s in enumerate(settings)
+    ]
+    assert [each.verdict for each in over(runs).results] == ["baseline", "no step in common"]

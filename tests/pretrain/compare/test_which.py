@@ -242,11 +242,3 @@ def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(small_
     assert kept.every == 80 and kept.keep == 400, "what is saved where it is stopped, however often, leaves the trunk's"
     answer = which.answer(question, protocol, [Verdict("current", speedup=1.2, tokens=1.0, word=EQUIVALENT, advice=USE)])
     assert load_recipe(file, answer.splitlines()[-1].split()[6:]).fp8_config.margin is None
-
-
-def test_speeds_of_a_cpu_that_others_use_are_refused(
-    small_recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(which, "CPU_IS_FREE", -1.0)
-    with pytest.raises(InputError, match="CPU"):
-        which.main([str(write_recipe(small_recipe, tmp_path)), "--steps=80", f"--run_dir={tmp_path}", "--precisions=fp32,bf16"])

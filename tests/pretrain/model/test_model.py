@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
@@ -152,10 +153,22 @@ def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_li
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
-@pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
-def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(key: str) -> None:
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
-        model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
+def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path: Path) -> None:
+    """As Qwen2.5's config.json lies on the hub, and as transformers 5 writes it."""
+    stored = SMALL | {"model_type": "qwen2", "rope_theta": 1e6, "sliding_window": 8, "max_window_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+
+    def load(**config: object) -> PretrainedConfig:
+        return model.load_config(ModelSettings(source=str(tmp_path), config=config))
+
+    assert len(load(num_hidden_layers=1).layer_types) == 1
+    assert load(use_sliding_window=True).layer_types == ["full_attention", "sliding_attention"]
+    for _ in range(2):
+        assert load(rope_theta=5e6).rope_parameters["rope_theta"] == 5e6
+        assert load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters["rope_theta"] == 2e6
+        load().save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="model_type: llama"):
+        load(model_type="llama")
 
 
 def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(build_model: Callable, tmp_path: Path) -> None:
