@@ -124,9 +124,8 @@ def become_launcher(
     import torch
 
     import train_accelerate
-    from pretrain.run import recording
 
-    recording.picture_of_run = lambda run: b""  # drawing takes longer than such a run
+    train_accelerate.picture_of_run = lambda run: b""  # drawing takes longer than such a run
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[key]
     os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | environment

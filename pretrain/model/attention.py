@@ -204,10 +204,11 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
 
 
 @_packed
+@torch.compiler.disable  # which would compile for the lengths of one microbatch
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by torch's CPU kernel, a document at a time: its work grows with the squares of their lengths. With a mask it would
-    compute whole packs; so it does within a window, which it lacks, and in a compiled layer, which cannot know the lengths."""
-    if packed.window is not None or torch.compiler.is_compiling():
+    compute whole packs; so it does within a window, which it lacks."""
+    if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
         return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))
     lengths = [end - begin for begin, end in pairwise(packed.cu_seqlens.tolist()) if end > begin]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
+import inspect
 import math
 import os
 import re
@@ -17,7 +19,14 @@ from accelerate import Accelerator, init_empty_weights
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
@@ -34,8 +43,8 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
-# No attributes of a fresh config: kept under another name, or read by layers though their class does not list it (qwen3_moe).
-_UNLISTED_KEYS = {"rope_theta", "torch_dtype", "dtype", "head_dim"}
+# Kept by the config classes under another name, so that they are no attribute of a fresh config.
+_RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 # What transformers and torch raise for values that they did not expect: an architecture checks values in its own way, or not at
 # all and fails where it first uses them.
 _WRONG_VALUES = (
@@ -60,7 +69,7 @@ transformers_logging.disable_progress_bar()  # they are drawn into log files too
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
     source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
-    changes, stored = dict(settings.config or {}), {}
+    changes, stored = copy.deepcopy(settings.config or {}), {}
     if settings.source is None:
         kind = str(changes.pop("model_type"))
         if kind not in CONFIG_MAPPING:
@@ -75,25 +84,39 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
     if (named := changes.pop("model_type", config.model_type)) != config.model_type:
         raise InputError(f"`model.config.model_type: {named}`: `model.source` is a {config.model_type}; leave one of them out")
-    known, other_names = set(dir(config)) | _UNLISTED_KEYS, config.attribute_map
-    if key := next((key for key in changes if key not in known), None):
-        near = _nearest(key, {*config.to_dict(), *other_names, *_UNLISTED_KEYS})
+    known, other_names = {*dir(config), *_RENAMED_KEYS, *config.attribute_map}, config.attribute_map
+    if key := next((key for key in changes if key not in known and not _model_reads(key, type(config))), None):
+        near = _nearest(key, {*config.to_dict(), *other_names, *_RENAMED_KEYS})
         raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{near}")
     if twice := next((key for key in changes if other_names.get(key, key) in changes.keys() - {key}), None):
         raise InputError(f"`model.config.{twice}` is another name of `model.config.{other_names[twice]}`; leave one out")
     stored, changes = ({other_names.get(key, key): value for key, value in each.items()} for each in (stored, changes))
-    if "rope_parameters" in changes:  # the name since transformers 5 of two keys that it would prefer
-        stored = {key: value for key, value in stored.items() if key not in ("rope_theta", "rope_scaling")}
-    elif "rope_theta" in changes and "rope_parameters" in stored:
-        changes["rope_parameters"] = {**stored["rope_parameters"], "rope_theta": changes.pop("rope_theta")}
+    older = ("rope_theta", "rope_scaling")  # two keys that transformers 5 writes as `rope_parameters`, and would prefer to it
+    if "rope_parameters" in changes:
+        stored = {key: value for key, value in stored.items() if key not in older}
+    elif (rope := stored.get("rope_parameters")) and (moved := {key: changes.pop(key) for key in older if key in changes}):
+        if "rope_theta" not in rope:
+            raise InputError("`model.config.rope_theta`: each kind of layer has its own; set `model.config.rope_parameters`")
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        changes["rope_parameters"] = kept | (moved.pop("rope_scaling", rope) or {}) | moved
     # Built anew from the file: a configuration derives keys from each other (head_dim, layer_types), and those would stay.
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
-        config = type(config).from_dict({**stored, **changes})
+        if "layer_types" in stored and "layer_types" not in changes:  # left out where it only says what follows from other keys
+            bare = {key: value for key, value in stored.items() if key != "layer_types"}
+            stored = bare if type(config).from_dict(copy.deepcopy(bare)).layer_types == config.layer_types else stored
+        config = type(config).from_dict({**stored, "model_type": config.model_type, **changes})
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
     if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
         raise InputError(f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted")
     return config
+
+
+def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
+    """Whether the code of the model of a `kind` of configuration reads `key`, though the class does not list it, as qwen3_moe's
+    layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
+    code = inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind])) if kind in MODEL_FOR_CAUSAL_LM_MAPPING else ""
+    return re.search(rf'config(\.|, "){re.escape(key)}\b', code) is not None
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:

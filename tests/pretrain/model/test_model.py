@@ -153,6 +153,16 @@ def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_li
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
+@pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
+def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(key: str) -> None:
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
+        model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
+
+
+def test_a_key_is_taken_by_the_name_that_most_architectures_have_for_it() -> None:
+    assert model.load_config(ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})).n_layer == 3
+
+
 def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path: Path) -> None:
     """As Qwen2.5's config.json lies on the hub, and as transformers 5 writes it."""
     stored = SMALL | {"model_type": "qwen2", "rope_theta": 1e6, "sliding_window": 8, "max_window_layers": 1}
@@ -161,9 +171,10 @@ def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path:
     def load(**config: object) -> PretrainedConfig:
         return model.load_config(ModelSettings(source=str(tmp_path), config=config))
 
-    assert len(load(num_hidden_layers=1).layer_types) == 1
     assert load(use_sliding_window=True).layer_types == ["full_attention", "sliding_attention"]
     for _ in range(2):
+        assert len(load(num_hidden_layers=1).layer_types) == 1
+        assert load(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope_parameters["rope_theta"] == 1e6
         assert load(rope_theta=5e6).rope_parameters["rope_theta"] == 5e6
         assert load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters["rope_theta"] == 2e6
         load().save_pretrained(tmp_path)
