@@ -168,6 +168,9 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
         open_mds(number, 1)
     with pytest.raises(InputError, match="unshifted"):
         open_mds(write_labelled(tmp_path / "shifted", np.append(np.arange(1, 8), -100)), 8)
+    (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
+    with pytest.raises(InputError, match="no shards"):
+        open_mds(tmp_path, 8)
 
 
 def test_labels_are_the_mask_of_packs(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""The safetensors writer against the safetensors library, and sharded checkpoints over real processes."""
+"""Files of a checkpoint, and sharded checkpoints over any number of processes."""
 
 from __future__ import annotations
 
@@ -7,38 +7,25 @@ import math
 import tempfile
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pretrain.checkpoint.format import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, write_tensors
+from pretrain.checkpoint.format import ShardBlock, block_of, lay_out, load_tensors, write_tensors
 from pretrain.model.gradients import local_part
 
 
-@pytest.mark.parametrize("dtype", DTYPE_NAMES, ids=str)
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 5), (2, 0, 4), (7, 1, 2)], ids=str)
-def test_the_library_reads_what_is_written(tmp_path, dtype, shape):
-    tensor = (torch.randint(0, 2, shape) * 3 - 1).to(dtype)
-    write_tensors(tmp_path / "ours.safetensors", {"b": tensor, "a": torch.ones(3, dtype=torch.uint8), "c": torch.ones(5)})
-    loaded = load_file(tmp_path / "ours.safetensors")
-    assert loaded["b"].dtype == dtype and loaded["b"].shape == tensor.shape
-    assert torch.equal(loaded["b"].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
-
-
-def test_the_file_equals_the_one_the_library_writes_and_the_hash_is_the_files(tmp_path):
-    tensors = {"w": torch.randn(3, 4).t(), "b": torch.randn(4).bfloat16(), "a": torch.randn(7).bfloat16(), "n": torch.tensor(3)}
-    entry = write_tensors(tmp_path / "ours.safetensors", tensors)
-    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(contiguous, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    written = (tmp_path / "ours.safetensors").read_bytes()
-    assert written == (tmp_path / "theirs.safetensors").read_bytes()
+def test_the_library_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
+    tensors = {"w": torch.randn(3, 4).t(), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3), "empty": torch.ones(2, 0)}
+    entry, written = write_tensors(tmp_path / "file", tensors), (tmp_path / "file").read_bytes()
     assert (entry.size, entry.hashes) == (len(written), {"sha256": hashlib.sha256(written).hexdigest()})
+    loaded = load_file(tmp_path / "file")
+    assert all(loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
 
 
 @settings(max_examples=50, deadline=None)
