@@ -38,6 +38,11 @@ def fsync(path: Path) -> None:
         os.close(descriptor)
 
 
+def by_umask(path: Path) -> None:
+    """Give a file the mode that the umask would have given it, as its folder has it; safetensors ignores the umask."""
+    path.chmod(path.parent.stat().st_mode & 0o666)
+
+
 def fsync_tree(folder: Path) -> None:
     """Flush every file below `folder` and the names that lead to them, whoever wrote them. Raises OSError."""
     for directory, _, files in os.walk(folder):

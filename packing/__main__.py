@@ -84,8 +84,8 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
         raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
     if settings.messages or settings.input_ids:
         raise InputError("command line: a tokenizer is learnt from `data.text`; name a column of text, or a template of columns")
-    if options.vocabulary <= (least := 257 + len(options.special)):
-        raise InputError(f"--vocabulary {options.vocabulary}: {least} are bytes, the end of a text and --special; 8192 is usual")
+    if options.vocabulary <= (fixed := 257 + len(options.special)):
+        raise InputError(f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and --special; ask for more")
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
     say(f"reading {source.description}")

@@ -47,7 +47,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from foundation.errors import InputError
-from foundation.files import FileRecord, fsync, hash_file, hash_of, write_file
+from foundation.files import FileRecord, by_umask, fsync, hash_file, hash_of, write_file
 from foundation.reading import load_object, refusing
 from pretrain.model.gradients import local_part
 
@@ -221,7 +221,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     writing nor hashing holds Python's lock. InputError where the disk is full."""
     with refusing((SafetensorError,), f"{path}: cannot be written"):
         save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
-    path.chmod(path.parent.stat().st_mode & 0o666)  # as the umask has it; safetensors ignores that
+    by_umask(path)
     fsync(path)
     return FileRecord(path.name, path.stat().st_size, {"sha256": hash_file(path)})
 

@@ -96,12 +96,11 @@ class SeedComparison:
                     losses[seed] = loss
             # Where a run of a group broke off, a mean of the others would flatter it.
             difference = SeedDifference.of(losses, results[0].losses) if results and not broken_off else None
+            verdict = f"no {'step' if difference else 'seed'} in common" if results else "baseline"
             if difference and not held_out:  # over the same steps, of which a branch may have fewer
                 steps = {seed: loss_differences(base[seed], group[seed]) for seed in difference.by_seed}
                 paired = {seed: float(ends_of(each).mean()) for seed, each in steps.items() if len(each[0])}
                 difference = SeedDifference(paired, difference.baseline) if paired else None
-            lacks = "step" if results and losses.keys() & results[0].losses.keys() else "seed"
-            verdict = f"no {lacks} in common" if results else "baseline"
             if broken_off:
                 verdict = f"broke off: {plural(broken_off, 'run')} of {len(group)}"
             elif difference:

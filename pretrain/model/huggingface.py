@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
-from foundation.files import fsync, fsync_tree
+from foundation.files import by_umask, fsync, fsync_tree
 from foundation.progress import advance
 from foundation.reading import refusing
 from pretrain.model import attention, routing
@@ -91,25 +91,35 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     if twice := next((key for key in changes if other_names.get(key, key) in changes.keys() - {key}), None):
         raise InputError(f"`model.config.{twice}` is another name of `model.config.{other_names[twice]}`; leave one out")
     stored, changes = ({other_names.get(key, key): value for key, value in each.items()} for each in (stored, changes))
-    older = ("rope_theta", "rope_scaling")  # two keys that transformers 5 writes as `rope_parameters`, and would prefer to it
-    if "rope_parameters" in changes:
-        stored = {key: value for key, value in stored.items() if key not in older}
-    elif (rope := stored.get("rope_parameters")) and (moved := {key: changes.pop(key) for key in older if key in changes}):
-        if "rope_theta" not in rope:
-            raise InputError("`model.config.rope_theta`: each kind of layer has its own; set `model.config.rope_parameters`")
-        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        changes["rope_parameters"] = kept | (moved.pop("rope_scaling", rope) or {}) | moved
-    # Built anew from the file: a configuration derives keys from each other (head_dim, layer_types), and those would stay.
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
-        if "layer_types" in stored and "layer_types" not in changes:  # left out where it only says what follows from other keys
-            bare = {key: value for key, value in stored.items() if key != "layer_types"}
-            stored = bare if type(config).from_dict(copy.deepcopy(bare)).layer_types == config.layer_types else stored
-        config = type(config).from_dict({**stored, "model_type": config.model_type, **changes})
+        config = type(config).from_dict(_laid_over(stored, changes, config) | {"model_type": config.model_type})
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
     if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
         raise InputError(f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted")
     return config
+
+
+def _laid_over(stored: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+    """A file's values, `stored`, with `changes` laid over them. A configuration is built anew from these, not from `config`,
+    the file's own: a configuration derives keys from others, as head_dim from hidden_size, and those would stay as they were.
+
+    transformers 5 also writes such keys into files. `layer_types` is left out where it only says what follows from other keys.
+    `rope_parameters` holds what older files call `rope_theta` and `rope_scaling`; where both are given, the older names win.
+    """
+    stored, older = dict(stored), ("rope_theta", "rope_scaling")
+    if "rope_parameters" in changes:
+        stored = {key: value for key, value in stored.items() if key not in older}
+    elif (rope := stored.get("rope_parameters")) and (moved := {key: changes[key] for key in older if key in changes}):
+        if "rope_theta" not in rope:
+            raise InputError(f"`model.config.{next(iter(moved))}`: each kind of layer has its own; set `rope_parameters` instead")
+        changes = {key: value for key, value in changes.items() if key not in older}
+        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        changes["rope_parameters"] = kept | (moved.pop("rope_scaling", rope) or {}) | moved
+    if layer_types := stored.pop("layer_types", None):
+        derived = type(config).from_dict(copy.deepcopy(stored)).layer_types == config.layer_types
+        stored |= {} if derived else {"layer_types": layer_types}
+    return stored | changes
 
 
 def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
@@ -277,9 +287,8 @@ def export(
             tokenizer.save_pretrained(writing)
         for name, content in beside.items():
             (writing / name).write_bytes(content)
-        mode = (writing / "config.json").stat().st_mode & 0o777  # as the umask has it; safetensors ignores that for its files
         for file in writing.glob("*.safetensors"):
-            file.chmod(mode)
+            by_umask(file)
         fsync_tree(writing)
         written = set(os.listdir(writing))
         for name in os.listdir(folder) if folder.exists() else ():

@@ -83,7 +83,8 @@ def main(options: argparse.Namespace) -> int:
     if not (prompts := [*options.prompts, *options.prompt]):
         raise InputError("command line: no prompt is given; write a text behind the folder, or '' to begin one")
     if not (options.temperature >= 0 and 0 < options.top_p <= 1):
-        raise InputError("command line: --temperature is 0 or more, and --top-p above 0 and at most 1")
+        given = f"--temperature {options.temperature:g} --top-p {options.top_p:g}"
+        raise InputError(f"command line: {given}: give a temperature of 0 or more, and a probability above 0 and up to 1")
     hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     console, how = Console(0), {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}

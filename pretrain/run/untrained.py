@@ -42,9 +42,9 @@ def main(parsed: argparse.Namespace, assemble: Callable[[Job, Accelerator], Asse
     owner = os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()  # the same for all processes of a launch
     folder = Path(tempfile.gettempdir(), f"evaluate-{owner}")
     if len(texts) > 1:
-        raise InputError(f"command line: {' '.join(texts)}: one text at a time is evaluated; name one file, or a folder of them")
-    for text in texts:
-        overrides += on_text(text, load_recipe(path, overrides), folder)
+        raise InputError(f"command line: {' '.join(texts)}: this evaluates one text; name one file, or a folder of them")
+    if texts:
+        overrides += on_text(texts[0], load_recipe(path, overrides), folder)
     try:
         with explaining_errors():
             accelerator = _evaluate(with_precision(load_recipe(path, overrides), os.environ), parsed.resume, assemble)

@@ -16,16 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pretrain.checkpoint.format import ShardBlock, block_of, lay_out, load_tensors, write_tensors
+from pretrain.checkpoint.format import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, write_tensors
 from pretrain.model.gradients import local_part
 
 
 def test_the_library_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
-    tensors = {"w": torch.randn(3, 4).t(), "b": torch.randn(4).bfloat16(), "n": torch.tensor(3), "empty": torch.ones(2, 0)}
+    tensors = {str(dtype): (torch.randint(0, 2, (3, 5)) * 3 - 1).t().to(dtype) for dtype in DTYPE_NAMES}
+    tensors |= {"scalar": torch.tensor(3), "empty": torch.ones(2, 0, 4), "one": torch.ones(7, 1, 2)}
     entry, written = write_tensors(tmp_path / "file", tensors), (tmp_path / "file").read_bytes()
     assert (entry.size, entry.hashes) == (len(written), {"sha256": hashlib.sha256(written).hexdigest()})
     loaded = load_file(tmp_path / "file")
-    assert all(loaded[name].dtype == tensor.dtype and torch.equal(loaded[name], tensor) for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
+        assert torch.equal(loaded[name].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
 @settings(max_examples=50, deadline=None)
