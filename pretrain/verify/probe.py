@@ -101,8 +101,10 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
 
     @torch.no_grad()
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:
-        if name not in of_head and (name, role, "features") in samples:
+        if role != "input" and name not in of_head and (name, role, "features") in samples:
             return  # a layer that is recomputed; of the head the last tokens stay, since the documents at an end are compared
+        # Of a layer that a forward calls several times, the last input is sampled: backward begins
+        # with the last call.
         amax, whole = tensor.abs().amax().float(), tensor
         tensor = _of_one_expert(whole, context.groups.get(name), role == "weight")
         rows, columns = (_sampled(name, size) for size in tensor.shape)
