@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +205,25 @@ def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
     loaded = model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
     kept = {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad}
     assert kept == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name} != set()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda weights: weights["model.norm.weight"].fill_(math.nan), r"model\.norm\.weight holds NaN"),
+        (lambda weights: weights.update({"lm_head.weight": torch.zeros(61, 32)}), "tie_word_embeddings: false"),
+    ],
+)
+def test_weights_that_parity_would_stop_are_refused_with_the_cause(
+    change: Callable, message: str, build_model: Callable, tmp_path: Path
+) -> None:
+    build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = ModelSettings(source=str(tmp_path))
+    with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
+        model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
 
 
 def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(build_model: Callable, tmp_path: Path) -> None:
