@@ -22,7 +22,7 @@ from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly, beginning_of
 from pretrain.run.running import Run
-from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
+from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
@@ -169,7 +169,7 @@ def _in_one_precision(run: Run, job: Job) -> Parity | str:
     model, accelerator = run.assembly.model, run.accelerator
     if run.state.step:
         return f"step 0 is compared only, and this run begins with the weights of step {run.state.step:,}"
-    if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
+    if largest_over_ranks(accelerator, int(not _fits(job, model, accelerator.device))):
         return f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)"
     if run.assembly.audit["compiled"] == "nothing":
         job = job.with_settings("batch", microbatch=math.gcd(job.plan.microbatch, PARITY_MICROBATCH))
@@ -179,9 +179,11 @@ def _in_one_precision(run: Run, job: Job) -> Parity | str:
     return check_parity(model, optimizer, batches.step(0), packs, job.active, accelerator, mask_boundaries=mask_boundaries)
 
 
-def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
+def _fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return PLAIN_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
+    heads = model.hf.config.get_text_config().num_attention_heads
+    scores = heads * min(job.recipe.data.length, LONGEST["cuda"]) ** 2
+    return PLAIN_BYTES * (sum(p.numel() for p in model.hf.parameters()) + scores) < 0.8 * free
