@@ -52,7 +52,7 @@ LONGEST = {"cpu": 2048, "cuda": 4096}
 PLAIN_BYTES = 16
 # Standard deviations of the noise on values that are all the same: relative to them, and on zeros.
 # Larger biases would make the rows of a small model's attention nearly equal, and so their errors.
-NOISE, NOISE_ON_ZEROS = 0.1, 0.02
+NOISE, NOISE_ON_ZEROS = 0.1, 0.01
 LOGITS = 3.0  # standard deviation of a fresh model's logits: some tokens are likely, and none alone
 TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
 NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
