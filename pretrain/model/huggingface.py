@@ -202,18 +202,18 @@ def build(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
             f"them; {remedy}"
         )
-    if broken := [name for name, each in model.named_parameters() if not each.isfinite().all()]:
+    if broken := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
         raise InputError(
             f"`model.source`: {settings.source}: {broken[0]} holds NaN or infinity; name other weights",
         )
-    # transformers unties the two if the file holds both, with different values.
-    head = model.get_output_embeddings().weight
-    if config.tie_word_embeddings and head is not model.get_input_embeddings().weight:
+    expected = dict(build_on_meta(config).named_parameters())
+    # transformers unties two parameters if the file holds both, with different values.
+    if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
         raise InputError(
-            f"`model.source`: {settings.source}: the head has weights of its own, though the "
-            "configuration ties it to the embedding; set `model.config.tie_word_embeddings: false`",
+            f"`model.source`: {settings.source}: {untied[0]} has values of its own, though the "
+            "configuration ties it; set `model.config.tie_word_embeddings: false`",
         )
-    for name, parameter in build_on_meta(config).named_parameters():  # which transformers forgets as it loads
+    for name, parameter in expected.items():  # which transformers forgets as it loads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
 

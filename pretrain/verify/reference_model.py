@@ -102,7 +102,7 @@ def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor
     if there is None or there.shape != chosen.shape:
         return None
     logits, is_kept = router.router_logits.float(), there[:, :, None] == chosen[:, None]
-    least, least_there = (logits.gather(1, each).amin(1) for each in (chosen, there))
+    least, least_there = (logits.gather(1, choices).amin(1) for choices in (chosen, there))
     is_near = least - least_there <= NEAR * logits.std(1).mean()
     # Logits do not explain the choice of a router that adds a bias to them or chooses among groups.
     is_near |= (least < logits.topk(chosen.shape[1]).values[:, -1]).any()
@@ -164,7 +164,7 @@ def reference_pass(
             entropy, top = -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().amax(dim=-1)
             token_losses = token_losses + (entropy if loss.penalty == "neg_entropy" else 1 - top)
         if chosen is not None:  # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
-            p = torch.cat([each[has_label].float().softmax(-1) for each in output.router_logits])
+            p = torch.cat([layer[has_label].float().softmax(-1) for layer in output.router_logits])
             token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (p * chosen).sum() / len(p)
         token_losses.sum().backward()
         losses.append(token_losses.detach())

@@ -53,7 +53,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "qwen3_moe": WITHOUT_HEAD_DIM | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 MIXTURES["afmoe"] = MIXTURES["qwen3_moe"] | {"num_dense_layers": 1}
-OTHERS: dict[str, dict[str, Any]] = {
+UNUSUAL: dict[str, dict[str, Any]] = {
     "mistral": WITHOUT_HEAD_DIM | {"sliding_window": 3 * LENGTH // 8},
     "phimoe": MIXTURES["mixtral"] | {"router_jitter_noise": 0.01, "input_jitter_noise": 0.1},
     "hrm_text": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
@@ -137,7 +137,7 @@ def build_run(
     """As `assemble` does it; quantization is emulated on a CPU, and Transformer Engine's on a GPU. Delayed scaling has seen the
     step before."""
     settings = ModelSettings(
-        config={"model_type": kind, **(ARCHITECTURES | MIXTURES | OTHERS)[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
+        config={"model_type": kind, **(ARCHITECTURES | MIXTURES | UNUSUAL)[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
         gradient_checkpointing="full" if recompute else "none",
     )
     device, wanted = accelerator.device, precision_called(precision)
