@@ -34,6 +34,7 @@ from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.probe import Compared, watching_products
 from pretrain.verify.reference_model import Document, reference_model, reference_pass, routes_alike, whole, wrong_batches
+from pretrain.verify.reference_quantizer import watching_quantizers
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 SEVENTHS = (0, 1, 3, 5, 7)  # of a pack, where its documents begin and end: no block of a kernel ends there
@@ -59,6 +60,7 @@ class Parity:
     gradient_norm: float
     tensors: Sequence[Compared]  # the worst first
     products: Sequence[Compared] = ()  # the worst first
+    codes: Sequence[Compared] = ()  # of some operands, with the reference quantizer's; the worst first
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
     quantized_left_out: str | None = None  # why quantized products were not compared, where there are some
@@ -74,7 +76,7 @@ class Parity:
     def record(self) -> dict[str, Any]:
         """What audit.json says: the figures, the worst tensors and products, and how many there were."""
         counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
-        worst = {"tensors": self.tensors[:SHOWN], "products": self.products[:SHOWN]}
+        worst = {name: getattr(self, name)[:SHOWN] for name in ("tensors", "products", "codes")}
         return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
@@ -152,7 +154,7 @@ class _Check:
                 loss = self._pass(step) * mean_over
             of_plain = self._plain(_as_chosen(microbatches, chosen), valid_tokens, tokens)
             losses, reference, loss_noise, noise, alike = of_plain
-            gradients = {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
+            gradients = self._gradients()
             dtypes = {self.model.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
             parity = Parity(
@@ -207,9 +209,11 @@ class _Check:
             self._pass(step)
         with ExitStack() as watching:
             parity.products, histories = watching.enter_context(watching_products(self.model, self.active))
+            parity.codes = watching.enter_context(watching_quantizers(self.model.context, self.active))
             parity.quantized_loss = self._pass(step, watching) * mean_over
         parity.quantized_gradient_norm = gradient_norm(self.model.parameters()).item()
         lines = worst_of(parity.products, "low-precision products", "they are not what the format makes")
+        lines += worst_of(parity.codes, "codes of operands", "the format's quantizer is not the reference quantizer")
         if histories:
             lines.append(f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them")
         loss, norm = parity.quantized_loss, parity.quantized_gradient_norm
@@ -217,6 +221,9 @@ class _Check:
             losses, norms = f"{loss:.6f} and {parity.loss:.6f}", f"{norm:.4g} and {parity.gradient_norm:.4g}"
             lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
         return lines
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
 
     def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
         """Forward and backward as in a training step; returns the loss. The next pass clears the gradients left here."""

@@ -29,6 +29,12 @@ CAUGHT = [
     ("one scale a tensor in place of one a block", "mxfp8"),
     ("the Hadamard transform is left out", "nvfp4"),
     ("gradients are rounded to nearest, not by chance", "mxfp4"),
+    ("stochastic rounding goes up too often, by 3 % of a quantum", "nvfp4"),
+    ("values are rounded a quarter of a quantum down", "delayed"),
+    ("ties are rounded away from zero", "mxfp8"),
+    ("a block's scale fits only half of its values", "mxfp8"),
+    ("a block's scale is half of what fits", "mxfp8"),
+    ("the Hadamard transform is made on one side only", "nvfp4"),
     ("the tensor's scale is twice what fits", "delayed"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
