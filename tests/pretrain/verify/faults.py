@@ -22,7 +22,7 @@ from pretrain.model import attention
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation
+from pretrain.precision import delayed_state, emulation, product
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import Product
@@ -276,6 +276,11 @@ def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
 
 fault("one weight's gradient is lost")(changing_gradients("_proj.weight", torch.Tensor.zero_))
 fault("one weight's gradient is a quarter too large")(changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25)))
+
+
+@fault("each quantized weight keeps the gradient of the last microbatch alone", emulated)
+def last_microbatch_alone(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(product, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
 
 
 @fault("a square weight's gradient adds up transposed", emulated)
