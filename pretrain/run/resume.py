@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -68,14 +68,20 @@ class ResumePoint:
         """Whether this run streams packs of text in which the checkpoint has no place: then it begins at the first pack."""
         return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
 
-    def shift(self, job: Job) -> int:
-        """`TrainState.shift` with which the first step reads the pack after the checkpoint's last, whatever its size is now."""
+    def place(self, job: Job) -> int:
+        """Return the place in the stream of the pack after the checkpoint's last, whatever the length of packs is now."""
         identity, progress = self.record["identity"], self.record["progress"]
-        steps = progress["step"] + progress["left_out"]
         if self.is_of_another_stream(job):
-            return -steps * job.plan.packs_per_step
+            return 0
+        steps = progress["step"] + progress["left_out"]
         packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
-        return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
+        # Older checkpoints have no place. Their counters give it.
+        return -(-progress.get("place", packs) * identity["data.length"] // job.recipe.data.length)
+
+    def shift(self, job: Job) -> int:
+        """Return the `TrainState.shift` with which the first step reads from `place` on."""
+        steps = self.record["progress"]["step"] + self.record["progress"]["left_out"]
+        return self.place(job) - steps * job.plan.packs_per_step
 
 
 def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
@@ -196,7 +202,14 @@ def restore(
     """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
     `Checkpoints.abandon_newer` is left to do."""
     begin_stream(source, job)
-    state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": source.shift(job)})
+    state = TrainState(
+        **{
+            **source.record["progress"],
+            "steps": job.plan.steps,
+            "shift": source.shift(job),
+            "place": source.place(job),
+        }
+    )
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -287,8 +300,13 @@ def roll_back(run: Run, reason: str) -> None:
     checkpoints.abandon_newer(step)
     run.resumed_step = min(run.resumed_step, step)  # what is trained from here is no checkpoint's yet
     run.health.state.rollbacks = rollbacks
-    run.state.left_out = judged.left_out + judged.step - step
-    run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
+    # The next packs are those after the judged step's, whatever place the checkpoint had.
+    run.state = replace(
+        run.state,
+        left_out=judged.left_out + judged.step - step,
+        shift=judged.shift,
+        place=judged.place,
+    )
 
     run.job = run.job.with_plan(done=step, switched_after=run.health.state.switched_after)
     run.assembly.describe_schedule(run.job.plan)
