@@ -34,13 +34,23 @@ from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
 from foundation.reading import load_object, one_line
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
-from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
+from pretrain.checkpoint.format import (
+    Manifest,
+    TensorEntry,
+    block_of,
+    read_manifest,
+    step_folder,
+    step_folders,
+    step_of,
+    write_tensors,
+)
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.gradients import local_part
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
 GROUPS = Path("/sys/fs/cgroup")  # of Linux's control groups, version 2
+PIECE = 2**24  # values whose bits are added up at once, as 64-bit copies
 SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
@@ -126,9 +136,11 @@ class Checkpoints:
     def _lay_out(self, model: Tensors, optimizer: Tensors) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
         """What this rank writes, by file, and where all ranks write all tensors."""
         groups = {"model": model, "optimizer": optimizer}
-        blocks = {kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        blocks = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
         offers = from_all_ranks(blocks)
-        index = {kind: on_disk.lay_out(kind, [offer[kind] for offer in offers]) for kind in groups}
+        index = {
+            kind: on_disk.lay_out(kind, [offer[kind] for offer in offers], checksums(group)) for kind, group in groups.items()
+        }
         files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
             mine = on_disk.rank_stem(kind, self.rank, self.world_size)
@@ -336,6 +348,24 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
     partial.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:
         return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
+
+
+# ── What is in memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def checksums(tensors: Tensors) -> dict[str, int]:
+    """Return the sum of each tensor's bit patterns modulo 2^64, the same for every sharding. Collective.
+
+    Parts of a tensor add up. Replicas count once, but a replica with other bits counts too and changes the sum.
+    """
+    ranks = from_all_ranks({name: (block_of(tensor).offset, sum_of_bits(tensor)) for name, tensor in tensors.items()})
+    return {name: sum(bits for _, bits in {parts[name] for parts in ranks}) % 2**64 for name in tensors}
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum over this process's part of a tensor, whose values are read as integers. Waits for the device."""
+    bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE))
 
 
 # ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

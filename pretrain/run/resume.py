@@ -17,15 +17,15 @@ from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import STATE, newest_in, read_manifest, step_folders
+from pretrain.checkpoint.checkpoint import Checkpoints, checksums
+from pretrain.checkpoint.format import DTYPE_NAMES, STATE, newest_in, read_manifest, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
-from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
+from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState, TrainingHalted, some_of
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
-from pretrain.optimizer.adamw import set_updates_done
+from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.plan.preflight import Job
@@ -224,9 +224,8 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
-    index, targets, stored = read_manifest(source.path).optimizer, dict(assembly.optimizer_tensors), {}
-    if holds_histories(source, assembly):
-        targets |= assembly.context.saved_state()
+    index, stored = read_manifest(source.path).optimizer, {}
+    targets = assembly.optimizer_tensors | histories_in(source, assembly)
     if saved != mode:
         stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")}
@@ -243,6 +242,28 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
         assembly.optimizer.set_master(parameter, master)
     lost = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "nothing is lost, and updates are exact from now on"
     return [f"weights: {saved} became {mode}; {lost}"]
+
+
+def require_restored(source: ResumePoint, assembly: Assembly) -> None:
+    """Raise TrainingHalted unless weights, moments, remainders and histories have the checkpoint's bits. Collective.
+
+    Tensors that this run keeps in another dtype are not compared, nor are those of a checkpoint without checksums.
+    """
+    manifest = read_manifest(source.path)
+    saved = manifest.model | manifest.optimizer
+    live = assembly.tensors | named_state(assembly.optimizer, assembly.hf) | histories_in(source, assembly)
+    alike = {name: tensor for name, tensor in live.items() if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]}
+    if wrong := [name for name, bits in checksums(alike).items() if saved[name].checksum not in (None, bits)]:
+        raise TrainingHalted(
+            source.step,
+            f"{source.path}: {len(wrong)} tensors are not what was saved: {some_of(wrong)}. Nothing was trained. The "
+            "fault lies in the code or in the device, not in the recipe",
+        )
+
+
+def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, torch.Tensor]:
+    """Return the run's histories and scales of delayed scaling, live, or none if the checkpoint does not hold them."""
+    return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
 
 def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
@@ -264,6 +285,7 @@ def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
 def resume_precision(run: Run, source: ResumePoint) -> None:
     """After `source` was read, take the precision of the run's last step before it or, where the checkpoint is another run's, of
     its next step. The next step may change it. Histories that the checkpoint lacks begin here. Collective."""
+    require_restored(source, run.assembly)
     plan, ran = run.job.plan, None if source.begins else source.record["precision"]
     last = next((each for *_, each in plan.spans if each.precision.name == ran), plan.active_after(run.state.step))
     if plan.is_scheduled or last != run.assembly.active:  # which a rollback to before a switch to BF16 takes back
