@@ -5,6 +5,8 @@ Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resum
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +15,12 @@ from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
+import torch
 
+from foundation.files import hash_of
+from pretrain.checkpoint.state import TrainState
+from pretrain.run import resume
+from pretrain.run.assembly import Assembly
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -72,6 +79,11 @@ def outcome(run: Finished) -> list[Any]:
     of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
     figures = [{key: each for key, each in record.items() if not key.endswith(of_the_machine)} for record in run.records()]
     return [figures, saved(run.run_dir, STEPS), final]
+
+
+def test_a_recomputed_layer_draws_the_dropout_of_its_forward(alone: Finished, run: Callable) -> None:
+    recomputed = run("model.gradient_checkpointing=full")
+    assert recomputed.status == 0 and recomputed.losses() == alone.losses(), recomputed.output
 
 
 # Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
@@ -186,3 +198,84 @@ def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_her
     for how in ((), ("--accept-changes",), ("--plan",)):
         shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
         assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept
+
+
+# ── What is restored ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A fault: `change` the assembly when a checkpoint was loaded into it."""
+    load = resume.load_weights
+
+    def loaded(source: Any, checkpoints: Any, mode: Any, assembly: Assembly) -> list[str]:
+        notes = load(source, checkpoints, mode, assembly)
+        change(assembly)
+        return notes
+
+    return lambda patch: patch.setattr(resume, "load_weights", loaded)
+
+
+def forget(assembly: Assembly, key: str) -> None:
+    for state in assembly.optimizer.state.values():
+        state[key] = state[key].new_zeros(state[key].shape)
+
+
+def one_bit_more(assembly: Assembly) -> None:
+    bits = assembly.tensors["transformer.ln_f.bias"].data.view(torch.int16)
+    bits[0] += 1
+
+
+def moved(patch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[[Any], Any]) -> None:
+    now = vars(owner)[name]
+    patch.setattr(owner, name, property(lambda state: change(now.fget(state))) if isinstance(now, property) else change(now))
+
+
+FAULTS = {
+    "second moments are forgotten": (after_loading(lambda built: forget(built, "exp_avg_sq")), "exp_avg_sq/"),
+    "remainders are forgotten": (after_loading(lambda built: forget(built, "remainder")), "remainder/"),
+    "a weight has another bit": (after_loading(one_bit_more), "1 tensors are not .*transformer.ln_f.bias"),
+    "histories are forgotten": (after_loading(lambda built: built.context.forget()), "amax_history"),
+    "a pack is repeated": (
+        lambda patch: moved(patch, resume.ResumePoint, "shift", lambda shift: lambda *given: shift(*given) - 1),
+        "begin at place 15 of the stream, not at 16",
+    ),
+    "a step is passed over": (
+        lambda patch: moved(patch, TrainState, "data_steps", lambda steps: (steps[0] + 1, steps[1] + 1)),
+        "begin at place 24 of the stream, not at 16",
+    ),
+}
+LOW = ("precision=delayed", "weights=bf16_exact", "fp8_config.on_unsupported=emulate", "train.steps=4")
+
+
+@pytest.fixture(scope="module")
+def saved_twice(recipe: dict[str, Any], start_here: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run in low precision with exact weights that was saved after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("low")
+    finished = start_here(recipe | {"run_dir": str(folder / "run")}, folder, *LOW, "checkpoint.every=2")
+    assert finished.status == 0, finished.output
+    return finished.run_dir
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_resume_that_does_not_go_on_from_what_was_saved_stops(
+    fault: str, saved_twice: Path, run: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, line = FAULTS[fault]
+    make(monkeypatch)
+    resumed = run(*LOW, "--resume", str(saved_twice / "checkpoints/step-00000002"))
+    assert resumed.status == 3 and re.search(line, resumed.err), resumed.output
+
+
+def test_a_checkpoint_without_checksums_is_resumed_as_ever(alone: Finished, copied: Callable, run: Callable) -> None:
+    folder = copied(8, STEPS) / "checkpoints/step-00000004"
+    manifest, state = (json.loads((folder / f"{name}.json").read_text()) for name in ("manifest", "state"))
+    assert all(entry.pop("checksum") for kind in ("model", "optimizer") for entry in manifest[kind].values())
+    assert state["progress"].pop("place") == 4 * 8
+    (folder / "state.json").write_text(json.dumps(state))
+    for record in manifest["files"]:
+        content = (folder / record["name"]).read_bytes()
+        record |= {"size": len(content), "hashes": {"sha256": hashlib.sha256(content).hexdigest()}}
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
+    finished = run()
+    assert finished.status == 0 and "at step 4" in finished.output and outcome(finished) == outcome(alone)
