@@ -34,16 +34,7 @@ from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
 from foundation.reading import load_object, one_line
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
-from pretrain.checkpoint.format import (
-    Manifest,
-    TensorEntry,
-    block_of,
-    read_manifest,
-    step_folder,
-    step_folders,
-    step_of,
-    write_tensors,
-)
+from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.gradients import local_part
 
@@ -136,10 +127,15 @@ class Checkpoints:
     def _lay_out(self, model: Tensors, optimizer: Tensors) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
         """What this rank writes, by file, and where all ranks write all tensors."""
         groups = {"model": model, "optimizer": optimizer}
-        blocks = {kind: {name: block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        blocks = {kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
         offers = from_all_ranks(blocks)
         index = {
-            kind: on_disk.lay_out(kind, [offer[kind] for offer in offers], checksums(group)) for kind, group in groups.items()
+            kind: on_disk.lay_out(
+                kind,
+                [offer[kind] for offer in offers],
+                checksums(group),
+            )
+            for kind, group in groups.items()
         }
         files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
@@ -350,20 +346,31 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
         return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
 
 
-# ── What is in memory ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The live tensors ──────────────────────────────────────────────────────────────────────────────
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
-    """Return the sum of each tensor's bit patterns modulo 2^64, the same for every sharding. Collective.
+    """Return the sum of each tensor's bit patterns modulo 2^64. Collective.
 
-    Parts of a tensor add up. Replicas count once, but a replica with other bits counts too and changes the sum.
+    The sum is the same for every sharding. Replicas count once, unless their bits differ.
     """
-    ranks = from_all_ranks({name: (block_of(tensor).offset, sum_of_bits(tensor)) for name, tensor in tensors.items()})
-    return {name: sum(bits for _, bits in {parts[name] for parts in ranks}) % 2**64 for name in tensors}
+    ranks = from_all_ranks(
+        {
+            name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))  # which identify a block
+            for name, tensor in tensors.items()
+        }
+    )
+    return {
+        name: sum(bits for _, bits in {blocks[name] for blocks in ranks}) % 2**64
+        for name in tensors  # a set has each block once
+    }
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum over this process's part of a tensor, whose values are read as integers. Waits for the device."""
+    """Return the sum of the bit patterns, as integers, in this process's part of a tensor.
+
+    The host waits for the device.
+    """
     bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
     return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE))
 

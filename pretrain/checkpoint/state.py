@@ -35,7 +35,7 @@ class TrainState:
         return self.step + self.left_out, self.steps + self.left_out
 
     def advance(self, *, tokens: int, valid_tokens: int, place: int, skipped: bool = False) -> None:
-        """Count one step that took `tokens` over all ranks. Its packs end at `place` of the stream."""
+        """Count one step of `tokens` over all ranks, whose packs end at `place` in the stream."""
         self.step += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens

@@ -69,13 +69,13 @@ class ResumePoint:
         return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
 
     def place(self, job: Job) -> int:
-        """Return the place in the stream of the pack after the checkpoint's last, whatever the length of packs is now."""
+        """Return the place in the stream after the checkpoint's last pack, in packs of this job."""
         identity, progress = self.record["identity"], self.record["progress"]
         if self.is_of_another_stream(job):
             return 0
         steps = progress["step"] + progress["left_out"]
         packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
-        # Older checkpoints have no place. Their counters give it.
+        # Checkpoints of earlier versions have no place. Their counters give it.
         return -(-progress.get("place", packs) * identity["data.length"] // job.recipe.data.length)
 
     def shift(self, job: Job) -> int:
@@ -224,7 +224,8 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
-    index, stored = read_manifest(source.path).optimizer, {}
+    index = read_manifest(source.path).optimizer
+    stored: dict[str, torch.Tensor] = {}
     targets = assembly.optimizer_tensors | histories_in(source, assembly)
     if saved != mode:
         stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
@@ -245,24 +246,35 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
 
 
 def require_restored(source: ResumePoint, assembly: Assembly) -> None:
-    """Raise TrainingHalted unless weights, moments, remainders and histories have the checkpoint's bits. Collective.
+    """Raise TrainingHalted unless the live tensors have the checkpoint's bits. Collective.
 
-    Tensors that this run keeps in another dtype are not compared, nor are those of a checkpoint without checksums.
+    Compared are weights, moments, remainders and histories that have the checkpoint's dtype.
+    Checkpoints of earlier versions have no checksums.
     """
     manifest = read_manifest(source.path)
     saved = manifest.model | manifest.optimizer
-    live = assembly.tensors | named_state(assembly.optimizer, assembly.hf) | histories_in(source, assembly)
-    alike = {name: tensor for name, tensor in live.items() if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]}
-    if wrong := [name for name, bits in checksums(alike).items() if saved[name].checksum not in (None, bits)]:
+    live = {
+        **assembly.tensors,
+        **named_state(assembly.optimizer, assembly.hf),
+        **histories_in(source, assembly),
+    }
+    comparable = {
+        name: tensor
+        for name, tensor in live.items()
+        if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]  # and not converted
+    }
+    present = checksums(comparable)
+    if wrong := [name for name in present if saved[name].checksum not in (None, present[name])]:
         raise TrainingHalted(
             source.step,
-            f"{source.path}: {len(wrong)} tensors are not what was saved: {some_of(wrong)}. Nothing was trained. The "
-            "fault lies in the code or in the device, not in the recipe",
+            f"{source.path}: {len(wrong)} tensors in memory differ from what was saved: "
+            f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
+            "not in the recipe",
         )
 
 
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, torch.Tensor]:
-    """Return the run's histories and scales of delayed scaling, live, or none if the checkpoint does not hold them."""
+    """Return the live histories and scales of delayed scaling if the checkpoint holds them."""
     return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
 

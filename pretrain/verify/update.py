@@ -7,7 +7,6 @@ would. Only the gradients' norm is of all values, and is computed again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,8 +36,11 @@ ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
 BF16_VALUED = 0.9  # of FP32 sums over several microbatches, at most, that BF16 could hold as they are
 
 
-def picked(tensor: Tensor, updates: int = 0) -> Tensor:
-    """Return at most VALUES values of this process's part of a tensor, evenly spaced, others after each update."""
+def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
+    """Return at most VALUES evenly spaced values of this process's part of a tensor.
+
+    Which values these are changes with the number of `updates`.
+    """
     values = local_part(tensor).reshape(-1)
     stride = -(-values.numel() // VALUES) or 1
     return values[updates % stride :: stride]
@@ -54,16 +56,21 @@ class StepCheck:
 
     @contextmanager
     def passes(self, step: StepBatches, place: int = 0) -> Iterator[None]:
-        """Observe the microbatches of `step`, whose first pack must be at `place` in the stream. Collective."""
+        """Observe the microbatches of `step`, whose packs must begin at `place` in the stream.
+
+        Collective.
+        """
         seen: list[Tensor] = []  # of each whose backward has begun, its number of labels and the factor of its summed loss
-        rounded: list[Tensor] = []  # whether the sums of two microbatches fit BF16, as a bool on the device
-        # On the device, for which the host does not wait here. A sum of magnitudes is not 0 if any of them is not.
-        left_over = torch.stack(torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)).count_nonzero()
+        rounded: list[Tensor] = []  # a bool on the device: the sums of two microbatches fit BF16
+        # The host does not wait for the device here. Sums of magnitudes, as squares may underflow.
+        left_over = torch.stack(
+            torch._foreach_norm(self._gradients(), 1, dtype=torch.float32),
+        ).count_nonzero()
 
         def after_forward(module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor) -> None:
             labels = (inputs["labels"] != IGNORE).sum().double()
             loss.register_hook(lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()])))
-            if len(seen) == 2:  # the third microbatch adds bits, which would hide that a sum was rounded
+            if len(seen) == 2:  # the third microbatch's bits would hide that a sum was rounded
                 rounded.append(self._fit_bf16())
 
         with (
@@ -76,15 +83,19 @@ class StepCheck:
         total, counted = int(self._accelerator.reduce(labels.sum(), reduction="sum")), step.valid_tokens
         old = sorted({name for (name, _), is_old in self._are_old.items() if is_old})
         evaluating = [name for name, module in self._packed.named_modules() if not module.training]
-        begin = step.places.start
         claims = {  # lines of the message, and whether they are true
-            f"the step's packs begin at place {begin:,} of the stream, not at {place:,}": begin != place,
+            f"its packs begin at place {step.places.start:,}, not {place:,}": (
+                step.places.start != place  # in the stream
+            ),
             f"{int(left_over)} gradients were not cleared before the step": left_over,
             f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}": evaluating,
-            f"weights of {len(old)} products are copies from before the last update: {some_of(old)}": old,
+            f"{len(old)} products use weights from before the last update: {some_of(old)}": old,
             f"{total:,} labels were trained on, and the step counts {counted:,}": total != counted,
-            f"the loss of a token is not divided by the step's {counted:,} labels": not all(
-                math.isclose(factor * max(counted, 1), 1, rel_tol=1e-5) for factor in factors.tolist()
+            f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
+                factors * max(counted, 1),
+                torch.ones_like(factors),
+                rtol=1e-5,
+                atol=0,
             ),
             "gradients add up in BF16, not in FP32: their sums have no more bits": (
                 any(rounded) or (len(seen) > 1 and self._fit_bf16())
@@ -93,9 +104,9 @@ class StepCheck:
         self._wrong = [line for line, is_wrong in claims.items() if is_wrong]
 
     def _gradients(self) -> list[Tensor]:
-        """Return this process's parts of the gradients that exist, and first an empty tensor, as there may be none."""
+        """Return this process's parts of all gradients, and first an empty tensor."""
         return [
-            torch.zeros(0, device=self._packed.hf.device),
+            torch.zeros(0, device=self._packed.hf.device),  # there may be no gradient
             *(
                 local_part(gradient)
                 for parameter in self._packed.parameters()
@@ -104,8 +115,10 @@ class StepCheck:
         ]
 
     def _fit_bf16(self) -> Tensor:
-        """Return whether FP32 sums of gradients, by some values of each, fit BF16 without rounding: a bool on the device."""
-        values = torch.cat([picked(gradient) for gradient in self._gradients() if gradient.dtype == torch.float32])
+        """Return whether some values of each FP32 sum of gradients fit BF16: a bool tensor."""
+        values = torch.cat(
+            [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32],
+        )
         fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
         return fits.sum() > BF16_VALUED * (values != 0).sum()
 
@@ -122,7 +135,13 @@ class StepCheck:
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
         """Sees the update of `step`, which comes after so many `updates`, at the schedule's `learning_rate`. Raises
         TrainingHalted, on all processes, where one of them has seen anything wrong. Collective."""
-        by_torch = TorchUpdate(self._packed.hf, self._optimizer, self._recipe, learning_rate, updates)
+        by_torch = TorchUpdate(
+            self._packed.hf,
+            self._optimizer,
+            self._recipe,
+            learning_rate,
+            updates,
+        )
         yield
         wrong = [*self._wrong, *by_torch.differences()]
         if largest_over_ranks(self._accelerator, len(wrong)):
@@ -137,7 +156,14 @@ class StepCheck:
 class TorchUpdate:
     """What torch makes of some values, when the gradients are whole."""
 
-    def __init__(self, model: nn.Module, optimizer: ExactAdamW, recipe: Recipe, learning_rate: float, updates: int) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ExactAdamW,
+        recipe: Recipe,
+        learning_rate: float,
+        updates: int,
+    ) -> None:
         self._optimizer, self._recipe, self._updates = optimizer, recipe, updates
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and gradient_of(p) is not None}
         self._names, self._parameters = list(trained), list(trained.values())
@@ -150,10 +176,10 @@ class TorchUpdate:
         norms = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
         limit, norm = recipe.optimizer.clip, torch.stack(norms).square().sum().sqrt()
         coefficient = 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
-        values = [picked(gradient, updates) for gradient in gradients]
-        self._sizes = torch.tensor([len(each) for each in values], device=self._device)
-        self._tensor_of = torch.arange(len(values), device=self._device).repeat_interleave(self._sizes)  # of each value
-        gradient = torch.cat(values).float()
+        picked = [some_values(gradient, updates) for gradient in gradients]
+        self._sizes = torch.tensor([len(each) for each in picked], device=self._device)
+        self._tensor_of = torch.arange(len(picked), device=self._device).repeat_interleave(self._sizes)  # of each value
+        gradient = torch.cat(picked).float()
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient * coefficient, learning_rate)
 
@@ -199,10 +225,20 @@ class TorchUpdate:
     def _values(self) -> dict[str, Tensor]:
         """The picked values in FP32 of all parameters, one after another: weights that updates apply to, and moments."""
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
-        weights = torch.cat([picked(parameter, self._updates) for parameter in self._parameters])
+        weights = torch.cat(
+            [some_values(parameter, self._updates) for parameter in self._parameters],
+        )
         if all("remainder" in state for state in states):
-            weights = join(weights, torch.cat([picked(state["remainder"], self._updates) for state in states]))
-        moments = {name: torch.cat([picked(state[name], self._updates) for state in states]).float() for name in MOMENTS}
+            weights = join(
+                weights,
+                torch.cat([some_values(state["remainder"], self._updates) for state in states]),
+            )
+        moments = {
+            name: torch.cat(
+                [some_values(state[name], self._updates) for state in states],
+            ).float()
+            for name in MOMENTS
+        }
         return {"weights": weights.float()} | moments
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:

@@ -50,7 +50,10 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert not (tmp_path / "none").exists()
 
 
-def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(train_here: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
+    train_here: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """In FP32, where the audit has nothing to see."""
     sums = evaluate.held_out_sums
 
@@ -61,7 +64,8 @@ def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(train_here: Calla
 
     monkeypatch.setattr(evaluate, "held_out_sums", left_in_it)
     run = train_here("evaluate.every=3", "log.fp8_statistics=5")
-    assert run.status == 3 and "step 5: " in run.err and "are in evaluation mode" in run.err, run.output
+    assert run.status == 3, run.output
+    assert "step 5: " in run.err and "are in evaluation mode" in run.err
 
 
 def test_random_weights_are_not_evaluated(train_here: Callable) -> None:

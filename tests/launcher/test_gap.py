@@ -80,7 +80,10 @@ def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_up
     assert any(line.name.endswith("layers.1") for line in drawn)
 
 
-def test_a_gradient_that_the_meter_leaves_is_found(started: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gradient_that_the_meter_leaves_is_found(
+    started: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gap, "clear_gradients", lambda optimizer, model: None)
     assert "gradients were not cleared" in started("run", "log.gap=1", status=3).err
 

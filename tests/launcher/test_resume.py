@@ -81,7 +81,7 @@ def outcome(run: Finished) -> list[Any]:
     return [figures, saved(run.run_dir, STEPS), final]
 
 
-def test_a_recomputed_layer_draws_the_dropout_of_its_forward(alone: Finished, run: Callable) -> None:
+def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
     recomputed = run("model.gradient_checkpointing=full")
     assert recomputed.status == 0 and recomputed.losses() == alone.losses(), recomputed.output
 
@@ -200,11 +200,11 @@ def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_her
         assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept
 
 
-# ── What is restored ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── What is restored ──────────────────────────────────────────────────────────────────────────────
 
 
 def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.MonkeyPatch], None]:
-    """A fault: `change` the assembly when a checkpoint was loaded into it."""
+    """Make a fault that changes the assembly after a checkpoint was loaded into it."""
     load = resume.load_weights
 
     def loaded(source: Any, checkpoints: Any, mode: Any, assembly: Assembly) -> list[str]:
@@ -215,67 +215,95 @@ def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.Monk
     return lambda patch: patch.setattr(resume, "load_weights", loaded)
 
 
-def forget(assembly: Assembly, key: str) -> None:
-    for state in assembly.optimizer.state.values():
-        state[key] = state[key].new_zeros(state[key].shape)
+def forget(key: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that replaces the optimizer's `key` state by new zeros."""
+
+    def change(assembly: Assembly) -> None:
+        for state in assembly.optimizer.state.values():
+            state[key] = torch.zeros_like(state[key])
+
+    return after_loading(change)
 
 
-def one_bit_more(assembly: Assembly) -> None:
-    bits = assembly.tensors["transformer.ln_f.bias"].data.view(torch.int16)
-    bits[0] += 1
+def flip_a_bit(assembly: Assembly) -> None:
+    assembly.tensors["transformer.ln_f.bias"].data.view(torch.int16)[0] ^= 1
 
 
-def moved(patch: pytest.MonkeyPatch, owner: type, name: str, change: Callable[[Any], Any]) -> None:
-    now = vars(owner)[name]
-    patch.setattr(owner, name, property(lambda state: change(now.fget(state))) if isinstance(now, property) else change(now))
+def repeat_a_pack(patch: pytest.MonkeyPatch) -> None:
+    shift = resume.ResumePoint.shift
+    patch.setattr(resume.ResumePoint, "shift", lambda source, job: shift(source, job) - 1)
+
+
+def skip_a_step(patch: pytest.MonkeyPatch) -> None:
+    steps = TrainState.data_steps.fget
+    later = property(lambda state: tuple(step + 1 for step in steps(state)))
+    patch.setattr(TrainState, "data_steps", later)
 
 
 FAULTS = {
-    "second moments are forgotten": (after_loading(lambda built: forget(built, "exp_avg_sq")), "exp_avg_sq/"),
-    "remainders are forgotten": (after_loading(lambda built: forget(built, "remainder")), "remainder/"),
-    "a weight has another bit": (after_loading(one_bit_more), "1 tensors are not .*transformer.ln_f.bias"),
-    "histories are forgotten": (after_loading(lambda built: built.context.forget()), "amax_history"),
-    "a pack is repeated": (
-        lambda patch: moved(patch, resume.ResumePoint, "shift", lambda shift: lambda *given: shift(*given) - 1),
-        "begin at place 15 of the stream, not at 16",
+    "second moments are forgotten": (forget("exp_avg_sq"), "exp_avg_sq/"),
+    "remainders are forgotten": (forget("remainder"), "remainder/"),
+    "a weight has another bit": (after_loading(flip_a_bit), "1 tensors .*transformer.ln_f.bias"),
+    "histories are forgotten": (
+        after_loading(lambda assembly: assembly.context.forget()),
+        "amax_history",
     ),
-    "a step is passed over": (
-        lambda patch: moved(patch, TrainState, "data_steps", lambda steps: (steps[0] + 1, steps[1] + 1)),
-        "begin at place 24 of the stream, not at 16",
-    ),
+    "a pack is repeated": (repeat_a_pack, "packs begin at place 15, not 16"),
+    "a step is skipped": (skip_a_step, "packs begin at place 24, not 16"),
 }
-LOW = ("precision=delayed", "weights=bf16_exact", "fp8_config.on_unsupported=emulate", "train.steps=4")
+LOW = (
+    "precision=delayed",
+    "weights=bf16_exact",
+    "fp8_config.on_unsupported=emulate",
+    "train.steps=4",
+)
 
 
 @pytest.fixture(scope="module")
-def saved_twice(recipe: dict[str, Any], start_here: Callable, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run in low precision with exact weights that was saved after steps 2 and 4."""
+def low(
+    recipe: dict[str, Any],
+    start_here: Callable,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Return the folder of a run in low precision that was saved after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("low")
-    finished = start_here(recipe | {"run_dir": str(folder / "run")}, folder, *LOW, "checkpoint.every=2")
+    run_dir = folder / "run"
+    finished = start_here(recipe | {"run_dir": str(run_dir)}, folder, *LOW, "checkpoint.every=2")
     assert finished.status == 0, finished.output
-    return finished.run_dir
+    return run_dir
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_resume_that_does_not_go_on_from_what_was_saved_stops(
-    fault: str, saved_twice: Path, run: Callable, monkeypatch: pytest.MonkeyPatch
+def test_a_resume_from_anything_but_what_was_saved_stops(
+    fault: str,
+    low: Path,
+    run: Callable,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     make, line = FAULTS[fault]
     make(monkeypatch)
-    resumed = run(*LOW, "--resume", str(saved_twice / "checkpoints/step-00000002"))
+    resumed = run(*LOW, "--resume", str(low / "checkpoints/step-00000002"))
     assert resumed.status == 3 and re.search(line, resumed.err), resumed.output
 
 
-def test_a_checkpoint_without_checksums_is_resumed_as_ever(alone: Finished, copied: Callable, run: Callable) -> None:
+def test_a_checkpoint_without_checksums_is_resumed(
+    alone: Finished,
+    copied: Callable,
+    run: Callable,
+) -> None:
     folder = copied(8, STEPS) / "checkpoints/step-00000004"
-    manifest, state = (json.loads((folder / f"{name}.json").read_text()) for name in ("manifest", "state"))
-    assert all(entry.pop("checksum") for kind in ("model", "optimizer") for entry in manifest[kind].values())
+    manifest = json.loads((folder / "manifest.json").read_text())
+    state = json.loads((folder / "state.json").read_text())
+    for kind in ("model", "optimizer"):
+        assert all(entry.pop("checksum") for entry in manifest[kind].values())
     assert state["progress"].pop("place") == 4 * 8
     (folder / "state.json").write_text(json.dumps(state))
     for record in manifest["files"]:
         content = (folder / record["name"]).read_bytes()
-        record |= {"size": len(content), "hashes": {"sha256": hashlib.sha256(content).hexdigest()}}
+        record["size"] = len(content)
+        record["hashes"] = {"sha256": hashlib.sha256(content).hexdigest()}
     del manifest["sha256"]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
     finished = run()
-    assert finished.status == 0 and "at step 4" in finished.output and outcome(finished) == outcome(alone)
+    assert finished.status == 0 and "at step 4" in finished.output, finished.output
+    assert outcome(finished) == outcome(alone)

@@ -27,7 +27,7 @@ LINES = {
     "a tenth of each gradient stays after a step": "gradients were not cleared",
     "a step is trained in evaluation mode": "modules are in evaluation mode",
     "moments are BF16, not FP32": "exp_avg are bfloat16",
-    STALE: "copies from before the last update: ",
+    STALE: "products use weights from before the last update: ",
 }
 BY_NAME = {fault.what: fault for fault in FAULTS}
 

@@ -149,7 +149,10 @@ def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: Ste
     round_to_bf16(run)
 
 
-@fault_of_update("FP32 sums are rounded to BF16 before each microbatch", lambda run: len(run.step.microbatches) > 2)
+@fault_of_update(
+    "FP32 sums are rounded to BF16 before each microbatch",
+    lambda run: len(run.step.microbatches) > 2,
+)
 @changing_passes
 def sums_rounded_between(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
     with run.packed.register_forward_pre_hook(lambda *_: round_to_bf16(run)):
@@ -161,7 +164,10 @@ def not_cleared(run: SmallRun, patch: Patch) -> None:
     patch.setattr(small_runs, "clear_gradients", lambda optimizer, model: None)
 
 
-@fault_of_update("a tenth of each gradient stays after a step", lambda run: not run.accelerator.is_fsdp2)
+@fault_of_update(
+    "a tenth of each gradient stays after a step",
+    lambda run: not run.accelerator.is_fsdp2,
+)
 def tenth_stays(run: SmallRun, patch: Patch) -> None:
     patch.setattr(gradients, "empty_sums", lambda sums: sums.mul_(0.1))
 
