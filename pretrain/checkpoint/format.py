@@ -12,7 +12,8 @@
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
      "files":     [{"name": "model-00000-of-00002-part-000.safetensors", "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
-     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "checksum": 33292288,
+                                         "pieces": [
                       {"file": "model-00000-of-00002-part-000.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
@@ -141,6 +142,7 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    checksum: int | None = None  # of the live tensor; None in checkpoints of earlier versions
 
 
 @dataclass(frozen=True)
@@ -190,7 +192,11 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
-def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorEntry]:
+def lay_out(
+    kind: str,
+    offers: list[dict[str, ShardBlock]],
+    checksums: Mapping[str, int | None],
+) -> dict[str, TensorEntry]:
     """The index of a checkpoint: which rank writes each block into which file. Each distinct block is for one of the ranks that
     hold it, the largest first for the one with least to write (LPT), which begins a new file after each PART_BYTES.
 
@@ -210,7 +216,15 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorE
             file = f"{rank_stem(kind, rank, len(offers))}-part-{written[rank] // PART_BYTES:03d}.safetensors"
             pieces[name].append(Piece(file, block.offset, block.shape))
             written[rank] += block.bytes
-    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
+    return {
+        name: TensorEntry(
+            whole[name].dtype,
+            whole[name].global_shape,
+            tuple(parts),
+            checksums[name],
+        )
+        for name, parts in pieces.items()
+    }
 
 
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

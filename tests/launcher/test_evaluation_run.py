@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pretrain.__main__ import main
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.run import evaluate
 from tests.conftest import Finished, contents
 from tests.golden.runs import steps_saved
 
@@ -45,6 +48,24 @@ def test_the_best_checkpoint_is_kept_and_exported(
     alone = train_here(*source, recipe=recipe)
     assert alone.status == 0 and losses_printed(alone)["fp32"] == pytest.approx(losses[6], abs=1e-4)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
+    train_here: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In FP32, where the audit has nothing to see."""
+    sums = evaluate.held_out_sums
+
+    def left_in_it(model: PackedLanguageModel, *rest: Any) -> torch.Tensor:
+        of_all = sums(model, *rest)
+        model.eval()
+        return of_all
+
+    monkeypatch.setattr(evaluate, "held_out_sums", left_in_it)
+    run = train_here("evaluate.every=3", "log.fp8_statistics=5")
+    assert run.status == 3, run.output
+    assert "step 5: " in run.err and "are in evaluation mode" in run.err
 
 
 def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
