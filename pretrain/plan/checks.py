@@ -129,11 +129,15 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """InputError for a model of more than text, and packs beyond its positions."""
+    """InputError for a model of more than text or without layers, and for too long packs."""
     kind, config, length = type(model).__name__, model.get_text_config(), recipe.data.length
     _require(
         hasattr(model, "vocab_size"),
         f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone",
+    )
+    _require(
+        getattr(config, "num_hidden_layers", None) != 0,
+        f"`model.config`: {kind} has `num_hidden_layers: 0`; set it to 1 or more",
     )
     positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit
     _require(
