@@ -196,6 +196,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # which would untie the head
         # Each decoder layer is a group of shards, as the model itself names them. Checkpoints are not accelerate's.
         environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+        if environ.pop("FSDP_IGNORED_MODULES", None):
+            notices.append("left out: `fsdp_ignored_modules`: every module is sharded")
         environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
     for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         del environ[variable]  # `replicas` is all that is left of it
