@@ -135,14 +135,14 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
         hasattr(model, "vocab_size"),
         f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone",
     )
-    _require(
-        getattr(config, "num_hidden_layers", None) != 0,
-        f"`model.config`: {kind} has `num_hidden_layers: 0`; set it to 1 or more",
-    )
     positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit
     _require(
         positions < 0 or length <= positions,
         f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens",
+    )
+    _require(
+        getattr(config, "num_hidden_layers", None) != 0,
+        "`model.config`: `num_hidden_layers: 0` is no model; set it to 1 or more",
     )
 
 

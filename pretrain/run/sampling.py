@@ -107,11 +107,11 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             else f"{folder}: there is no such folder; name a run's, as runs/my-fp32-fp32, or a model's"
         )
     load_config(ModelSettings(source=str(folder)))  # refuses a model that brings code of its own
-    # sdpa: the attention that a foreign config.json names may be a kernel of the hub.
+    # eager: the attention that a foreign config.json names may be a kernel of the hub.
     hf = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype="auto",
-        attn_implementation="sdpa",
+        attn_implementation="eager",
         trust_remote_code=False,
     )
     return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
