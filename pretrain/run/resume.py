@@ -18,7 +18,7 @@ from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, checksums
-from pretrain.checkpoint.format import DTYPE_NAMES, STATE, newest_in, read_manifest, step_folders
+from pretrain.checkpoint.format import DTYPE_NAMES, MANIFEST, STATE, newest_in, read_manifest, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState, TrainingHalted, some_of
 from pretrain.metrics.run_folder import SUMMARY_FILE
@@ -115,6 +115,9 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     path = path or begin_of(job.recipe)
     if path is None:
         return None
+    if begins and not (path / MANIFEST).is_file():
+        example = newest_in(path) if newest_in(path) != path else "RUN/checkpoints/step-00000100"
+        raise InputError(f"`train.begin_with`: {path}: is no checkpoint; name one, as {example}")
     record = checkpoints.read_state(path)
     identity, present, past, own = record["identity"], job.identity, record["past"], checkpoints.owns(path)
     steps, longer = record["progress"]["steps"], []

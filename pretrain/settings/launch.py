@@ -233,6 +233,8 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
             left_out.append("FSDP: each process holds the whole model")
         # Each decoder layer is a group of shards, as the model itself names them.
         environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+        if environ.pop("FSDP_IGNORED_MODULES", None):
+            left_out.append("`fsdp_ignored_modules`: every module is sharded")
         environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(

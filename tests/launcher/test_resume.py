@@ -135,6 +135,15 @@ def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     assert outcome(again)[-1] == outcome(alone)[-1]
 
 
+def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
+    alone: Finished,
+    run: Callable,
+) -> None:
+    message = run(f"train.begin_with={alone.run_dir}").refusal
+    newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    assert message.startswith("`train.begin_with`") and f"name one, as {newest}" in message
+
+
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
 def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     step: int, signal: Any, alone: Finished, start: Callable, run: Callable, tmp_path: Path

@@ -271,6 +271,7 @@ def fsdp(mesh: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
         (4, fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), SHARDED, 1, "`fsdp_backward_prefetch`"),
         (4, fsdp(fsdp_activation_checkpointing=True), SHARDED, 1, "`fsdp_activation_checkpointing`"),
         (4, fsdp(fsdp_activation_checkpointing_offload=True), SHARDED, 1, "`fsdp_activation_checkpointing_offload`"),
+        (4, fsdp(fsdp_ignored_modules=".*norm"), SHARDED, 1, "`fsdp_ignored_modules`"),
         (4, fsdp(mesh(1, 4)), SHARDED, 1, ""),
         (4, fsdp(mesh(4, 1)), DDP, 1, "FSDP"),
         (8, fsdp(mesh(2, 4)), SHARDED, 2, ""),
@@ -286,6 +287,7 @@ def test_a_file_that_accelerate_writes_trains(
     assert not any(key.startswith("PARALLELISM_") for key in environ) and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
     if becomes == SHARDED:
         assert environ["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environ
+        assert "FSDP_IGNORED_MODULES" not in environ
         assert {environ[f"FSDP_{key}"] for key in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING")} == {"false"}
 
 
