@@ -66,6 +66,8 @@ class Shard(Packs):
         if (entry["format"], entry["version"]) != ("mds", 2):
             raise InputError(f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read")
         raw, self.folder, self.samples = entry["raw_data"], folder, entry["samples"]
+        if Path(raw["basename"]).is_absolute() or ".." in Path(raw["basename"]).parts:
+            raise InputError(f"{folder / INDEX}: {raw['basename']} is outside of it; {_REMEDY}")
         self.record = FileRecord(raw["basename"], raw["bytes"], raw["hashes"])
         self.path = folder / self.record.name
         if entry["zip_data"] and not self.path.exists():
