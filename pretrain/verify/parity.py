@@ -42,7 +42,8 @@ from pretrain.verify.reference_model import (
 )
 from pretrain.verify.reference_quantizer import watching_quantizers
 
-SEVENTHS = (0, 1, 3, 5, 7)  # of a pack, where its documents begin and end: no block of a kernel ends there
+# of a pack, where its documents begin and end: no block of a kernel ends there
+SEVENTHS = (0, 1, 3, 5, 7)
 DOCUMENTS = 3  # of the first microbatch that have labels
 LABELS = 341  # of a document, at most
 # Tokens of the second microbatch's document that the plain side computes at most, by device. Eager
@@ -55,9 +56,13 @@ PLAIN_BYTES = 16
 # Larger biases would make the rows of a small model's attention nearly equal, and so their errors.
 NOISE, NOISE_ON_ZEROS = 0.1, 0.01
 LOGITS = 3.0  # standard deviation of a fresh model's logits: some tokens are likely, and none alone
-SUMS_APART = 0.1  # of a gradient over several microbatches, from the sum of theirs: kernels may add in another order
-NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
-FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+# of a gradient over several microbatches, from the sum of theirs: kernels may add in another order
+SUMS_APART = 0.1
+# by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within
+# 1.3
+NORM_RATIO = 2.0
+# FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+FP32_OF_BF16 = 2.0**-8
 SHOWN = 10  # the worst of a table
 
 
@@ -74,8 +79,10 @@ class Parity:
     gradient_norm: float
     tensors: Sequence[Compared]  # the worst first
     products: Sequence[Compared] = ()  # the worst first
-    codes: Sequence[Compared] = ()  # of some operands, with the reference quantizer's; the worst first
-    sums: Sequence[Compared] = ()  # quantized gradients over all microbatches, with the sum of each one's; the worst first
+    # of some operands, with the reference quantizer's; the worst first
+    codes: Sequence[Compared] = ()
+    # quantized gradients over all microbatches, with the sum of each one's; the worst first
+    sums: Sequence[Compared] = ()
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
 
@@ -90,14 +97,19 @@ class Parity:
     def record(self) -> dict[str, Any]:
         """What audit.json says: the figures, the worst tensors and products, and how many there were."""
         counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
-        worst = {name: getattr(self, name)[:SHOWN] for name in ("tensors", "products", "codes", "sums")}
+        worst = {
+            name: getattr(self, name)[:SHOWN] for name in ("tensors", "products", "codes", "sums")
+        }
         return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
         """TrainingHalted with what differs and what to try, unless all is within the tolerance."""
         if not self.failures:
             return
-        lines = ["parity: this run would not train what plain transformers trains:", *(f"  {line}" for line in self.failures)]
+        lines = [
+            "parity: this run would not train what plain transformers trains:",
+            *(f"  {line}" for line in self.failures),
+        ]
         lines.append(
             "Nothing has been trained; audit.json has all figures. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
             "`model.attention=sdpa`, one by one, show what is at fault; `parity=off` trains without this check."
@@ -123,7 +135,10 @@ def check_parity(
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), model.context.preserving_state():
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            model.context.preserving_state(),
+        ):
             parity = check.run(step, packs, mask_boundaries)
         if sum(from_all_ranks(len(parity.failures))) and not parity.failures:
             parity.failures.append("of another process")
@@ -177,7 +192,10 @@ class _Check:
             head.register_forward_pre_hook(lambda head, inputs: (sharper * inputs[0], inputs[1])),
         ):
             advance()
-            with holding(self.model.context, quantizing=False), recording_choices(self.model) as chosen:
+            with (
+                holding(self.model.context, quantizing=False),
+                recording_choices(self.model) as chosen,
+            ):
                 loss = self._pass(step) * mean_over
             losses, reference, loss_noise, noise = self._plain(
                 _as_chosen([documents for _, documents in drawn], chosen),
@@ -186,8 +204,12 @@ class _Check:
                 sharper,
             )
             gradients = self._gradients()
-            dtypes = {self.model.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
-            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
+            dtypes = {
+                self.model.context.compute_dtype,
+                *(each.dtype for each in gradients.values() if each is not None),
+            }
+            # gradients may add up in BF16
+            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
             parity = Parity(
                 failures=failures,
                 tokens=tokens,
@@ -197,10 +219,15 @@ class _Check:
                 gradient_norm=gradient_norm(self.model.parameters()).item(),
                 tensors=judge(distances(gradients, reference), noise, resolution),
             )
-            if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:  # not-a-number is never tolerated
+            # not-a-number is never tolerated
+            if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:
                 losses_of_both = f"{loss:.6f}, of plain transformers {parity.reference_loss:.6f}"
-                failures.append(f"loss of the packed path {losses_of_both}; tolerated is {parity.loss_tolerated:.2g} apart")
-            failures += worst_of(parity.tensors, "gradients", "the packed path is not plain transformers")
+                failures.append(
+                    f"loss of the packed path {losses_of_both}; tolerated is {parity.loss_tolerated:.2g} apart"
+                )
+            failures += worst_of(
+                parity.tensors, "gradients", "the packed path is not plain transformers"
+            )
             if self.active.precision.quantized:
                 del reference
                 failures += self._quantized(parity, step, mean_over)
@@ -223,9 +250,12 @@ class _Check:
         for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
             parameter.data = parameter.data.to(torch.bfloat16)
         rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens, sharper)
-        for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
+        # modules whose forward was replaced are cycles, which wait for the collector
+        for parameter in plain.parameters():
             parameter.data = parameter.data.new_empty(0)
-        loss_noise = math.sqrt(sum(from_all_ranks((rounded_losses - losses).double().square().sum().item())) / tokens)
+        loss_noise = math.sqrt(
+            sum(from_all_ranks((rounded_losses - losses).double().square().sum().item())) / tokens
+        )
         return losses, reference, loss_noise, distances(rounded, reference)
 
     def _plain_pass(
@@ -242,30 +272,56 @@ class _Check:
             self.model.hf.get_output_embeddings().settings,
             sharper,
         )
-        for name in gradients:  # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
-            gradients[name] = self.accelerator.reduce(gradients[name].div_(valid_tokens), reduction="sum")
+        # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
+        for name in gradients:
+            gradients[name] = self.accelerator.reduce(
+                gradients[name].div_(valid_tokens), reduction="sum"
+            )
         return losses, gradients
 
     def _quantized(self, parity: Parity, step: StepBatches, mean_over: float) -> list[str]:
         """Compares the quantized path with the unquantized one of `parity`, which gets the figures; returns what is wrong."""
         advance()
-        if self.model.context.state():  # delayed scaling sees the gradients of other labels, here and in the passes that follow
+        # delayed scaling sees the gradients of other labels, here and in the passes that follow
+        if self.model.context.state():
             self._pass(step)
         parity.sums = self._compare_sums(step)
         with ExitStack() as watching:
-            parity.products, histories = watching.enter_context(watching_products(self.model, self.active))
-            parity.codes = watching.enter_context(watching_quantizers(self.model.context, self.active))
+            parity.products, histories = watching.enter_context(
+                watching_products(self.model, self.active)
+            )
+            parity.codes = watching.enter_context(
+                watching_quantizers(self.model.context, self.active)
+            )
             parity.quantized_loss = self._pass(step, watching) * mean_over
         parity.quantized_gradient_norm = gradient_norm(self.model.parameters()).item()
-        lines = worst_of(parity.products, "low-precision products", "they are not what the format makes")
-        lines += worst_of(parity.codes, "codes of operands", "the format's quantizer is not the reference quantizer")
-        lines += worst_of(parity.sums, "gradients over two microbatches", "they are not the sum of each one's")
+        lines = worst_of(
+            parity.products, "low-precision products", "they are not what the format makes"
+        )
+        lines += worst_of(
+            parity.codes,
+            "codes of operands",
+            "the format's quantizer is not the reference quantizer",
+        )
+        lines += worst_of(
+            parity.sums, "gradients over two microbatches", "they are not the sum of each one's"
+        )
         if histories:
-            lines.append(f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them")
+            lines.append(
+                f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them"
+            )
         loss, norm = parity.quantized_loss, parity.quantized_gradient_norm
-        if not (math.isfinite(loss) and parity.gradient_norm / NORM_RATIO <= norm <= parity.gradient_norm * NORM_RATIO):
-            losses, norms = f"{loss:.6f} and {parity.loss:.6f}", f"{norm:.4g} and {parity.gradient_norm:.4g}"
-            lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
+        if not (
+            math.isfinite(loss)
+            and parity.gradient_norm / NORM_RATIO <= norm <= parity.gradient_norm * NORM_RATIO
+        ):
+            losses, norms = (
+                f"{loss:.6f} and {parity.loss:.6f}",
+                f"{norm:.4g} and {parity.gradient_norm:.4g}",
+            )
+            lines.append(
+                f"quantized path and unquantized one: loss {losses}, gradient norm {norms}"
+            )
         return lines
 
     def _compare_sums(self, step: StepBatches) -> list[Compared]:
@@ -293,19 +349,30 @@ class _Check:
         return sorted(compared, key=lambda tensor: tensor.excess, reverse=True)
 
     def _gradients(self) -> dict[str, Tensor | None]:
-        return {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
+        return {
+            name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()
+        }
 
-    def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
+    def _pass(
+        self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None
+    ) -> float:
         """Forward and backward as in a training step; returns the loss. The next pass clears the gradients left here."""
         clear_gradients(self.optimizer, self.model)
         return forward_backward(self.model, step, self.accelerator, around_first).item()
 
 
-def _as_chosen(microbatches: Sequence[Sequence[Document]], chosen: Sequence[Sequence[Tensor]]) -> list[list[Document]]:
+def _as_chosen(
+    microbatches: Sequence[Sequence[Document]], chosen: Sequence[Sequence[Tensor]]
+) -> list[list[Document]]:
     """The documents with the experts that their tokens went to: `chosen` by layer and forward, of which a layer that is
     recomputed has two a microbatch."""
     return [
-        [each._replace(chosen=[layer[n * len(layer) // len(microbatches)][each.part] for layer in chosen]) for each in documents]
+        [
+            each._replace(
+                chosen=[layer[n * len(layer) // len(microbatches)][each.part] for layer in chosen]
+            )
+            for each in documents
+        ]
         for n, documents in enumerate(microbatches)
     ]
 
@@ -351,8 +418,10 @@ def draw_microbatch(
 # there is rounding noise without a direction. Only one thing is asked: has the measured side made something of nothing?
 NEGLIGIBLE = 1e-6
 TOTAL = "all of them together"
-LEEWAY = 2.0  # how many times its measure a tensor may be off: the median of healthy tensors is at 1
-FEW_VALUES = 9.0  # a scalar's draw may be this many times smaller than usual, one of n values n times less often
+# how many times its measure a tensor may be off: the median of healthy tensors is at 1
+LEEWAY = 2.0
+# a scalar's draw may be this many times smaller than usual, one of n values n times less often
+FEW_VALUES = 9.0
 
 
 class Distance(NamedTuple):
@@ -371,24 +440,36 @@ class Distance(NamedTuple):
         return self.apart / self.reference if self.reference else math.inf if self.apart else 0.0
 
 
-def distances(measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]) -> dict[str, Distance]:
+def distances(
+    measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]
+) -> dict[str, Distance]:
     """How far apart each gradient is, by name, and all as one under TOTAL. Collective where gradients are sharded. A parameter
     that only one side has, such as a head that came untied, counts as zero on the other; one that neither has is left out."""
     norms: list[Tensor] = []
     sizes: dict[str, int] = {}
     for name in dict.fromkeys([*reference, *measured]):
-        a, b = (None if each is None else whole(each).float() for each in (measured.get(name), reference.get(name)))
+        a, b = (
+            None if each is None else whole(each).float()
+            for each in (measured.get(name), reference.get(name))
+        )
         if a is None and b is None:
             continue
         a = torch.zeros_like(b) if a is None else a
         b = torch.zeros_like(a) if b is None else b
-        norms.append(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in (b, a - b)]))
+        norms.append(
+            torch.stack(
+                [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (b, a - b)]
+            )
+        )
         # A gate's only row errs in the one direction that tokens share, like a scalar.
         sizes[name] = 1 if a.dim() > 1 and len(a) == 1 else a.numel()
     of_all = torch.stack(norms)
-    of_all = torch.cat([of_all, torch.linalg.vector_norm(of_all, dim=0, keepdim=True)]).tolist()  # waits for the device once
+    # waits for the device once
+    of_all = torch.cat([of_all, torch.linalg.vector_norm(of_all, dim=0, keepdim=True)]).tolist()
     sizes[TOTAL] = sum(sizes.values())
-    return {name: Distance(*row, size) for (name, size), row in zip(sizes.items(), of_all, strict=True)}
+    return {
+        name: Distance(*row, size) for (name, size), row in zip(sizes.items(), of_all, strict=True)
+    }
 
 
 def judge(
@@ -406,7 +487,8 @@ def judge(
     negligible = NEGLIGIBLE * total
     known = {name: each for name, each in noise.items() if each.reference > negligible}
     typical = median([each.error for name, each in known.items() if name != TOTAL] or [0.0])
-    kinds = {name: re.sub(r"\.\d+\.", ".", name) for name in {*noise, *apart}}  # what tensors of one name in all layers share
+    # what tensors of one name in all layers share
+    kinds = {name: re.sub(r"\.\d+\.", ".", name) for name in {*noise, *apart}}
     squares: dict[str, list[float]] = defaultdict(list)
     for name, each in known.items():
         squares[kinds[name]].append(each.error**2)
@@ -417,7 +499,11 @@ def judge(
         few = 1 + FEW_VALUES / each.values  # large for a scalar only
         allowed = few * LEEWAY * resolution * max(own, usual * each.reference)
         norm = max(each.reference, negligible) or 1.0
-        judged.append(Compared.of(name, each.apart / norm, each.apart / (allowed + negligible) if each.apart else 0.0))
+        judged.append(
+            Compared.of(
+                name, each.apart / norm, each.apart / (allowed + negligible) if each.apart else 0.0
+            )
+        )
     return sorted(judged, key=lambda tensor: tensor.excess, reverse=True)
 
 
@@ -459,8 +545,16 @@ def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
     routers = model.routing.routers if model.routing else ()
     with ExitStack() as changes:
         for module in model.modules():
-            noises = ("drop", "jitter_noise", *(["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []))
-            rates = [name for name, value in vars(module).items() if isinstance(value, float) and any(n in name for n in noises)]
+            noises = (
+                "drop",
+                "jitter_noise",
+                *(["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []),
+            )
+            rates = [
+                name
+                for name, value in vars(module).items()
+                if isinstance(value, float) and any(n in name for n in noises)
+            ]
             off = {} if module in routers else dict.fromkeys(rates, 0.0)
             changes.enter_context(holding(module, training=module not in routers, **off))
         yield

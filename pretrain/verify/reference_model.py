@@ -32,7 +32,9 @@ from pretrain.settings.recipe import LossSettings
 NEAR = 0.25
 
 
-def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> Iterator[str]:
+def wrong_batches(
+    microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool
+) -> Iterator[str]:
     """Yields how microbatches differ from what the packs say whose tokens they hold. Nothing is to be learnt from a row that is
     none of `packs`, or is one for a second time.
 
@@ -42,9 +44,14 @@ def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, 
         packs_by_tokens[pack.input_ids.astype(np.int64).tobytes()].append(pack)
     for number, batch in enumerate(microbatches):
         size, length = batch.input_ids.shape[1], batch.max_seqlen
-        expected = {"labels": torch.full_like(batch.labels, IGNORE), "position_ids": batch.position_ids.clone()}
+        expected = {
+            "labels": torch.full_like(batch.labels, IGNORE),
+            "position_ids": batch.position_ids.clone(),
+        }
         offsets = {0, size, *range(0, size, length)}  # a pack's padding is an attention of its own
-        for begin, tokens in zip(range(0, size, length), batch.input_ids[0].split(length), strict=True):
+        for begin, tokens in zip(
+            range(0, size, length), batch.input_ids[0].split(length), strict=True
+        ):
             if not (alike := packs_by_tokens[tokens.numpy().tobytes()]):
                 continue
             pack = alike.pop(0)
@@ -58,7 +65,11 @@ def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, 
             for name, values in (("labels", labels), ("position_ids", positions)):
                 expected[name][0, begin : begin + ends[-1]] = values
             offsets |= {begin + end for end in ends}
-        wrong = [name for name, values in expected.items() if not torch.equal(getattr(batch, name), values)]
+        wrong = [
+            name
+            for name, values in expected.items()
+            if not torch.equal(getattr(batch, name), values)
+        ]
         wrong += [] if set(batch.cu_seqlens.tolist()) == offsets else ["cu_seqlens"]
         if wrong:
             yield f"batch: {', '.join(wrong)} of microbatch {number} are not those of the packs of step 0"
@@ -76,7 +87,8 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
         plain = type(hf)._from_config(copy.deepcopy(hf.config), dtype=torch.float32, **plainly)
     of_run = named_tensors(hf)
     with torch.no_grad():
-        for name, tensor in named_tensors(plain).items():  # one by one: gathered shards are gone before the next
+        # one by one: gathered shards are gone before the next
+        for name, tensor in named_tensors(plain).items():
             tensor.copy_(whole(of_run[name]))
             tensor.requires_grad_(of_run[name].requires_grad)
     for layer in decoder_layers(plain).values():
@@ -91,7 +103,9 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
     return plain.eval()
 
 
-def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+def _as_chosen_there(
+    router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...] | None:
     """Send tokens to the experts that the compared model chose, where rounding explains the choice.
 
     An expert gets the weight of the one whose place it takes, times the ratio of the router's
@@ -152,8 +166,13 @@ def reference_pass(
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
     """
-    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    gradients = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in trained.items()}
+    trained = {
+        name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad
+    }
+    gradients = {
+        name: torch.zeros_like(parameter, dtype=torch.float32)
+        for name, parameter in trained.items()
+    }
     losses = []
     for document, chosen in _with_choices(plain, microbatches):
         output, has_label = _output_of(plain, document, sharper), document.labels != IGNORE
@@ -163,9 +182,12 @@ def reference_pass(
             log_p = torch.log_softmax(logits, dim=-1)
             entropy, top = -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().amax(dim=-1)
             token_losses = token_losses + (entropy if loss.penalty == "neg_entropy" else 1 - top)
-        if chosen is not None:  # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
+        # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
+        if chosen is not None:
             p = torch.cat([layer[has_label].float().softmax(-1) for layer in output.router_logits])
-            token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (p * chosen).sum() / len(p)
+            token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (
+                p * chosen
+            ).sum() / len(p)
         token_losses.sum().backward()
         losses.append(token_losses.detach())
         for name, parameter in trained.items():
@@ -189,15 +211,22 @@ def _output_of(plain: PreTrainedModel, document: Document, sharper: float = 1.0)
         )
 
 
-def _with_choices(plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]) -> Iterator[tuple[Document, Tensor | None]]:
+def _with_choices(
+    plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]
+) -> Iterator[tuple[Document, Tensor | None]]:
     """Yields each document, and where experts are to be balanced how often each of them is chosen by a token that has a label, of
     the document's microbatch, in a layer: a share of these tokens and layers, FP32 [experts]."""
     for documents in microbatches:
         chosen = None
         if getattr(plain.config, "output_router_logits", None):
             with torch.no_grad():
-                outputs = [(each.labels != IGNORE, _output_of(plain, each).router_logits) for each in documents]
-            logits = torch.cat([of_layer[labelled] for labelled, layers in outputs for of_layer in layers]).float()
+                outputs = [
+                    (each.labels != IGNORE, _output_of(plain, each).router_logits)
+                    for each in documents
+                ]
+            logits = torch.cat(
+                [of_layer[labelled] for labelled, layers in outputs for of_layer in layers]
+            ).float()
             first = logits.topk(plain.num_experts_per_tok).indices
             chosen = F.one_hot(first, logits.shape[1]).sum(1).float().mean(0)
         yield from ((document, chosen) for document in documents)

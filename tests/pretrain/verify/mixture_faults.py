@@ -17,7 +17,9 @@ def changing_choices(change: Callable[[Tensor, Tensor], None], *, recorded: bool
     """Of every 64th token, its experts int64 [tokens, choices] and their weights, in place."""
 
     def make(run: SmallRun, patch: Patch) -> None:
-        def changed(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        def changed(
+            module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+        ) -> tuple[Tensor, Tensor, Tensor]:
             hidden, chosen, weights = inputs[0], inputs[1].clone(), inputs[2].clone()
             change(chosen[::64], weights[::64])
             return hidden, chosen, weights
@@ -40,6 +42,10 @@ def to_the_next(chosen: Tensor, weights: Tensor) -> None:
     chosen.add_(1).remainder_(MIXTURES["qwen3_moe"]["num_experts"])
 
 
-fault("one token in 64 gets nothing of its experts", kind="qwen3_moe")(changing_choices(lambda chosen, weights: weights.zero_()))
+fault("one token in 64 gets nothing of its experts", kind="qwen3_moe")(
+    changing_choices(lambda chosen, weights: weights.zero_())
+)
 fault("one token in 64 chooses the next experts", kind="qwen3_moe")(changing_choices(to_the_next))
-fault("one token in 64 is computed by the next experts", kind="qwen3_moe")(changing_choices(to_the_next, recorded=False))
+fault("one token in 64 is computed by the next experts", kind="qwen3_moe")(
+    changing_choices(to_the_next, recorded=False)
+)
