@@ -27,7 +27,9 @@ from packing.arrow import IGNORE, JoinedPacks, Pack, Packs, checked_index, same_
 
 INDEX = "index.json"
 _REMEDY = "fetch the folder again, or write it again"
-_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
+_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
+    "float8"
+}
 _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -39,10 +41,16 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
     name, _, arguments = encoding.partition(":")
     if name in _SCALARS:
         dtype = np.dtype(name).newbyteorder("<")
-        return (lambda data: np.frombuffer(data, dtype)[0]) if size == dtype.itemsize else partial(np.frombuffer, dtype=dtype)
+        return (
+            (lambda data: np.frombuffer(data, dtype)[0])
+            if size == dtype.itemsize
+            else partial(np.frombuffer, dtype=dtype)
+        )
     if name == "ndarray":
         dtype, _, shape = arguments.partition(":")
-        return partial(_array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None)
+        return partial(
+            _array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None
+        )
     return bytes
 
 
@@ -64,7 +72,9 @@ class Shard(Packs):
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """entry: what index.json says of the shard."""
         if (entry["format"], entry["version"]) != ("mds", 2):
-            raise InputError(f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read")
+            raise InputError(
+                f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read"
+            )
         raw, self.folder, self.samples = entry["raw_data"], folder, entry["samples"]
         if Path(raw["basename"]).is_absolute() or ".." in Path(raw["basename"]).parts:
             raise InputError(f"{folder / INDEX}: {raw['basename']} is outside of it; {_REMEDY}")
@@ -72,20 +82,33 @@ class Shard(Packs):
         self.path = folder / self.record.name
         if entry["zip_data"] and not self.path.exists():
             packed = folder / entry["zip_data"]["basename"]
-            raise InputError(f"{packed}: is compressed; write what is in it beside it, as `zstd -d {folder}/*.zstd` does")
+            raise InputError(
+                f"{packed}: is compressed; write what is in it beside it, as `zstd -d {folder}/*.zstd` does"
+            )
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # A column without a size (bytes of every value) has one that each sample states.
-        self._columns = [(name, size, decoder(encoding, size)) for name, encoding, size in zip(*self.layout, strict=True)]
+        self._columns = [
+            (name, size, decoder(encoding, size))
+            for name, encoding, size in zip(*self.layout, strict=True)
+        ]
         self._tokens = "input_ids" if "input_ids" in self.layout[0] else "tokens"
 
     def open(self) -> None:
         """Map the file; InputError unless its own table agrees with the index."""
         # Arrow's map keeps no file open, Python's does: a terabyte is 16,000 shards, and a process often may open only 1,024.
         self._data = memoryview(pa.memory_map(str(self.path)).read_buffer())
-        fits = self._data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(self._data)
+        fits = self._data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(
+            self._data
+        )
         self._offsets = np.frombuffer(self._data, "<u4", self.samples + 1 if fits else 0, offset=4)
-        if not fits or self._offsets[-1] != len(self._data) or (self._offsets[1:] < self._offsets[:-1]).any():
-            raise InputError(f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}")
+        if (
+            not fits
+            or self._offsets[-1] != len(self._data)
+            or (self._offsets[1:] < self._offsets[:-1]).any()
+        ):
+            raise InputError(
+                f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}"
+            )
 
     def sample(self, index: int) -> dict[str, Any]:
         """The columns of sample `index`, decoded. Arrays are views into the file."""
@@ -105,15 +128,24 @@ class Shard(Packs):
     def __getitem__(self, index: int) -> Pack:
         sample, where = self.sample(checked_index(index, len(self))), f"{self.path}, sample {index}"
         if (ids := _row(sample, self._tokens, where)) is None:
-            raise InputError(f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids")
+            raise InputError(
+                f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
+            )
         if len(ids) != self.length:
-            raise InputError(f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit")
-        mask, positions, labels = (_row(sample, name, where) for name in ("attention_mask", "position_ids", "labels"))
+            raise InputError(
+                f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
+            )
+        mask, positions, labels = (
+            _row(sample, name, where) for name in ("attention_mask", "position_ids", "labels")
+        )
         (lengths, first_position), trained = documents(len(ids), mask, positions, where), None
         if labels is not None:
             if not same_or_ignored(labels, ids):
-                raise InputError(f"{where}: its labels are neither its tokens nor {IGNORE}; write them unshifted, or not at all")
-            trained = (labels != IGNORE) & (np.arange(len(ids)) < lengths.sum())  # padding is never to be learnt
+                raise InputError(
+                    f"{where}: its labels are neither its tokens nor {IGNORE}; write them unshifted, or not at all"
+                )
+            # padding is never to be learnt
+            trained = (labels != IGNORE) & (np.arange(len(ids)) < lengths.sum())
         return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
 
 
@@ -137,7 +169,9 @@ class MDSPacks(JoinedPacks):
         super().__init__(path, shards)
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
         hashes = [each.record.hashes or {"sha256": hash_file(each.path)} for each in shards]
-        content = [[each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)]
+        content = [
+            [each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)
+        ]
         self.fingerprint = hash_of(content)
         self.length = length or len(shards[0].sample(0).get(shards[0]._tokens, ()))
         for shard in shards:
@@ -152,12 +186,18 @@ class MDSPacks(JoinedPacks):
 def _row(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
     """A column with a number a token; None where there is none of this name."""
     row = sample.get(name)
-    if row is not None and (not isinstance(row, np.ndarray) or row.ndim != 1 or row.dtype.kind not in "iu"):
-        raise InputError(f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 without a size")
+    if row is not None and (
+        not isinstance(row, np.ndarray) or row.ndim != 1 or row.dtype.kind not in "iu"
+    ):
+        raise InputError(
+            f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 without a size"
+        )
     return row
 
 
-def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str) -> tuple[np.ndarray, int]:
+def documents(
+    width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str
+) -> tuple[np.ndarray, int]:
     """The document lengths ([documents] int32) and first position of a pack of `width` tokens. InputError where they disagree.
 
     `mask` is either a list of document lengths, as the reference writes it, or an ordinary mask: ones, then zeros for padding.
@@ -170,7 +210,9 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
     elif mask is not None:
         fits = fits and mask.min(initial=0) >= 0 and mask.sum(dtype=np.int64) == width
     if not fits:
-        raise InputError(f"{where}: attention_mask and position_ids make no documents of {width} tokens, padded at the end only")
+        raise InputError(
+            f"{where}: attention_mask and position_ids make no documents of {width} tokens, padded at the end only"
+        )
     first_position = 0 if positions is None else int(positions[0])
     if mask is not None:
         return mask[mask > 0].astype(np.int32), first_position
@@ -182,7 +224,8 @@ def documents(width: int, mask: np.ndarray | None, positions: np.ndarray | None,
 
 
 _SAMPLED_TOKENS, _FEWEST_TOKENS = 2**20, 64  # in fewer, chance may make them small
-_HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
+# a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
+_HIGH_WORD_LIMIT = 16
 
 
 class TokenBin(Packs):
@@ -195,10 +238,15 @@ class TokenBin(Packs):
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
         self.path, self.length, self.end_token = Path(path), length, end_token
         sample = np.fromfile(self.path, "<u2", _SAMPLED_TOKENS)
-        wide = len(sample) >= _FEWEST_TOKENS and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max()
+        wide = (
+            len(sample) >= _FEWEST_TOKENS
+            and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max()
+        )
         dtype, size = "uint32" if wide else "uint16", self.path.stat().st_size
         if size == 0 or size % np.dtype(dtype).itemsize:
-            raise InputError(f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again")
+            raise InputError(
+                f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again"
+            )
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
         self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
 
@@ -210,5 +258,9 @@ class TokenBin(Packs):
         tokens = self._tokens[start : start + self.length]
         ids = np.full(self.length, self.end_token or 0, np.uint32)
         ids[: len(tokens)] = tokens
-        ends = np.flatnonzero(tokens == self.end_token) + 1 if self.end_token is not None else np.zeros(0, np.int64)
+        ends = (
+            np.flatnonzero(tokens == self.end_token) + 1
+            if self.end_token is not None
+            else np.zeros(0, np.int64)
+        )
         return Pack(ids, np.diff(np.union1d(ends, len(tokens)), prepend=0).astype(np.int32))

@@ -57,8 +57,16 @@ def test_every_sample_is_what_the_formats_own_library_reads(fixture, name):
                 assert value.dtype.name == column["dtype"] and list(value.shape) == column["shape"]
                 assert value.tolist() == column["values"]
             else:
-                read = {"int": lambda data: int.from_bytes(data, "little", signed=True), "str": bytes.decode}
-                assert read.get(column["type"], list if column["type"] == "bytes" else json.loads)(value) == column["values"]
+                read = {
+                    "int": lambda data: int.from_bytes(data, "little", signed=True),
+                    "str": bytes.decode,
+                }
+                assert (
+                    read.get(column["type"], list if column["type"] == "bytes" else json.loads)(
+                        value
+                    )
+                    == column["values"]
+                )
 
 
 def test_reference_packs_have_the_documents_and_first_positions_that_its_columns_say():
@@ -66,8 +74,14 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert len(packs) == len(rows) == 12
     for index in np.random.default_rng(0).permutation(12).tolist():
         pack, row = packs[index], rows[index]
-        assert pack.input_ids.dtype == np.uint32 and pack.input_ids.tolist() == row["input_ids"]["values"]
-        assert pack.lengths.dtype == np.int32 and pack.lengths.tolist() == row["attention_mask"]["values"]
+        assert (
+            pack.input_ids.dtype == np.uint32
+            and pack.input_ids.tolist() == row["input_ids"]["values"]
+        )
+        assert (
+            pack.lengths.dtype == np.int32
+            and pack.lengths.tolist() == row["attention_mask"]["values"]
+        )
         assert pack.trained is None
         positions = np.concatenate([np.arange(n) for n in pack.lengths])
         positions[: pack.lengths[0]] += pack.first_position
@@ -75,7 +89,9 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert any(packs[index].first_position > 0 for index in range(12))
 
 
-def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(fixture, tmp_path):
+def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(
+    fixture, tmp_path
+):
     fixture("reference").rename(tmp_path / "train")
     one_shard = fixture("reference").rename(tmp_path / "val")
     index = json.loads((one_shard / "index.json").read_text())
@@ -108,8 +124,14 @@ def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(fixture, name):
     read_index(folder)
 
 
-def test_compressed_shards_are_read_beside_what_is_in_them_and_else_refused_with_the_command_that_unpacks_them(fixture):
-    change_index(folder := fixture("reference"), '"zip_data": null', '"zip_data": {"basename": "shard.mds.zstd"}')
+def test_compressed_shards_are_read_beside_what_is_in_them_and_else_refused_with_the_command_that_unpacks_them(
+    fixture,
+):
+    change_index(
+        folder := fixture("reference"),
+        '"zip_data": null',
+        '"zip_data": {"basename": "shard.mds.zstd"}',
+    )
     assert len(open_mds(folder)) == 12
     (folder / "shard.00000.mds").unlink()
     with pytest.raises(InputError, match=r"shard\.mds\.zstd: is compressed; .*zstd -d"):
@@ -124,13 +146,20 @@ def test_a_shard_outside_of_its_folder_is_refused(outside: str, fixture):
         open_mds(folder)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 1000), st.sampled_from(["uint8", "uint16", "int64"]))
-def test_documents_are_found_from_lengths_from_positions_and_from_both(lengths, first_position, dtype):
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    st.integers(0, 1000),
+    st.sampled_from(["uint8", "uint16", "int64"]),
+)
+def test_documents_are_found_from_lengths_from_positions_and_from_both(
+    lengths, first_position, dtype
+):
     positions = np.concatenate([np.arange(n) for n in lengths])
     positions[: lengths[0]] += min(first_position, np.iinfo(dtype).max - 20)
     mask, positions = np.array(lengths, np.uint32), positions.astype(dtype)
     width = sum(lengths)
-    if width == len(lengths):  # documents of one token each: the list of lengths looks like a mask of ones
+    # documents of one token each: the list of lengths looks like a mask of ones
+    if width == len(lengths):
         mask = np.ones(width, np.uint32)
     for given_mask in (mask, None):
         found, first = documents(width, given_mask, positions, "here")
@@ -145,7 +174,9 @@ def test_documents_are_found_from_lengths_from_positions_and_from_both(lengths, 
 @pytest.mark.parametrize("positions", [None, [0, 1], [-1, *range(7)]])
 def test_masks_and_positions_that_make_no_pack_are_refused(mask, positions):
     with pytest.raises(InputError, match="here: attention_mask and position_ids"):
-        documents(8, np.array(mask, np.int64), None if positions is None else np.array(positions), "here")
+        documents(
+            8, np.array(mask, np.int64), None if positions is None else np.array(positions), "here"
+        )
 
 
 def write_labelled(folder: Path, labels: np.ndarray | None, mask: np.ndarray | None = None) -> Path:
@@ -155,17 +186,30 @@ def write_labelled(folder: Path, labels: np.ndarray | None, mask: np.ndarray | N
     count, sample = len(columns), b"".join(each.astype("<i4").tobytes() for each in columns)
     table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
     (folder / "shard.00000.mds").write_bytes(table + sample)
-    encodings, names = ["ndarray:uint32:8", "ndarray:int32:8", "ndarray:int32:8"], ["input_ids", "labels", "attention_mask"]
+    encodings, names = (
+        ["ndarray:uint32:8", "ndarray:int32:8", "ndarray:int32:8"],
+        ["input_ids", "labels", "attention_mask"],
+    )
     layout = {"column_names": names, "column_encodings": encodings, "column_sizes": [32, 32, 32]}
     columns = {key: values[:count] for key, values in layout.items()}
     raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
-    shard = {"version": 2, "format": "mds", "compression": None, "samples": 1, "raw_data": raw, "zip_data": None} | columns
+    shard = {
+        "version": 2,
+        "format": "mds",
+        "compression": None,
+        "samples": 1,
+        "raw_data": raw,
+        "zip_data": None,
+    } | columns
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
     return folder
 
 
 def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
-    for path, length, says in (("encodings", LENGTH, "input_ids"), ("reference", 64, r"`data\.length` says 64")):
+    for path, length, says in (
+        ("encodings", LENGTH, "input_ids"),
+        ("reference", 64, r"`data\.length` says 64"),
+    ):
         with pytest.raises(InputError, match=says):
             open_mds(FIXTURES / path, length)
     number = write_labelled(tmp_path / "number", None)
@@ -186,5 +230,14 @@ def test_labels_are_the_mask_of_packs(tmp_path: Path):
     for name, columns in (("train", (labels, mask)), ("val", (None, None))):
         write_labelled(tmp_path / "mds" / name, *columns)
     settings = DataSettings(packs=tmp_path / "mds", length=8)
-    assert open_packs(settings, "train")[0].trained.tolist() == [False, False, True, True, False, True, False, False]
+    assert open_packs(settings, "train")[0].trained.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert open_packs(settings, "held_out")[0].trained is None
