@@ -29,8 +29,9 @@ class SourceSettings(Settings):
     source: Annotated[PathText, Field(min_length=1)] | None = None
     subset: str | None = None  # Hugging Face datasets: the config's name
     split: str = "train"  # Hugging Face datasets
-    # A special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is Hugging Face's default.
-    # a column, or a template over columns: `"{title}\n\n{body}"`. An EOS token follows each text.
+    # a column, or a template over columns: `"{title}\n\n{body}"`. An EOS token follows each text. A
+    # special token that a text spells out, such as `<|endoftext|>`, becomes that token's id, as is
+    # Hugging Face's default.
     text: str = "text"
     # A chat instead of `text`, of whose tokens the assistant's have a loss: the column with a list of {role, content}, or a list
     # of two, prompt and response, each a column or a template over columns.

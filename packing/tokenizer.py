@@ -86,9 +86,9 @@ def load_tokenizer(name: str) -> TextTokenizer:
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
     except Exception as error:
-        # the library knows no narrower class for a file that it cannot use
         if type(error) is not Exception:
             raise
+        # The library has no narrower class for a file that it cannot use.
         raise InputError(
             f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}"
         ) from None

@@ -63,8 +63,9 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
         for name in (None, *logging.root.manager.loggerDict):
             logging.getLogger(name).handlers.clear()
         sys.stdin, sys.stdout, sys.stderr = (
-            open(fd, mode, closefd=False) for fd, mode in enumerate("rww")
-        )  # noqa: SIM115
+            open(fd, mode, closefd=False)  # noqa: SIM115
+            for fd, mode in enumerate("rww")
+        )
         exec(arguments[-1])
     finally:
         os._exit(0)

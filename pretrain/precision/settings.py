@@ -189,8 +189,8 @@ class LowPrecisionSettings(Settings):
     # Options, of which only those that the precision takes may be set:
     # HYBRID: gradients in E5M2, the rest in E4M3
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
-    # E4M3 has a range of 2**17.8: by 19 halvings the largest value itself would become zero
-    # halvings of the scale, for room above the largest value seen;
+    # halvings of the scale, for room above the largest value seen; 19 would make the largest value
+    # itself zero, as E4M3 has a range of 2**17.8
     margin: Annotated[Count, Field(le=18)] | None = None
     # microbatches whose largest values are remembered
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None

@@ -31,8 +31,8 @@ class ModelSettings(Settings):
     source: PathText | None = None
     # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
     from_scratch: bool = False
-    # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
-    # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
+    # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config. From
+    # scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
     config: dict[str, Any] | None = None
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is; otherwise varlen on a GPU, documents on a CPU, sdpa
     # elsewhere. flash_attn: FlashAttention-4; version 2 is varlen, torch's own.
