@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
 from foundation.attributes import holding
@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.sharding import gathered
-from pretrain.plan.tokenizer import encoded_prompt, positions_of
+from pretrain.plan.tokenizer import encoded_prompt, positions_of, tokenizer_in
 from pretrain.run.running import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 
@@ -72,7 +72,7 @@ def sample(
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
         torch.use_deterministic_algorithms(False)
         hf.eval()
-        hf.set_attn_implementation("sdpa")
+        hf.set_attn_implementation("sdpa" if hf._supports_sdpa else "eager")
         torch.manual_seed(seed)
         restored.enter_context(holding(hf, generation_config=alone))  # as an argument it would be completed by the model's own
         output = hf.generate(**encoded)
@@ -105,4 +105,4 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             else f"{folder}: there is no such folder; name a run's, as runs/my-fp32-fp32, or a model's"
         )
     hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
-    return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return hf, tokenizer_in(str(folder))
