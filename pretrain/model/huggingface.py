@@ -77,7 +77,7 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     with _refusing(f"`model.config`: {kind.__name__} does not take these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
-        _check_effect(kind, values, key)
+        _check_effect(kind, values, key, over_source=bool(stored))
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
         raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
     if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
@@ -170,12 +170,17 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != key}
 
 
-def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> None:
-    """Raise InputError if `kind` has no `key`, or if it has no effect beside the other `values`."""
+def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool) -> None:
+    """Raise InputError if `kind` has no `key`, or if it has no effect beside the other `values`.
+
+    A key of the class may lack an effect if it is null, which stands for a default, or if there is
+    no source: published files have keys that a switch beside them turns off.
+    """
     without = config_values(kind, _without(key, values))
     public = not key.startswith("_") and not callable(getattr(kind, key, None))
-    if key in without:  # the class completes a dict, so it need not be equal
-        accepted = without[key] == values[key] or isinstance(values[key], dict)
+    if key in without:
+        same = values[key] in (None, without[key])
+        accepted = same or not over_source or isinstance(values[key], dict)  # the class completes a dict
     else:
         accepted = not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
     if public and (accepted or not without.items() <= config_values(kind, values).items()):

@@ -247,13 +247,23 @@ def test_a_key_that_only_older_files_have_is_taken_or_refused(kind: str, key: st
         ("gpt2", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
         ("llama", "temperature", 0.5),
         ("llama", "attn_implementation", "eager"),
-        ("glm", "eos_token_id", None),
     ],
 )
 def test_a_key_without_effect_is_refused_and_no_private_one_named(kind: str, key: str, value: object) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}.*(no such key|has no effect)") as refusal:
         model.load_config(ModelSettings(config={"model_type": kind, key: value}))
     assert "`_" not in str(refusal.value).partition("did you mean")[2]
+
+
+def test_a_key_that_another_one_turns_off_is_refused_over_a_source_alone(tmp_path: Path) -> None:
+    """As Qwen2.5's file has it; `head_dim: null` stands for what follows from other keys."""
+    published = SMALL | {"sliding_window": 8, "use_sliding_window": False}
+    model.load_config(ModelSettings(config=published | {"model_type": "qwen2"}))
+    AutoConfig.for_model("qwen2", **published).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"`model\.config\.sliding_window: 16` has no effect"):
+        model.load_config(ModelSettings(source=str(tmp_path), config={"sliding_window": 16}))
+    for kind, key in (("llama", "head_dim"), ("llama", "num_key_value_heads"), ("llama", "rope_scaling")):
+        model.load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
 
 
 def test_values_that_would_follow_from_a_key_are_named_as_kept(tmp_path: Path) -> None:
