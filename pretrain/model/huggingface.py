@@ -88,13 +88,15 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 def kept_from_source(settings: ModelSettings) -> list[str]:
     """Describe values of the source's config.json that would follow from `config` if the file did
     not list them, such as `head_dim` under another `hidden_size`. One line, or none."""
+    if settings.source is None or not settings.config:
+        return []
     kind, stored, changes = _read(settings)
     base = _rebased(kind, stored, changes)
     file = config_values(kind, base)
     changed = config_values(kind, base | changes)
     kept = [
         f"{key}: {changed[key]}"
-        for key in sorted((base.keys() & changed.keys()) - changes.keys() if changes else ())
+        for key in sorted((base.keys() & changed.keys()) - changes.keys())
         if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
         and config_values(kind, _without(key, base)) == file
     ]
@@ -141,7 +143,7 @@ def _rebased(
     file, base = config_values(kind, stored), dict(stored)
     if "rope_parameters" in changes:
         base.pop("rope_scaling", None)
-    elif rope := stored.get("rope_parameters"):
+    elif isinstance(rope := stored.get("rope_parameters"), dict):
         apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         scaling = {key: value for key, value in rope.items() if key not in apart}
         unfolded = _without("rope_parameters", base) | apart | {"rope_scaling": scaling}
@@ -173,14 +175,14 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
 def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool) -> None:
     """Raise InputError if `kind` has no `key`, or if it has no effect beside the other `values`.
 
-    A key of the class may lack an effect if it is null, which stands for a default, or if there is
-    no source: published files have keys that a switch beside them turns off.
+    Without a source, a key of the class may lack an effect: published files have nulls in place of
+    defaults, and keys that a switch beside them turns off.
     """
     without = config_values(kind, _without(key, values))
     public = not key.startswith("_") and not callable(getattr(kind, key, None))
     if key in without:
-        same = values[key] in (None, without[key])
-        accepted = same or not over_source or isinstance(values[key], dict)  # the class completes a dict
+        same = without[key] == values[key] or isinstance(values[key], dict)  # which the class completes
+        accepted = same or not over_source
     else:
         accepted = not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
     if public and (accepted or not without.items() <= config_values(kind, values).items()):
@@ -302,7 +304,7 @@ def _making_room(
     layers. None if no such key does."""
     keys = {key: not value for key, value in config.to_dict().items() if isinstance(value, bool)}
     layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
-    for key, value in (keys | {"num_hidden_layers": max(layers, default=0) + 1}).items():
+    for key, value in ({"num_hidden_layers": max(layers, default=0) + 1} | keys).items():
         with contextlib.suppress(InputError):
             changed = (settings.config or {}) | {key: value}
             larger = load_config(settings.model_copy(update={"config": changed}))

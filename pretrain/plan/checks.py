@@ -132,8 +132,8 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     """InputError for a model of more than text, and packs beyond its positions."""
     length = recipe.data.length
     _require(
-        hasattr(model, "vocab_size"),
-        f"`model`: {type(model).__name__} has no vocabulary of its own, as it is of more than text; name a model of text alone",
+        hasattr(model, "vocab_size") and not hasattr(model, "vision_config"),
+        f"`model`: {type(model).__name__} is of more than text; name a model of text alone",
     )
     config = model.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit

@@ -68,6 +68,7 @@ SETTINGS = {
     "model.config=null": "`model`",
     "model.config={model_type: bert, vocab_size: 61}": "BertLMHeadModel",
     "model.config={model_type: musicgen}": "more than text",
+    "model.config={model_type: phi4_multimodal}": "more than text",
     "model.config={model_type: gemma4_assistant}": "hidden_size_per_layer_input",
     "model.config._attn_implementation=eager": "no such key",
     "model.source=/no/such/model": "/no/such/model",
