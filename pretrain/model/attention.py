@@ -122,19 +122,19 @@ def check(model: PreTrainedModel, length: int) -> None:
     config, name = model.config, f"model: {type(model).__name__}"
     layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
     others = sorted({*(layer_types or ())} - {"full_attention", "sliding_attention", "mlp", "moe"})
-    if model._is_stateful and layer_types is None:
-        others = ["a recurrent kind"]
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
-    capless = hasattr(config, "attn_logit_softcapping") and not cap
     lacking = {
-        f"has layers other than attention ({', '.join(others)}); they need kernels that begin anew at each document": others,
+        f"has layers other than attention ({', '.join(others) or 'recurrent'}); they need kernels that begin anew at each "
+        "document": others or (model._is_stateful and layer_types is None),
         # It would ignore the name we registered and let documents see each other.
         "does not use transformers' attention registry, which keeps documents apart": not model._supports_attention_backend,
         f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in softmax": sinks,
         "has latent keys; they need kernels for keys wider than values": getattr(config, "kv_lora_rank", None),
         f"caps its scores at {cap}, which needs kernels that do, or `model.config.attn_logit_softcapping: null`": cap,
-        "has scores that torch's own attention does not compute": not (model._supports_sdpa or capless),
+        "has scores that torch's own attention does not compute": not (
+            model._supports_sdpa or hasattr(config, "attn_logit_softcapping")
+        ),
     }
     if reason := next((reason for reason, found in lacking.items() if found), None):
         raise InputError(f"{name} {reason}; name another")

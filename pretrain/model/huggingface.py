@@ -78,10 +78,13 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
         _check_effect(kind, values, key, over_source=bool(stored))
-    if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
-        raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
-    if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
-        raise InputError(f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted")
+    if "router_aux_loss_coef" in changes and not (
+        getattr(config, "output_router_logits", None) and 0 <= config.router_aux_loss_coef < math.inf
+    ):
+        raise InputError(
+            f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or "
+            "more is wanted, and `model.config.output_router_logits: true`"
+        )
     return config
 
 
@@ -100,8 +103,7 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
         if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
         and config_values(kind, _without(key, base)) == file
     ]
-    text = "kept from `model.source`, though `model.config` changes what they follow from: "
-    return [text + ", ".join(kept)] if kept else []
+    return [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"] if kept else []
 
 
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
@@ -181,8 +183,8 @@ def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str
     without = config_values(kind, _without(key, values))
     public = not key.startswith("_") and not callable(getattr(kind, key, None))
     if key in without:
-        same = without[key] == values[key] or isinstance(values[key], dict)  # which the class completes
-        accepted = same or not over_source
+        # A dict is completed by the class, so it need not be equal.
+        accepted = not over_source or without[key] == values[key] or isinstance(values[key], dict)
     else:
         accepted = not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
     if public and (accepted or not without.items() <= config_values(kind, values).items()):
@@ -306,9 +308,9 @@ def _making_room(
     layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
     for key, value in ({"num_hidden_layers": max(layers, default=0) + 1} | keys).items():
         with contextlib.suppress(InputError):
-            changed = (settings.config or {}) | {key: value}
-            larger = load_config(settings.model_copy(update={"config": changed}))
-            if {*weights} <= build_on_meta(larger).state_dict().keys():
+            changed = {"config": (settings.config or {}) | {key: value}}
+            larger = build_on_meta(load_config(settings.model_copy(update=changed)))
+            if {*weights} <= larger.state_dict().keys():
                 return f"set `model.config.{key}: {json.dumps(value)}`"
     return None
 

@@ -130,13 +130,12 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     """InputError for a model of more than text, and packs beyond its positions."""
-    length = recipe.data.length
     _require(
         hasattr(model, "vocab_size") and not hasattr(model, "vision_config"),
         f"`model`: {type(model).__name__} is of more than text; name a model of text alone",
     )
-    config = model.get_text_config()
-    positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit
+    length = recipe.data.length
+    positions = getattr(model.get_text_config(), "max_position_embeddings", None) or -1  # XLNet says -1: no limit
     _require(
         positions < 0 or length <= positions,
         f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens",

@@ -134,9 +134,9 @@ def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> s
     """Return where a run's tokenizer.json lies: at the data's tokenizer or the model's source, or
     else with the packs."""
     file = data.beside("tokenizer.json") if data is not None else None
-    places = [settings.tokenizer or model.source, file and str(file)]
-    if model.from_scratch and settings.tokenizer is None and file is not None:
-        places = [str(file)]  # the source's weights, which meant its own ids, are not taken
+    # Weights that meant the source's ids are not taken from scratch, so those of the packs may be others.
+    source = None if model.from_scratch and file else model.source
+    places = (settings.tokenizer or source, file and str(file))
     return next(filter(fingerprint_at, places), None)
 
 
@@ -149,9 +149,9 @@ def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrained
     Raises InputError if there is no tokenizer.json.
     """
     text = load_text_tokenizer(place)
-    known = ids or text.describe()
+    ids = ids or text.describe()
     tokens = {number: token for token, number in text.tokenizer.get_vocab().items()}
-    roles = {f"{role}_token": tokens.get(known.get(f"{role}_id")) for role in ROLES}
+    roles = {f"{role}_token": tokens.get(ids.get(f"{role}_id")) for role in ROLES}
     if Path(place).is_file():
         return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **roles)
     name, revision = split_revision(place)
@@ -178,8 +178,8 @@ def _check_export(
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     added = {*exported.get_added_vocab(), *map(str, packed.get_added_tokens_decoder().values())}
     for probe in [*PROBES, *(f"a {token} b{token}c" for token in sorted(added))]:
-        ids = packed.encode(probe, add_special_tokens=False).ids
-        if exported.encode(probe, add_special_tokens=False) != ids:
+        encoding = packed.encode(probe, add_special_tokens=False)
+        if exported.encode(probe, add_special_tokens=False) != encoding.ids:
             kind = type(exported).__name__
             raise InputError(
                 f"{what}: as {kind}, it encodes {probe!r} otherwise; {remedy}; or make one that both "
