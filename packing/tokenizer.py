@@ -40,13 +40,20 @@ class TextTokenizer:
         """sha256 hex of everything that decides which ids a text gets; formatting and order of keys do not count."""
         content = json.loads(self.tokenizer.to_str())
         deciding = {key: value for key, value in content.items() if key not in _NOT_PART_OF_THE_FINGERPRINT}
-        canonical = json.dumps(_without_nulls(deciding), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+        canonical = json.dumps(without_nulls(deciding), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included: so many embeddings a model needs at least."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id that stands for text which the vocabulary lacks, or None if there is none."""
+        model = json.loads(self.tokenizer.to_str())["model"]
+        unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
+        return None if unknown in self.special.values() else unknown
 
     @property
     def padding(self) -> int:
@@ -118,11 +125,11 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         ) from None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """`value` without null fields, which one library version writes and another leaves out."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 END_OF_TEXT = "<|endoftext|>"  # closes every document, and pads
