@@ -17,6 +17,10 @@ from foundation.reading import load_object, one_line
 from packing.settings import split_revision
 
 REMEDY = "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, or name another"
+_CONVERT = (
+    "where vocab.json, merges.txt or a .model file is in its place, write it with transformers' "
+    "`AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
+)
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
@@ -86,7 +90,10 @@ def load_tokenizer(name: str) -> TextTokenizer:
     except Exception as error:
         if type(error) is not Exception:  # the library knows no narrower class for a file that it cannot use
             raise
-        raise InputError(f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}") from None
+        raise InputError(
+            f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; "
+            f"{_CONVERT.format(file.parent)}, or {REMEDY}"
+        ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     values, special = load_object(config, REMEDY) if config else None, {}
@@ -109,7 +116,7 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         file = (path if path.is_dir() else path.parent) / name
         if file.is_file() or not needed:
             return file if file.is_file() else None
-        raise InputError(f"data.tokenizer: {file}: no such file; {REMEDY}")
+        raise InputError(f"data.tokenizer: {file}: no such file; {_CONVERT.format(file.parent)}, or {REMEDY}")
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RemoteEntryNotFoundError
 
@@ -121,7 +128,8 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         if not needed and isinstance(error, absent):
             return None
         raise InputError(
-            f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: {one_line(error)}; {REMEDY}"
+            f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: {one_line(error)}; "
+            f"{_CONVERT.format(repository)}, or {REMEDY}"
         ) from None
 
 
