@@ -273,7 +273,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     audit = run.assembly.confirming_audit(state.step + 1) if confirms and context.backend is not None else nullcontext()
     looked_at = confirms or recording.due(state.step + 1, recipe.log.fp8_statistics)
     check = StepCheck(model, optimizer, recipe, accelerator) if looked_at else None
-    with audit, check.passes(batches) if check else nullcontext():
+    with audit, check.passes(batches, state.place) if check else nullcontext():
         around_first = gap.beside(watching) if gap else watching
         mean_loss = forward_backward(model, batches, accelerator, around_first, first_apart=gap is not None)
     norm = adamw.gradient_norm(model.parameters())
@@ -296,7 +296,12 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     elif decision.action == "skip":
         context.go_back(scales_before)
     adamw.clear_gradients(optimizer, model)  # queued before what waits for the update
-    state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
+    state.advance(
+        tokens=batches.tokens,
+        valid_tokens=batches.valid_tokens,
+        place=batches.places.stop,
+        skipped=not decision.proceed,
+    )
     measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm}
     return recording.record_of_step(run, batches, decision, losses, measured, statistics), decision
 

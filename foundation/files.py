@@ -39,8 +39,14 @@ def fsync(path: Path) -> None:
 
 
 def by_umask(path: Path) -> None:
-    """Give a file the mode that the umask would have given it, as its folder has it; safetensors ignores the umask."""
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    """Give a file the mode that the umask would have given it, as its folder has it. safetensors
+    ignores the umask.
+
+    A file system without modes, such as exFAT or an SMB mount, may refuse. The file then keeps its
+    mode.
+    """
+    with suppress(OSError):
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def fsync_tree(folder: Path) -> None:
@@ -147,8 +153,8 @@ def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, has
 
 
 @contextmanager
-def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
-    """While entered, holds the lock file `path`.
+def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
+    """While entered, holds the lock file `path`. Yields whether the file system has locks.
 
     The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
@@ -157,6 +163,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
     with refusing((OSError,), f"{path.parent}: cannot be written", "name another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    has_locks = True
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,8 +174,12 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
         except OSError as error:
             if error.errno not in CANNOT:
                 raise
-            warnings.warn(f"{path}: this file system has no locks; start no second process on it", stacklevel=3)
+            warnings.warn(
+                f"{path}: this file system has no locks; start no second command on it",
+                stacklevel=3,
+            )
+            has_locks = False
         file.truncate(0)
         with suppress(OSError):  # on a full disk it does not say who holds it
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
+        yield has_locks

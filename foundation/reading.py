@@ -42,12 +42,11 @@ def parse_yaml(text: str) -> Any:
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping that the YAML file at `path` holds; InputError where there is none."""
     path = Path(path)
-    try:
+    with refusing(
+        (OSError, ValueError, TypeError, yaml.YAMLError),
+        f"{path}: no YAML that can be read",
+    ):
         values = parse_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: no YAML that can be read: {one_line(error)}") from None
     if not isinstance(values, dict):
         raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
     return values

@@ -59,6 +59,7 @@ class StepBatches:
     epoch: float  # epochs consumed once this step is done
     # Once the step is done: epochs and share of each of several sources, and the place in a stream.
     sources: dict[str, float] = field(default_factory=dict)
+    places: range = range(0)  # of the step's packs in the stream, over all ranks
 
 
 def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
@@ -244,6 +245,7 @@ class BatchStream(Batching):
             sum_squared_lengths=sum(squares),
             epoch=self.order.epoch_of(number + 1),
             sources=self.order.figures(number + 1),
+            places=self.order.places_of_step(number),
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:

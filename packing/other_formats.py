@@ -82,6 +82,8 @@ class Shard(Packs):
         self.hashes: dict[str, str] = raw["hashes"]
         self.is_packed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
         file = entry["zip_data"] if self.is_packed else raw
+        if Path(file["basename"]).is_absolute() or ".." in Path(file["basename"]).parts:
+            raise InputError(f"{folder / INDEX}: {file['basename']} is outside of it; {_REMEDY}")
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.path = folder / self.record.name
         self.codec = (entry["compression"] or "").partition(":")[0]  # as `zstd:7`

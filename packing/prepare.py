@@ -56,6 +56,9 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used and
     for a full disk.
+
+    On a file system without locks, the first rank of a launch prepares and the other ranks wait
+    for its packs. A second command raises InputError.
     """
     if not settings.prepares:
         raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
@@ -64,12 +67,41 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
             continue
         if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
             lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
-            with locked(lock, lambda holder: say(f"waiting for {holder}, which prepares the same packs", progress)):
+            with (
+                locked(
+                    lock,
+                    lambda holder: say(f"waiting for {holder} to prepare the packs", progress),
+                ) as has_locks,
+                ExitStack() as claimed,
+            ):
+                if not has_locks:
+                    _claim(part, claimed)
                 if not holds_packs_of(part):
                     say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)
                     continue
         say(f"{part.packs}: already prepared with these settings", progress)
     return settings.packs
+
+
+def _claim(part: DataSettings, claimed: ExitStack) -> None:
+    """Stand in for the lock on the packs of `part` where the file system has no locks.
+
+    The first rank of a launch makes a folder, which only one process can, and removes it when
+    `claimed` ends. A killed process leaves it behind. Another rank returns once the packs exist.
+    Raises InputError if the folder exists.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        while not holds_packs_of(part):
+            time.sleep(LOOK)
+        return
+    claim = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
+    with refusing(
+        (FileExistsError,),
+        f"{claim}: says that a process prepares these packs, as this file system has no locks",
+        "wait for it; if it was killed, remove this folder and start again",
+    ):
+        claim.mkdir()
+    claimed.callback(claim.rmdir)
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
@@ -117,7 +149,10 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
     kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
     left = f"mend that and run this again: what is tokenised is kept in {kept}"
-    with PackMaker(settings, processes) as maker, refusing((OSError,), str(settings.packs), left):
+    with (
+        PackMaker(settings, processes) as maker,
+        refusing((OSError, MemoryError), str(settings.packs), left),
+    ):
         log = TokenLog(kept, maker.key())
         if not log.complete:
             first = log.counts.documents + 1
@@ -147,9 +182,13 @@ class PackMaker(AbstractContextManager):
         self.settings, self.processes = settings, processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.records = records_of(settings, self.tokenizer)
+        known = self.tokenizer.tokenizer.token_to_id("<|im_start|>") is not None
+        if settings.chat_template == "chatml" and not known:
+            say("warning: data.chat_template: chatml: <|im_start|> is several tokens here")
         self.source = open_source(settings, self.records)
         # Workers load the tokenizer: handing one to a worker that dies meanwhile, more than a pipe holds, would never end.
-        self._pool = ProcessPoolExecutor(processes, START, _begin, (settings,))
+        with _apart_from_the_caller():  # the pool starts multiprocessing's resource tracker
+            self._pool = ProcessPoolExecutor(processes, START, _begin, (settings,))
 
     def __exit__(self, *exception: object) -> None:
         self._pool._result_queue._writer.close()  # or a result that is broken off would be waited for

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -71,13 +72,13 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         return DatasetSource(settings, records)
     if not path.exists():
         raise InputError(f"data.source: {name}: no such file or folder (relative paths start at the current directory)")
-    kind, paths = _files_of(path) if path.is_dir() else (_kind_of(path), [path])
+    kind, paths, unread = _files_of(path) if path.is_dir() else (_kind_of(path), [path], "")
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_KNOWN}")
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
     if unused := settings.changed(("subset", "split", *columns)) or ["streaming"] * (settings.streaming is True):
         raise InputError(f"data.{unused[0]}: {name} is read as {kind}, which has no such thing; leave it out")
-    return FileSource(paths, kind, records, path if path.is_dir() else None)
+    return FileSource(paths, kind, records, path if path.is_dir() else None, unread)
 
 
 def _kind_of(path: Path) -> str | None:
@@ -86,10 +87,13 @@ def _kind_of(path: Path) -> str | None:
     return next((kind for kind, known in _SUFFIXES.items() if name.suffix.lower() in known), None)
 
 
-def _files_of(folder: Path) -> tuple[str, list[Path]]:
-    """All files below `folder` of one kind, in order of their paths, without hidden files and other folders of packs.
+def _files_of(folder: Path) -> tuple[str, list[Path], str]:
+    """Return the kind of files to read below `folder`, these files in order of their paths, and a
+    text that counts the other files.
 
-    Data files come before text, since many data sets carry a README; of two kinds of data files neither is taken.
+    Hidden files and other folders of packs do not count. Data files come before text, since many
+    data sets carry a README. Raises InputError for two kinds of data files, and if the files to
+    read have fewer bytes than the others.
     """
     packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
     by_kind: dict[str | None, list[Path]] = {}
@@ -102,7 +106,20 @@ def _files_of(folder: Path) -> tuple[str, list[Path]]:
     if len(kinds) != 1:
         has = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds) or "no files of a known kind"
         raise InputError(f"data.source: {folder}: holds {has}; name a file, or a folder with one kind; {_KNOWN}")
-    return kinds[0], by_kind[kinds[0]]
+    paths = by_kind.pop(kinds[0])
+    others = [path for group in by_kind.values() for path in group]
+    suffixes = Counter(path.suffix or "without a suffix" for path in others)
+    unread = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(8))
+    if _bytes_of(others) > _bytes_of(paths):
+        raise InputError(
+            f"data.source: {folder}: most of its bytes are in files that are not read ({unread}); "
+            f"name a file, or a folder without them; {_KNOWN}"
+        )
+    return kinds[0], paths, unread and f"; files not read: {unread}"
+
+
+def _bytes_of(paths: Iterable[Path]) -> int:
+    return sum(path.stat().st_size for path in paths)
 
 
 def open_stream(path: Path) -> pa.NativeFile:
@@ -147,10 +164,17 @@ def check_columns(where: str, records: Records, names: Collection[str]) -> None:
 class FileSource:
     """Files of one kind."""
 
-    def __init__(self, paths: list[Path], kind: str, records: Records, folder: Path | None = None) -> None:
+    def __init__(
+        self,
+        paths: list[Path],
+        kind: str,
+        records: Records,
+        folder: Path | None = None,
+        unread: str = "",
+    ) -> None:
         self.paths, self.kind, self.records = paths, kind, records
         many = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
-        self.description = f"{many}, {sum(path.stat().st_size for path in paths) / 1e6:,.1f} MB"
+        self.description = f"{many}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -344,8 +368,10 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
         except (ValueError, OSError) as error:
-            foreign = isinstance(error, UnicodeDecodeError)
-            wrong = f"is not UTF-8 ({error}); convert it, as `iconv -f LATIN1 -t UTF-8` does" if foreign else error
+            wrong = error
+            if isinstance(error, UnicodeDecodeError):
+                encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
+                wrong = f"is not UTF-8 ({error}); convert it, as by `iconv -f {encoding} -t UTF-8`"
             if not skip_bad:
                 raise InputError(f"{place}: {wrong}; or set data.on_bad_line: skip to leave such records out") from None
             skipped.append(f"{place}: {wrong}")

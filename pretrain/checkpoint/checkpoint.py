@@ -41,6 +41,7 @@ from pretrain.model.gradients import local_part
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
 GROUPS = Path("/sys/fs/cgroup")  # of Linux's control groups, version 2
+PIECE = 2**24  # values whose bits are added up at once, as 64-bit copies
 SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
@@ -128,7 +129,14 @@ class Checkpoints:
         groups = {"model": model, "optimizer": optimizer}
         blocks = {kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
         offers = from_all_ranks(blocks)
-        index = {kind: on_disk.lay_out(kind, [offer[kind] for offer in offers]) for kind in groups}
+        index = {
+            kind: on_disk.lay_out(
+                kind,
+                [offer[kind] for offer in offers],
+                checksums(group),
+            )
+            for kind, group in groups.items()
+        }
         files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
             mine = on_disk.rank_stem(kind, self.rank, self.world_size)
@@ -174,7 +182,9 @@ class Checkpoints:
     def _failures(self, future: Future[Any]) -> list[str]:
         """The reason of each rank whose `future` has failed, whatever with. Waits for all of them."""
         error = future.exception()
-        return [reason for reason in from_all_ranks(error and f"{one_line(error, named=True)} (rank {self.rank})") if reason]
+        named = type(error) is not InputError
+        reason = error and f"{one_line(error, named=named)} (rank {self.rank})"
+        return [reason for reason in from_all_ranks(reason) if reason]
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
@@ -336,6 +346,35 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
     partial.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:
         return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
+
+
+# ── The live tensors ──────────────────────────────────────────────────────────────────────────────
+
+
+def checksums(tensors: Tensors) -> dict[str, int]:
+    """Return the sum of each tensor's bit patterns modulo 2^64. Collective.
+
+    The sum is the same for every sharding. Replicas count once, unless their bits differ.
+    """
+    ranks = from_all_ranks(
+        {
+            name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))  # which identify a block
+            for name, tensor in tensors.items()
+        }
+    )
+    return {
+        name: sum(bits for _, bits in {blocks[name] for blocks in ranks}) % 2**64
+        for name in tensors  # a set has each block once
+    }
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of the bit patterns, as integers, in this process's part of a tensor.
+
+    The host waits for the device.
+    """
+    bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE))
 
 
 # ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────

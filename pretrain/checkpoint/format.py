@@ -12,7 +12,8 @@
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
      "files":     [{"name": "model-00000-of-00002-part-000.safetensors", "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
-     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "checksum": 33292288,
+                                         "pieces": [
                       {"file": "model-00000-of-00002-part-000.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
@@ -30,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -141,6 +143,7 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    checksum: int | None = None  # of the live tensor; None in checkpoints of earlier versions
 
 
 @dataclass(frozen=True)
@@ -158,7 +161,13 @@ def read_manifest(folder: Path) -> Manifest:
     content = load_object(path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run")
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
-    return TypeAdapter(Manifest).validate_python(content)
+    manifest = TypeAdapter(Manifest).validate_python(content)
+    files = {record.name for record in manifest.files}
+    for name, entry in (*manifest.model.items(), *manifest.optimizer.items()):
+        values = sum(math.prod(piece.shape) for piece in entry.pieces if piece.file in files)
+        if values != math.prod(entry.shape):
+            raise InputError(f"{path}: the pieces of {name} in its files do not fill the tensor")
+    return manifest
 
 
 # ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -190,7 +199,11 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
-def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorEntry]:
+def lay_out(
+    kind: str,
+    offers: list[dict[str, ShardBlock]],
+    checksums: Mapping[str, int | None],
+) -> dict[str, TensorEntry]:
     """The index of a checkpoint: which rank writes each block into which file. Each distinct block is for one of the ranks that
     hold it, the largest first for the one with least to write (LPT), which begins a new file after each PART_BYTES.
 
@@ -210,7 +223,15 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorE
             file = f"{rank_stem(kind, rank, len(offers))}-part-{written[rank] // PART_BYTES:03d}.safetensors"
             pieces[name].append(Piece(file, block.offset, block.shape))
             written[rank] += block.bytes
-    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
+    return {
+        name: TensorEntry(
+            whole[name].dtype,
+            whole[name].global_shape,
+            tuple(parts),
+            checksums[name],
+        )
+        for name, parts in pieces.items()
+    }
 
 
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────

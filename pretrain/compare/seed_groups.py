@@ -127,8 +127,9 @@ class SeedComparison:
         over_seeds = f"half of its {interval} interval over seeds, by Student's t; fewer than {FEWEST_SEEDS} seeds have none"
         verdict = (
             f"equivalent: the {narrow} interval lies within ± {100 * self.margin:g} % of {base}'s loss (two one-sided t tests at "
-            f"5 %, each row by itself). Worse, better: it does not, and a {interval} interval for all rows together (Bonferroni) "
-            f"lies on one side of zero"
+            f"5 %, each row by itself). Worse, better: a {interval} interval for all rows together "
+            "(Bonferroni) lies on one side of zero; within the margin, if the first holds too; by "
+            "more than the margin, if the whole interval lies beyond it"
         )
         return [
             Column("runs", "", lambda each: each.name, words=True),

@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import pkgutil
 import re
 import secrets
 from collections.abc import Mapping
@@ -29,7 +28,6 @@ from pretrain.settings.recipe import LogSettings
 
 # How the field calls what has another name in `metrics.jsonl`. Trackers get both.
 OTHER_NAMES = {"mfu": "mfu_bf16_peak", "throughput_per_sec": "tokens_per_second", "grad_norm": "gradient_norm"}
-OWN_ERRORS = {"wandb": "wandb:Error", "mlflow": "mlflow.exceptions:MlflowException"}
 # MLflow's own default is a database, which `mlflow-skinny` cannot open: a folder, unless the user names a place.
 MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
 
@@ -103,7 +101,7 @@ class Trackers:
                 self.services[name] = service = self._make(name, run_id)
                 service.start()
                 service.store_init_configuration(scalars)
-            except errors_of(name) as error:
+            except Exception as error:  # each service has classes of its own
                 raise InputError(f"`log.trackers`: {name} does not start: {_said(error)}; mend that, or take it out") from None
 
     def _run_id(self) -> str:
@@ -146,7 +144,7 @@ class Trackers:
         """Call a method of a service; where it fails, say so once, and leave it alone from then on."""
         try:
             getattr(self.services[name], method)(*arguments, **options)
-        except errors_of(name) as error:
+        except Exception as error:  # each service has classes of its own
             del self.services[name]
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s", name, _said(error)
@@ -168,11 +166,7 @@ def check_trackers(log: LogSettings) -> None:
             raise InputError(f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or take it out")
 
 
-def errors_of(name: str) -> tuple[type[Exception], ...]:
-    """What a service raises that refuses or is away; most of it is OSError, as that of `requests` is."""
-    return OSError, ValueError, RuntimeError, *([pkgutil.resolve_name(OWN_ERRORS[name])] if name in OWN_ERRORS else [])
-
-
 def _said(error: Exception) -> str:
-    """What a service says, without the password of an address in it."""
-    return re.sub(r"//[^/\s]*@", "//", str(error))
+    """Return the class and the message of an error, without passwords and queries of addresses."""
+    secret = r"(?<=//)[^/\s]*@|\?[^\s\"')]*=[^\s\"')]*"
+    return re.sub(secret, "", f"{type(error).__name__}: {error}")

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +140,7 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
-    with _refusing(f"`model.source`: no model can be read from {settings.source!r}, as a folder or a name on the hub"):
+    with _refusing(f"`model.source`: {settings.source!r} is no model's folder, nor one on the hub"):
         return PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)[0]
 
 
@@ -174,6 +175,8 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"`model`: {config.model_type} is no causal language model; name another")
     with _refusing(f"`model`: {type(config).__name__} makes no causal language model with these settings"), torch.device("meta"):
         return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
 
@@ -276,7 +279,12 @@ def export(
     """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
-    with _refusing(f"{folder}: the trained model cannot be written; the checkpoints hold it, so run again"):
+    with (
+        _refusing(f"{folder}: the model cannot be written; the checkpoints hold it, so run again"),
+        ExitStack() as stack,
+    ):
+        # Half an export would keep a full disk full.
+        stack.callback(shutil.rmtree, writing, ignore_errors=True)
         writing.mkdir(parents=True)
         weights = {}
         for name in named_tensors(hf):

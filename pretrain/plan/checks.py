@@ -129,7 +129,7 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """InputError for a model of more than text, and packs beyond its positions."""
+    """InputError for a model of more than text or without layers, and for too long packs."""
     kind, config, length = type(model).__name__, model.get_text_config(), recipe.data.length
     _require(
         hasattr(model, "vocab_size"),
@@ -139,6 +139,10 @@ def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     _require(
         positions < 0 or length <= positions,
         f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens",
+    )
+    _require(
+        getattr(config, "num_hidden_layers", None) != 0,
+        "`model.config`: `num_hidden_layers: 0` is no model; set it to 1 or more",
     )
 
 

@@ -217,8 +217,26 @@ class Plan:
         if available is not None and needed > available:
             room = f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory"
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
-        if self.recipe.weights == "bf16":
-            warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
+        log, batch = self.recipe.log, self.recipe.batch
+        checks = [
+            (
+                self.recipe.weights == "bf16",
+                "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one",
+            ),
+            (
+                log.gap and self.unquantized is None,
+                f"`log.gap: {log.gap}` measures nothing, as no step computes in low precision",
+            ),
+            (
+                not batch.microbatch_is_searched and batch.microbatch > self.packs_per_rank,
+                f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs",
+            ),
+            (
+                self.packs is not None and self.packs < self.packs_per_step,
+                f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}",
+            ),
+        ]
+        warnings += [text for applies, text in checks if applies]
         warnings += self.experts_in_bf16
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
 

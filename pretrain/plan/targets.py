@@ -34,10 +34,9 @@ class Target:
         return f"{self.count} x {self.name}"
 
     @property
-    def memory(self) -> int | None:
-        """Bytes of one; None where it is not in the table."""
-        known = entry_of(self.name).memory
-        return None if known is None else int(known * GIB)
+    def memory(self) -> int:
+        """Bytes of memory of one device."""
+        return int(entry_of(self.name).memory * GIB)
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -47,11 +46,11 @@ class Target:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
         active, phases = _on_hardware(job.active), [(until, _on_hardware(each)) for until, each in job.plan.phases]
         layers = {each.precision.name: self._layers(job, each) for each in map(_on_hardware, job.plan.actives)}
-        usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
+        usable = int((1 - KEPT_FREE) * self.memory)
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
         whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases)
         fitted = spend_spare_memory(whole)
-        if self.count == 1 or usable is None or fitted.takes(1) <= usable:
+        if self.count == 1 or fitted.takes(1) <= usable:
             return fitted
         return spend_spare_memory(replace(whole, devices=replace(devices, sharded=True)))
 

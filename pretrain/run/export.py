@@ -45,12 +45,14 @@ _REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)  # of the hub, or tha
 
 
 def main(options: argparse.Namespace) -> int:
-    saved = SavedModel.open(best_checkpoint(options.source) if options.best else options.source, options.dtype)
-    out = options.out or saved.run_dir / "export"
+    source = best_checkpoint(options.source) if options.best else options.source
+    _, run_dir = _named(source)
+    out = options.out or run_dir / "export"
     if out.exists():
         raise InputError(f"{out}: exists, and is not written over; name a folder that does not exist")
     if options.push is not None:
-        make_repository(options.push)  # before gigabytes are written for a hub that does not take them
+        make_repository(options.push)  # before gigabytes are hashed and written in vain
+    saved = SavedModel.open(source, options.dtype)
     tokenizer, why_not = tokenizer_of(saved.recipe, saved.run_dir)
     beside = {}
     with suppress(InputError, ValueError):  # the run's records are gone, or the folder was renamed and has no step
@@ -130,7 +132,8 @@ class SavedModel:
         return {name for name, _ in self.hf.named_parameters()}
 
     def _whole(self, name: str, entry: TensorEntry) -> Tensor:
-        tensor = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        # Zeros: what pieces of a forged manifest leave out must not be this process's memory.
+        tensor = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype])
         load_tensors(self.folder, {name: entry}, {name: tensor})
         return tensor
 

@@ -54,7 +54,8 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
     with run.console.progress(f"saving step {run.state.step}"):
-        if run.accelerator.is_main_process:
+        # Somebody may have removed the file. The weights are saved all the same.
+        if run.accelerator.is_main_process and run.folder.metrics.exists():
             fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
         state["precision"] = run.assembly.active.precision.name  # of this step, whose histories are saved

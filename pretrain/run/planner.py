@@ -81,14 +81,15 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
         return [str(target), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes, whole = plan.takes(size), target.memory
-    fits = "" if whole is None or takes <= plan.devices.memory else ": barely fits" if takes <= whole else ": does not fit"
+    fits = "" if takes <= plan.devices.memory else ": barely fits" if takes <= whole else ": does not fit"
     split = f"{-(-plan.packs_per_rank // size)} x {plural(size, 'pack')}{' in shards' * plan.devices.sharded}{fits}"
-    speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in shares]
+    possible = shares if takes <= whole else []
+    speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in possible]
     return [
         str(target),
         split,
         units.memory(takes / GIB),
-        UNKNOWN if whole is None else units.memory(whole / GIB),
-        " to ".join(f"{speed:,.0f}" for speed in speeds),
-        " to ".join(units.duration(plan.total_tokens / speed) for speed in speeds),
+        units.memory(whole / GIB),
+        " to ".join(f"{speed:,.0f}" for speed in speeds) or UNKNOWN,
+        " to ".join(units.duration(plan.total_tokens / speed) for speed in speeds) or UNKNOWN,
     ]

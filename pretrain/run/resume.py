@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,15 @@ from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import STATE, newest_in, read_manifest, step_folders
+from pretrain.checkpoint.checkpoint import Checkpoints, checksums
+from pretrain.checkpoint.format import DTYPE_NAMES, MANIFEST, STATE, newest_in, read_manifest, step_folders
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
-from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
+from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState, TrainingHalted, some_of
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
-from pretrain.optimizer.adamw import set_updates_done
+from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.plan.preflight import Job
@@ -68,14 +68,20 @@ class ResumePoint:
         """Whether this run streams packs of text in which the checkpoint has no place: then it begins at the first pack."""
         return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
 
-    def shift(self, job: Job) -> int:
-        """`TrainState.shift` with which the first step reads the pack after the checkpoint's last, whatever its size is now."""
+    def place(self, job: Job) -> int:
+        """Return the place in the stream after the checkpoint's last pack, in packs of this job."""
         identity, progress = self.record["identity"], self.record["progress"]
-        steps = progress["step"] + progress["left_out"]
         if self.is_of_another_stream(job):
-            return -steps * job.plan.packs_per_step
+            return 0
+        steps = progress["step"] + progress["left_out"]
         packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
-        return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
+        # Checkpoints of earlier versions have no place. Their counters give it.
+        return -(-progress.get("place", packs) * identity["data.length"] // job.recipe.data.length)
+
+    def shift(self, job: Job) -> int:
+        """Return the `TrainState.shift` with which the first step reads from `place` on."""
+        steps = self.record["progress"]["step"] + self.record["progress"]["left_out"]
+        return self.place(job) - steps * job.plan.packs_per_step
 
 
 def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
@@ -109,6 +115,9 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     path = path or begin_of(job.recipe)
     if path is None:
         return None
+    if begins and not (path / MANIFEST).is_file():
+        example = newest_in(path) if newest_in(path) != path else "RUN/checkpoints/step-00000100"
+        raise InputError(f"`train.begin_with`: {path}: is no checkpoint; name one, as {example}")
     record = checkpoints.read_state(path)
     identity, present, past, own = record["identity"], job.identity, record["past"], checkpoints.owns(path)
     steps, longer = record["progress"]["steps"], []
@@ -196,7 +205,14 @@ def restore(
     """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
     `Checkpoints.abandon_newer` is left to do."""
     begin_stream(source, job)
-    state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": source.shift(job)})
+    state = TrainState(
+        **{
+            **source.record["progress"],
+            "steps": job.plan.steps,
+            "shift": source.shift(job),
+            "place": source.place(job),
+        }
+    )
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -211,9 +227,9 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
-    index, targets, stored = read_manifest(source.path).optimizer, dict(assembly.optimizer_tensors), {}
-    if holds_histories(source, assembly):
-        targets |= assembly.context.saved_state()
+    index = read_manifest(source.path).optimizer
+    stored: dict[str, torch.Tensor] = {}
+    targets = assembly.optimizer_tensors | histories_in(source, assembly)
     if saved != mode:
         stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
         targets = {name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")}
@@ -230,6 +246,39 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
         assembly.optimizer.set_master(parameter, master)
     lost = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "nothing is lost, and updates are exact from now on"
     return [f"weights: {saved} became {mode}; {lost}"]
+
+
+def require_restored(source: ResumePoint, assembly: Assembly) -> None:
+    """Raise TrainingHalted unless the live tensors have the checkpoint's bits. Collective.
+
+    Compared are weights, moments, remainders and histories that have the checkpoint's dtype.
+    Checkpoints of earlier versions have no checksums.
+    """
+    manifest = read_manifest(source.path)
+    saved = manifest.model | manifest.optimizer
+    live = {
+        **assembly.tensors,
+        **named_state(assembly.optimizer, assembly.hf),
+        **histories_in(source, assembly),
+    }
+    comparable = {
+        name: tensor
+        for name, tensor in live.items()
+        if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]  # and not converted
+    }
+    present = checksums(comparable)
+    if wrong := [name for name in present if saved[name].checksum not in (None, present[name])]:
+        raise TrainingHalted(
+            source.step,
+            f"{source.path}: {len(wrong)} tensors in memory differ from what was saved: "
+            f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
+            "not in the recipe",
+        )
+
+
+def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, torch.Tensor]:
+    """Return the live histories and scales of delayed scaling if the checkpoint holds them."""
+    return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
 
 def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
@@ -251,6 +300,7 @@ def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
 def resume_precision(run: Run, source: ResumePoint) -> None:
     """After `source` was read, take the precision of the run's last step before it or, where the checkpoint is another run's, of
     its next step. The next step may change it. Histories that the checkpoint lacks begin here. Collective."""
+    require_restored(source, run.assembly)
     plan, ran = run.job.plan, None if source.begins else source.record["precision"]
     last = next((each for *_, each in plan.spans if each.precision.name == ran), plan.active_after(run.state.step))
     if plan.is_scheduled or last != run.assembly.active:  # which a rollback to before a switch to BF16 takes back
@@ -287,8 +337,13 @@ def roll_back(run: Run, reason: str) -> None:
     checkpoints.abandon_newer(step)
     run.resumed_step = min(run.resumed_step, step)  # what is trained from here is no checkpoint's yet
     run.health.state.rollbacks = rollbacks
-    run.state.left_out = judged.left_out + judged.step - step
-    run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
+    # The next packs are those after the judged step's, whatever place the checkpoint had.
+    run.state = replace(
+        run.state,
+        left_out=judged.left_out + judged.step - step,
+        shift=judged.shift,
+        place=judged.place,
+    )
 
     run.job = run.job.with_plan(done=step, switched_after=run.health.state.switched_after)
     run.assembly.describe_schedule(run.job.plan)

@@ -14,10 +14,12 @@ from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
+from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
 from pretrain.run.running import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
+from pretrain.settings.recipe import ModelSettings
 
 COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
 
@@ -104,5 +106,12 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             if folder.is_dir()
             else f"{folder}: there is no such folder; name a run's, as runs/my-fp32-fp32, or a model's"
         )
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    load_config(ModelSettings(source=str(folder)))  # refuses a model that brings code of its own
+    # eager: the attention that a foreign config.json names may be a kernel of the hub.
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto",
+        attn_implementation="eager",
+        trust_remote_code=False,
+    )
     return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

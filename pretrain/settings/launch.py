@@ -5,6 +5,7 @@ accelerate would otherwise act on them: a mere ACCELERATE_FP8_BACKEND makes it c
 autocast would round what the working copies already round. Precision has one owner, and it is `pretrain.precision`. accelerate
 passes unknown keys of `fp8_config` on unread, and fills in its own defaults for those that it knows. So a default of accelerate's
 may be what somebody wrote. It counts where the precision has such a key, and for nothing elsewhere.
+An `fp8_format` that may be accelerate's default is refused if the precision has another default.
 
 `accelerate config` asks many questions about topology, and some of its answers would train another model here, or do a second
 time what the launcher does. What can safely be corrected is corrected, each time with a notice. The rest is refused.
@@ -39,10 +40,11 @@ _FP8 = "fp8"  # the `mixed_precision` with which accelerate reads an `fp8_config
 # What accelerate sets for options of ours that its file leaves out.
 _FILLED_IN = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
 # Keys of accelerate's that have no effect here, by the value that asks for nothing.
-_WITHOUT_EFFECT = {"interval": 1, "use_mxfp8_block_scaling": False, "override_linear_precision": False}
+_WITHOUT_EFFECT = {"interval": 1, "override_linear_precision": False}
 _WITHOUT_EFFECT |= {"opt_level": "O2", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}  # MS-AMP's, torchao's
 # By `accelerate config`, whose words `accelerate launch` does not know; and a prefix that has swallowed a beginning.
 _OTHER_NAMES = {"amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo", "format": "fp8_format"}
+_MXFP8_SWITCH = "use_mxfp8_block_scaling"  # accelerate's key for what `recipe: mxfp8` is here
 
 
 class _Fp8Config(LowPrecisionSettings):
@@ -70,7 +72,17 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
         of_others = {key for other in quantized.values() for key in other.options} - set(each.options)
         named = f"`precision: {each.use}`{', a phase of the schedule,' * (len(chosen) > 1)}"
         _check_options(recipe.fp8_config.model_copy(update=dict.fromkeys(of_others)), each, named)
-    settings = _over(inherited if [*quantized] == [requested.name] else inherited.without_options(), recipe.fp8_config)
+    filled_in = _FILLED_IN["fp8_format"]
+    default = requested.options.get("fp8_format")
+    if [*quantized] != [requested.name]:
+        inherited = inherited.without_options()
+    elif inherited.fp8_format == filled_in != default and recipe.fp8_config.fp8_format is None:
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` under `{requested.name}` may be "
+            f"accelerate's default for a missing key; set `fp8_format: {default}` in the file, "
+            f"or `fp8_config.fp8_format={filled_in}` on the command line"
+        )
+    settings = _over(inherited, recipe.fp8_config)
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
     return recipe.model_copy(update={"precision": recipe.precision or requested.name, "fp8_config": settings})
@@ -114,8 +126,13 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     for key, nothing in _WITHOUT_EFFECT.items():
         if (value := values.pop(key, nothing)) != nothing:
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out (`recipe: mxfp8`, `keep_bf16_layers` have)"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out (`keep_bf16_layers` keeps whole layers)"
             )
+    if values.pop(_MXFP8_SWITCH, False) and values.setdefault("recipe", "mxfp8") != "mxfp8":
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config.{_MXFP8_SWITCH}: True` and `recipe: {values['recipe']}` "
+            "contradict each other; leave one of them out"
+        )
     config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
@@ -156,6 +173,20 @@ _LEFT_OUT = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "`gradient_accumulation_steps`: `batch.tokens` and `.microbatch` decide"),
     "FSDP_ACTIVATION_CHECKPOINTING": ("false", "`fsdp_activation_checkpointing`: `model.gradient_checkpointing` decides"),
     "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "`fsdp_activation_checkpointing_offload`: activations stay on the device"),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": (
+        "false",
+        "`fsdp_cpu_ram_efficient_loading`: true would untie the head from the embedding",
+    ),
+    "FSDP_AUTO_WRAP_POLICY": (
+        "TRANSFORMER_BASED_WRAP",
+        "`fsdp_auto_wrap_policy`: each decoder layer is a shard group",
+    ),
+    "FSDP_STATE_DICT_TYPE": (
+        "SHARDED_STATE_DICT",
+        "`fsdp_state_dict_type`: each process saves its own shards",
+    ),
+    "FSDP_BACKWARD_PREFETCH": ("NO_PREFETCH", "`fsdp_backward_prefetch`: FSDP2 decides"),
+    "FSDP_FORWARD_PREFETCH": ("false", "`fsdp_forward_prefetch`: FSDP2 decides"),
 }
 
 
@@ -176,10 +207,17 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
             raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")
     notices: list[str] = []
     world = _processes(environ, has_gpu, notices)
+    for axis in ("TP", "CP", "SP"):
+        if environ.get(f"{_PARALLELISM}{axis}_SIZE", "1") != "1":
+            raise InputError(
+                f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
+                "sequence parallelism are not supported; remove the key"
+            )
+    left_out = []
     for variable, (nothing, why) in _LEFT_OUT.items():
         if environ.get(variable, nothing).lower() != nothing.lower():
             environ[variable] = nothing
-            notices.append(f"left out: {why}")
+            left_out.append(why)
     replicas, gathers_as_fits = 1, environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
         environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows no more
@@ -192,11 +230,19 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         replicas, shards = _mesh(environ, world)
         if shards == 1:
             replicas, environ["ACCELERATE_USE_FSDP"] = 1, "false"
-            notices.append("left out: FSDP, as each process holds the whole model")
-        environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "false"  # which would untie the head
-        # Each decoder layer is a group of shards, as the model itself names them. Checkpoints are not accelerate's.
+            left_out.append("FSDP: each process holds the whole model")
+        # Each decoder layer is a group of shards, as the model itself names them.
         environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
-        environ |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT"}
+        if environ.pop("FSDP_IGNORED_MODULES", None):
+            left_out.append("`fsdp_ignored_modules`: every module is sharded")
+        environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+    elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
+        raise InputError(
+            f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
+            "`fsdp_version: 2`; set them, or remove the key"
+        )
+    if left_out:
+        notices.append(f"left out: {'; '.join(left_out)}")
     for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
         del environ[variable]  # `replicas` is all that is left of it
     return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
@@ -224,11 +270,7 @@ def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[s
 
 def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
     """Replicas and shards of a `parallelism_config`; without one, as many shards as processes."""
-    if not _is_true(environ, "ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return 1, world
     replicas, shards = (int(environ.get(f"{_PARALLELISM}{key}", "1")) for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE"))
-    if any(environ.get(f"{_PARALLELISM}{key}_SIZE", "1") != "1" for key in ("TP", "CP", "SP")):
-        raise InputError(f"{_ORIGIN}: tensor, context and sequence parallelism are not supported; remove them")
     if replicas == shards == 1:  # nothing was asked for
         return 1, world
     if replicas * shards != world:

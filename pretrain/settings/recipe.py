@@ -101,9 +101,11 @@ class OptimizerSettings(Settings):
 
 
 class ScheduleSettings(Settings):
-    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"  # wsd: warmup, stable, then a linear decay
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"  # wsd: warmup, stable, then a decay
     warmup: Count = 0  # steps
     decay: Fraction = 0.2  # wsd: share of all steps that decays, at the end
+    # wsd: curve of the decay, decay_type of transformers.get_wsd_schedule (whose default is cosine)
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     min_lr_ratio: Fraction = 0.0  # where the decay ends, as a share of `optimizer.learning_rate`
 
 
@@ -128,7 +130,8 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 
 
 class LossSettings(Settings):
-    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel, in BF16
+    # chunked: a part of the logits at a time, gradients summed in FP32; cce: cut-cross-entropy's Triton
+    # kernel, in BF16. Its release 25.1.1 has neither Kahan summation nor FP32 sums.
     kind: Literal["chunked", "cce"] = "chunked"
     # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small.
     chunk: Literal["auto"] | PositiveCount = "auto"

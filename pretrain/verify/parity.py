@@ -34,13 +34,14 @@ from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.probe import Compared, watching_products
 from pretrain.verify.reference_model import Document, reference_model, reference_pass, routes_alike, whole, wrong_batches
+from pretrain.verify.reference_quantizer import watching_quantizers
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 SEVENTHS = (0, 1, 3, 5, 7)  # of a pack, where its documents begin and end: no block of a kernel ends there
 TOKENS, DOCUMENTS = 1024, 3  # of a microbatch, at most, that the plain side computes
 PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
 DIFFERENT = 16  # tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's do
-TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
+SUMS_APART = 0.1  # of a gradient over several microbatches, from the sum of theirs: kernels may add in another order
 NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
 FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
 SHOWN = 10  # the worst of a table
@@ -59,6 +60,8 @@ class Parity:
     gradient_norm: float
     tensors: Sequence[Compared]  # the worst first
     products: Sequence[Compared] = ()  # the worst first
+    codes: Sequence[Compared] = ()  # of some operands, with the reference quantizer's; the worst first
+    sums: Sequence[Compared] = ()  # quantized gradients over all microbatches, with the sum of each one's; the worst first
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
     quantized_left_out: str | None = None  # why quantized products were not compared, where there are some
@@ -74,7 +77,7 @@ class Parity:
     def record(self) -> dict[str, Any]:
         """What audit.json says: the figures, the worst tensors and products, and how many there were."""
         counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
-        worst = {"tensors": self.tensors[:SHOWN], "products": self.products[:SHOWN]}
+        worst = {name: getattr(self, name)[:SHOWN] for name in ("tensors", "products", "codes", "sums")}
         return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
@@ -152,7 +155,7 @@ class _Check:
                 loss = self._pass(step) * mean_over
             of_plain = self._plain(_as_chosen(microbatches, chosen), valid_tokens, tokens)
             losses, reference, loss_noise, noise, alike = of_plain
-            gradients = {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
+            gradients = self._gradients()
             dtypes = {self.model.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
             resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
             parity = Parity(
@@ -203,13 +206,17 @@ class _Check:
     def _quantized(self, parity: Parity, step: StepBatches, mean_over: float) -> list[str]:
         """Compares the quantized path with the unquantized one of `parity`, which gets the figures; returns what is wrong."""
         advance()
-        for _ in range(TAUGHT if self.model.context.state() else 0):
+        if self.model.context.state():  # delayed scaling sees the gradients of other labels, here and in the passes that follow
             self._pass(step)
+        parity.sums = self._compare_sums(step)
         with ExitStack() as watching:
             parity.products, histories = watching.enter_context(watching_products(self.model, self.active))
+            parity.codes = watching.enter_context(watching_quantizers(self.model.context, self.active))
             parity.quantized_loss = self._pass(step, watching) * mean_over
         parity.quantized_gradient_norm = gradient_norm(self.model.parameters()).item()
         lines = worst_of(parity.products, "low-precision products", "they are not what the format makes")
+        lines += worst_of(parity.codes, "codes of operands", "the format's quantizer is not the reference quantizer")
+        lines += worst_of(parity.sums, "gradients over two microbatches", "they are not the sum of each one's")
         if histories:
             lines.append(f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them")
         loss, norm = parity.quantized_loss, parity.quantized_gradient_norm
@@ -217,6 +224,33 @@ class _Check:
             losses, norms = f"{loss:.6f} and {parity.loss:.6f}", f"{norm:.4g} and {parity.gradient_norm:.4g}"
             lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
         return lines
+
+    def _compare_sums(self, step: StepBatches) -> list[Compared]:
+        """Compare the gradients of a quantized pass with the sum of those of a pass over each microbatch alone.
+
+        Both draw the same random numbers and begin with the same histories and scales, so they
+        quantize the same operands to the same codes. Returns the worst tensors first. Collective.
+        """
+        copies = self.model.context.copied_state()
+        torch.manual_seed(0)
+        self._pass(step)
+        together = {name: None if g is None else g.clone() for name, g in self._gradients().items()}
+        self.model.context.go_back(copies)
+        torch.manual_seed(0)
+        summed: dict[str, Tensor] = {}
+        for number in range(max(from_all_ranks(len(step.microbatches)))):
+            self._pass(replace(step, microbatches=step.microbatches[number : number + 1]))
+            for name, gradient in self._gradients().items():
+                if gradient is not None:
+                    summed[name] = gradient.float() + summed.get(name, 0.0)
+        compared = [
+            Compared.of(name, distance.error, distance.error / SUMS_APART)
+            for name, distance in distances(together, summed).items()
+        ]
+        return sorted(compared, key=lambda tensor: tensor.excess, reverse=True)
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
 
     def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
         """Forward and backward as in a training step; returns the loss. The next pass clears the gradients left here."""

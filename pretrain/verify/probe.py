@@ -2,7 +2,8 @@
 
 A sample of a product's result, some rows times some columns, is computed twice more: exactly, from the operands before they were
 quantized; and as the format has it, from what the precision's own quantizer makes of them. The run's distance from the exact
-result must be that of the format, in size and in direction (docs/verification.md).
+result must be that of the format, in size and in direction (docs/verification.md). It also has an absolute bound, which follows
+from the format's mantissa bits: a quantizer that is wrong everywhere would otherwise confirm itself.
 
 Under delayed scaling the amaxes that were seen must be where the histories keep them, and the next scales must follow from them.
 """
@@ -37,6 +38,7 @@ from pretrain.precision.settings import ActivePrecision
 ROWS = 128  # of a result that is sampled, and as many columns: a multiple of every format's block
 DRAWS = 3  # of stochastic rounding
 LEEWAY = 1.2  # of an error's size, beyond what the draws span: a mantissa bit, or truncation, is 1.4 at least
+BOUND_LEEWAY = 1.1  # of an error's size, beyond the format's bound: healthy errors reach 0.8 of it, a mantissa bit less 1.5
 ORDER_OF_SUMS = 2.0**-10  # of the result's norm: sums of BF16 results come in another order than ours
 LEAST_LIKENESS = 0.5  # of two errors' directions: of the same scales 0.8 or more, of other ones near zero
 KNOWN_LIKENESS = 0.1  # of the draws of stochastic rounding among themselves, from which on it says something
@@ -57,14 +59,18 @@ class Compared:
         return cls(name, error, excess if math.isfinite(excess) else math.inf)
 
 
-def judge_product(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor]) -> Compared | None:
-    """A sample of the unquantized product, the run's error and some of the plain quantizer's; None where all is zero."""
+def judge_product(name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bound: float) -> Compared | None:
+    """A sample of the unquantized product, the run's error and some of the plain quantizer's; None where all is zero.
+
+    bound: norm that the error of the format stays within.
+    """
     norm = exact.norm(dtype=torch.float64)
     if norm == 0 and not error.any():
         return None
     error, *plain = (each.double().flatten() / norm for each in (error, *plain))
     size, sizes = error.norm().item(), [each.norm().item() for each in plain]
-    excess = size / (LEEWAY * max(sizes) + ORDER_OF_SUMS)
+    allowed = min(LEEWAY * max(sizes), BOUND_LEEWAY * bound / norm.item()) if norm else 0.0
+    excess = size / (allowed + ORDER_OF_SUMS)
     # Where the sums' order is not small beside the quantization, it hides how alike the two are.
     if min(sizes) > 8 * ORDER_OF_SUMS:
         excess = max(excess, (min(sizes) - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf)
@@ -118,9 +124,11 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
                 amax = transform(whole.t()).abs().amax().float()
         samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
+    def scale_of(name: str, role: Role) -> Tensor | None:
+        return of_operand(before, name, role, "scale") if precision.keeps_history else None
+
     def quantized(name: str, role: Role, sample: _Sample) -> Tensor:
-        scale = of_operand(before, name, role, "scale") if precision.keeps_history else None
-        return quantize[role](sample.to_quantize, scale, sample.amax).dequantize()
+        return quantize[role](sample.to_quantize, scale_of(name, role), sample.amax).dequantize()
 
     @torch.no_grad()
     def see_result(name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
@@ -142,13 +150,52 @@ def watching_products(packed: PackedLanguageModel, active: ActivePrecision) -> I
                     left, right = (quantized(name, *each) for each in zip(roles, operands, strict=True))
                 plain.append((left @ right.t() + added).to(result.dtype).float() - added - exact)
         error = result[rows][:, columns].float() - added - exact
-        products[name, gemm] = judge_product(f"{name} {gemm}", exact, error, plain)
+        variances = [
+            _rounding_variance(active, role, operand, scale_of(name, role)) for role, operand in zip(roles, operands, strict=True)
+        ]
+        bound = _error_bound([operand.to_quantize for operand in operands], variances, exact)
+        products[name, gemm] = judge_product(f"{name} {gemm}", exact, error, plain, bound)
 
     with watching_histories(context, active) as wrong_histories:
         observers = {"observers": [*context.observers, see_operand], "result_observers": [see_result]}
         with holding(context, **observers):
             yield worst_first, wrong_histories
     worst_first += sorted(filter(None, products.values()), key=lambda each: each.excess, reverse=True)
+
+
+def _rounding_variance(active: ActivePrecision, role: Role, operand: _Sample, scale: Tensor | None) -> Tensor:
+    """Return a bound on the mean squared rounding error of each value of an operand, of its shape.
+
+    A value's quantum is at most 2^-mantissa_bits of it, or the format's smallest one, under the largest
+    scale that its block may have. Errors are spread evenly over a quantum, and over two under
+    stochastic rounding. Infinite where a delayed scale cuts the operand.
+    """
+    precision, settings = active.precision, active.settings
+    grid, scaling = precision.grid(settings, role), precision.scaling(role)
+    magnitude = operand.to_quantize.abs().float()
+    amax = operand.amax
+    if scaling.block:
+        height = scaling.block if scaling.square else 1
+        blocks = magnitude.unflatten(1, (-1, scaling.block)).unflatten(0, (-1, height))
+        amax = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape(magnitude.shape)
+    if scale is None:
+        smallest = amax / (scaling.least * grid.maximum)
+    else:
+        smallest = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
+    quantum = torch.maximum(magnitude, smallest * 2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
+    return quantum.square() / (6 if precision.is_stochastic(settings, role) else 12)
+
+
+def _error_bound(operands: Sequence[Tensor], variances: Sequence[Tensor], exact: Tensor) -> float:
+    """Return the norm that the rounding error of the product `exact` stays within.
+
+    The errors of different values are independent, except that equal rows of an operand err alike:
+    then the product's error is the same share of it as the operands' errors are of them.
+    """
+    left, right = (operand.float().square() for operand in operands)
+    independent = variances[0] @ right.t() + left @ variances[1].t()
+    shares = variances[0].sum() / left.sum() + variances[1].sum() / right.sum()
+    return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt().item()
 
 
 def _of_one_expert(rows: Tensor, ends: Tensor | None, is_weight: bool) -> Tensor:

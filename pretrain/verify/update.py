@@ -7,7 +7,6 @@ would. Only the gradients' norm is of all values, and is computed again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -37,37 +36,91 @@ ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
 BF16_VALUED = 0.9  # of FP32 sums over several microbatches, at most, that BF16 could hold as they are
 
 
+def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
+    """Return at most VALUES evenly spaced values of this process's part of a tensor.
+
+    Which values these are changes with the number of `updates`.
+    """
+    values = local_part(tensor).reshape(-1)
+    stride = -(-values.numel() // VALUES) or 1
+    return values[updates % stride :: stride]
+
+
 class StepCheck:
     """One step of training, looked at: `passes` around its forward and backward, then `update` around the optimizer's step."""
 
     def __init__(self, packed: PackedLanguageModel, optimizer: ExactAdamW, recipe: Recipe, accelerator: Accelerator) -> None:
         self._packed, self._optimizer, self._recipe, self._accelerator = packed, optimizer, recipe, accelerator
-        self._microbatches = 0
         self._wrong: list[str] = []
         self._are_old: dict[tuple[str, int], Tensor] = {}  # of a product and a copy of its weight, a bool
 
     @contextmanager
-    def passes(self, step: StepBatches) -> Iterator[None]:
-        """Sees the microbatches of `step`. Collective."""
+    def passes(self, step: StepBatches, place: int = 0) -> Iterator[None]:
+        """Observe the microbatches of `step`, whose packs must begin at `place` in the stream.
+
+        Collective.
+        """
         seen: list[Tensor] = []  # of each whose backward has begun, its number of labels and the factor of its summed loss
+        rounded: list[Tensor] = []  # a bool on the device: the sums of two microbatches fit BF16
+        # The host does not wait for the device here. Sums of magnitudes, as squares may underflow.
+        left_over = torch.stack(
+            torch._foreach_norm(self._gradients(), 1, dtype=torch.float32),
+        ).count_nonzero()
 
         def after_forward(module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor) -> None:
             labels = (inputs["labels"] != IGNORE).sum().double()
             loss.register_hook(lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()])))
+            if len(seen) == 2:  # the third microbatch's bits would hide that a sum was rounded
+                rounded.append(self._fit_bf16())
 
-        looks_on = holding(self._packed.context, weight_observers=[self._see_weight])
-        with self._packed.register_forward_hook(after_forward, with_kwargs=True), looks_on:
+        with (
+            self._packed.register_forward_hook(after_forward, with_kwargs=True),
+            holding(self._packed.context, weight_observers=[self._see_weight]),
+        ):
             yield
-        if old := sorted({name for (name, _), is_old in self._are_old.items() if is_old}):
-            self._wrong.append(f"weights of {len(old)} products are copies from before the last update: {some_of(old)}")
-        self._microbatches = len(seen)
         nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
         labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
         total, counted = int(self._accelerator.reduce(labels.sum(), reduction="sum")), step.valid_tokens
-        if total != counted:
-            self._wrong.append(f"{total:,} labels were trained on, and the step counts {counted:,}")
-        if any(not math.isclose(factor * max(counted, 1), 1, rel_tol=1e-5) for factor in factors.tolist()):
-            self._wrong.append(f"the loss of a token is not divided by the step's {counted:,} labels")
+        old = sorted({name for (name, _), is_old in self._are_old.items() if is_old})
+        evaluating = [name for name, module in self._packed.named_modules() if not module.training]
+        claims = {  # lines of the message, and whether they are true
+            f"its packs begin at place {step.places.start:,}, not {place:,}": (
+                step.places.start != place  # in the stream
+            ),
+            f"{int(left_over)} gradients were not cleared before the step": left_over,
+            f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}": evaluating,
+            f"{len(old)} products use weights from before the last update: {some_of(old)}": old,
+            f"{total:,} labels were trained on, and the step counts {counted:,}": total != counted,
+            f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
+                factors * max(counted, 1),
+                torch.ones_like(factors),
+                rtol=1e-5,
+                atol=0,
+            ),
+            "gradients add up in BF16, not in FP32: their sums have no more bits": (
+                any(rounded) or (len(seen) > 1 and self._fit_bf16())
+            ),
+        }
+        self._wrong = [line for line, is_wrong in claims.items() if is_wrong]
+
+    def _gradients(self) -> list[Tensor]:
+        """Return this process's parts of all gradients, and first an empty tensor."""
+        return [
+            torch.zeros(0, device=self._packed.hf.device),  # there may be no gradient
+            *(
+                local_part(gradient)
+                for parameter in self._packed.parameters()
+                if (gradient := gradient_of(parameter)) is not None
+            ),
+        ]
+
+    def _fit_bf16(self) -> Tensor:
+        """Return whether some values of each FP32 sum of gradients fit BF16: a bool tensor."""
+        values = torch.cat(
+            [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32],
+        )
+        fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
+        return fits.sum() > BF16_VALUED * (values != 0).sum()
 
     @torch.no_grad()
     def _see_weight(self, product: Product, operand: Operand, matrix: Tensor) -> None:
@@ -82,7 +135,13 @@ class StepCheck:
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:
         """Sees the update of `step`, which comes after so many `updates`, at the schedule's `learning_rate`. Raises
         TrainingHalted, on all processes, where one of them has seen anything wrong. Collective."""
-        by_torch = TorchUpdate(self._packed.hf, self._optimizer, self._recipe, learning_rate, updates, self._microbatches)
+        by_torch = TorchUpdate(
+            self._packed.hf,
+            self._optimizer,
+            self._recipe,
+            learning_rate,
+            updates,
+        )
         yield
         wrong = [*self._wrong, *by_torch.differences()]
         if largest_over_ranks(self._accelerator, len(wrong)):
@@ -95,10 +154,15 @@ class StepCheck:
 
 
 class TorchUpdate:
-    """What torch makes of some values, when the gradients are whole. `microbatches`: so many have been added up."""
+    """What torch makes of some values, when the gradients are whole."""
 
     def __init__(
-        self, model: nn.Module, optimizer: ExactAdamW, recipe: Recipe, learning_rate: float, updates: int, microbatches: int
+        self,
+        model: nn.Module,
+        optimizer: ExactAdamW,
+        recipe: Recipe,
+        learning_rate: float,
+        updates: int,
     ) -> None:
         self._optimizer, self._recipe, self._updates = optimizer, recipe, updates
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad and gradient_of(p) is not None}
@@ -112,13 +176,10 @@ class TorchUpdate:
         norms = [each.full_tensor() if isinstance(each, DTensor) else each for each in norms]
         limit, norm = recipe.optimizer.clip, torch.stack(norms).square().sum().sqrt()
         coefficient = 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
-        picked = [self._picked(gradient) for gradient in gradients]
+        picked = [some_values(gradient, updates) for gradient in gradients]
         self._sizes = torch.tensor([len(each) for each in picked], device=self._device)
         self._tensor_of = torch.arange(len(picked), device=self._device).repeat_interleave(self._sizes)  # of each value
         gradient = torch.cat(picked).float()
-        bits = gradient[gradient != 0].view(torch.int32)
-        if recipe.gradients_kept_in == "fp32" and microbatches > 1 and (bits & 0xFFFF == 0).float().mean() > BF16_VALUED:
-            self._claims.append("gradients add up in BF16, not in FP32: their sums have no more bits")
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient * coefficient, learning_rate)
 
@@ -161,19 +222,23 @@ class TorchUpdate:
             wrong |= {f"{what} are {dtype}, not {expected[what]}" for what, dtype in stored_in.items() if dtype != expected[what]}
         return sorted(wrong)
 
-    def _picked(self, tensor: Tensor) -> Tensor:
-        """Some values of this process's part of a tensor."""
-        values = local_part(tensor.detach()).reshape(-1)
-        stride = -(-values.numel() // VALUES) or 1
-        return values[self._updates % stride :: stride]
-
     def _values(self) -> dict[str, Tensor]:
         """The picked values in FP32 of all parameters, one after another: weights that updates apply to, and moments."""
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
-        weights = torch.cat([self._picked(parameter) for parameter in self._parameters])
+        weights = torch.cat(
+            [some_values(parameter, self._updates) for parameter in self._parameters],
+        )
         if all("remainder" in state for state in states):
-            weights = join(weights, torch.cat([self._picked(state["remainder"]) for state in states]))
-        moments = {name: torch.cat([self._picked(state[name]) for state in states]).float() for name in MOMENTS}
+            weights = join(
+                weights,
+                torch.cat([some_values(state["remainder"], self._updates) for state in states]),
+            )
+        moments = {
+            name: torch.cat(
+                [some_values(state[name], self._updates) for state in states],
+            ).float()
+            for name in MOMENTS
+        }
         return {"weights": weights.float()} | moments
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ SETTINGS = {
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",
     "train={}": "`train`",
-    "train.begin_with=nowhere/step-00000004": "nowhere/step-00000004",
+    "train.begin_with=nowhere/step-00000004": "`train.begin_with`: nowhere/step-00000004",
     "optimizer.learning_rate=.nan": "`optimizer.learning_rate`",
     "optimizer.betas=[0.9,1.5]": "`optimizer.betas",
     "precision=delayd": "'delayed'",
@@ -67,7 +67,10 @@ SETTINGS = {
     "model.config.max_position_embeddings=16": "`data.length: 32`",
     "model.config=null": "`model`",
     "model.config={model_type: bert, vocab_size: 61}": "BertLMHeadModel",
+    "model.config={model_type: t5, vocab_size: 61}": "t5 is no causal language model",
+    "model.config.num_hidden_layers=0": "`num_hidden_layers: 0`",
     "model.source=/no/such/model": "/no/such/model",
+    "model.source=./nowhere": "'./nowhere' is no model's folder",
     "model.source=tests": "`model.source`: tests: has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",
@@ -139,6 +142,7 @@ COMMANDS = {
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
+    "flops {here}/folder.yaml": "{here}/folder.yaml: no YAML that can be read: Is a directory",
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
@@ -192,7 +196,8 @@ def test_what_accelerate_cannot_start_is_named(variables: str, refusal: Callable
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """A folder with what the tables name."""
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "folder.yaml"):
+        (tmp_path / name).mkdir()
     (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")

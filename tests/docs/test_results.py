@@ -64,7 +64,7 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
         "nvfp4": "nvfp4_kept",
     }.items():
         (line,) = [line for line in readme.splitlines() if line.startswith("|") and row in line]
-        for scale in ("14m", "35m", "111m"):
+        for scale in ("14m", "35m_once" if cell == "delayed" else "35m", "111m"):  # new text, if any
             if difference := served.differences.get((scale, f"{cell}_branch")):
                 assert f"{share(difference)}, {served.verdict(scale, f'{cell}_branch')}" in line
 
@@ -78,8 +78,10 @@ def test_readmes_speeds_are_those_of_the_result_files():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     files, table = re.search(r"\*\*Speed\.\*\*(.*?)\n(\|.*?)\n\n", text, re.DOTALL).groups()
     _, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()]
-    for file, *column in zip(re.findall(r"results/[\w/]+\.json", files), *[row[2:] for row in rows], strict=True):
-        ways = json.loads((ROOT / "benchmarks" / file).read_text(encoding="utf-8"))["ways"]
-        speeds = {f"{way['tokens_per_second']['median']:,.0f}" for way in ways.values() if way["status"] == "ok"}
-        shown = [speed for cell in column for speed in re.findall(r"\d+,\d{3}", cell)]
-        assert len(shown) >= 4 and set(shown) <= speeds
+    (file,) = re.findall(r"results/[\w/]+\.json", files)
+    assert len(rows) >= 4
+    for way, _, shown in rows:  # a row may name a file of its own
+        (row_file,) = re.findall(r"results/[\w/]+\.json", way) or [file]
+        ways = json.loads((ROOT / "benchmarks" / row_file).read_text(encoding="utf-8"))["ways"]
+        speeds = {f"{each['tokens_per_second']['median']:,.0f}" for each in ways.values() if each["status"] == "ok"}
+        assert set() < set(re.findall(r"\d+,\d{3}", shown)) <= speeds

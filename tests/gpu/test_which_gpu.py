@@ -33,7 +33,6 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
 ) -> None:
     """One round, as the hours are over then: some 80 s, most of it four starts."""
     monkeypatch.setattr(which, "GPU_IS_FREE", 1e3)  # tests before this one may hold some of it
-    pytest.importorskip("plotly", reason="the page draws with it")
     needs("delayed")
     folder = tmp_path / "which"
     command = [str(recipe), "--run_dir", str(folder), "--precisions", "bf16,delayed", "--steps", "80", "--hours", "0.001"]

@@ -93,6 +93,11 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(small_
     assert 4 <= older < newest < 12  # training goes on while step 4 is written, so the signal comes in one of the next steps
 
 
+def test_an_image_is_built_without_history_runs_and_keys() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "**/.env", "packs", "runs", "wandb"} <= {*ignored}
+
+
 def test_a_job_of_a_sweep_is_an_agent_of_the_sweep_that_is_named(tmp_path: Path) -> None:
     (tmp_path / "shims").mkdir()
     (agent := tmp_path / "shims" / "wandb").write_text('#!/usr/bin/env bash\necho "wandb $*"\n')

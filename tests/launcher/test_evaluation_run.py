@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pretrain.__main__ import main
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.run import evaluate, untrained
 from tests.conftest import Finished, contents
 from tests.golden.runs import steps_saved
 
@@ -47,6 +53,24 @@ def test_the_best_checkpoint_is_kept_and_exported(
     assert not (tmp_path / "none").exists()
 
 
+def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
+    train_here: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In FP32, where the audit has nothing to see."""
+    sums = evaluate.held_out_sums
+
+    def left_in_it(model: PackedLanguageModel, *rest: Any) -> torch.Tensor:
+        of_all = sums(model, *rest)
+        model.eval()
+        return of_all
+
+    monkeypatch.setattr(evaluate, "held_out_sums", left_in_it)
+    run = train_here("evaluate.every=3", "log.fp8_statistics=5")
+    assert run.status == 3, run.output
+    assert "step 5: " in run.err and "are in evaluation mode" in run.err
+
+
 def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
     assert "has no checkpoint" in train_here("evaluate").refusal
 
@@ -66,7 +90,7 @@ def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_noth
 
 
 def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_evaluated(
-    train_here: Callable, words: Path, tmp_path: Path
+    train_here: Callable, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")
     run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off")
@@ -78,6 +102,21 @@ def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_eva
     assert late[0]["text"][:20].encode() in logged
     before, text = contents(run.run_dir), tmp_path / "own.txt"
     text.write_text("w1 w2 w3 " * 100)
+    evaluated, modes = untrained.held_out_figures, []
+
+    def with_modes(*arguments: Any) -> dict[str, Any]:
+        others = [folder for folder in temporary.iterdir() if folder != theirs]
+        modes.extend(stat.S_IMODE(folder.stat().st_mode) for folder in others)
+        return evaluated(*arguments)
+
+    temporary = tmp_path / "temporary"
+    theirs = temporary / f"evaluate-{os.getpid()}"  # somebody else's
+    theirs.mkdir(parents=True)
+    (theirs / "thesis.tex").write_text("years of work")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(untrained, "held_out_figures", with_modes)
     own = train_here("evaluate", f"data.tokenizer={words}", str(text))
     assert own.status == 0 and len(losses_printed(own)) > 0 and contents(run.run_dir) == before, own.output
     assert next(iter(losses_printed(own).values())) != evaluations(run)[6]
+    assert {*modes} == {0o700}, "packed where this user alone can read"
+    assert [*temporary.iterdir()] == [theirs] and [*contents(theirs)] == ["thesis.tex"]

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -78,6 +80,36 @@ def test_what_exists_is_not_written_over_and_damage_is_named(exact: Path, tmp_pa
         flip(file)
     status, output = command(capsys, "export", run, tmp_path / "other")
     assert status == 2 and "damaged" in output and not (tmp_path / "other").exists()
+
+
+def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
+    exact: Path,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"attn_implementation": "kernels-community/flash-attn2"}))
+    assert command(capsys, "sample", tmp_path / "out", "w1", "--tokens", 2)[0] == 0
+    foreign = {"model_type": "unknown", "auto_map": {"AutoConfig": "code.Config"}}
+    file.write_text(json.dumps(config | foreign))
+    status, output = command(capsys, "sample", tmp_path / "out", "w1")
+    assert status == 2 and f"{tmp_path / 'out'} brings code of its own" in output
+
+
+def test_an_export_that_fails_leaves_no_files(
+    exact: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: Any,
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pretrain.model.huggingface.fsync_tree", full)
+    status, output = command(capsys, "export", exact, tmp_path / "out")
+    assert status == 2 and "No space left" in output and not [*tmp_path.iterdir()]
 
 
 def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
@@ -206,8 +238,12 @@ def test_what_export_wrote_is_pushed_and_nothing_else(exact: Path, hub: Hub, tmp
 def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
     exact: Path, hub: Hub, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    damaged = shutil.copytree(exact, tmp_path / "run")  # the hub is asked before it is hashed
+    for file in (damaged / "checkpoints").glob("*/model*.safetensors"):
+        flip(file)
+
     def refused(name: str = REPOSITORY) -> str:
-        status, output = command(capsys, "export", exact, tmp_path / "out", "--push", name)
+        status, output = command(capsys, "export", damaged, tmp_path / "out", "--push", name)
         assert status == 2 and output.startswith("error: --push") and not (tmp_path / "out").exists()
         return output
 

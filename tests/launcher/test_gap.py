@@ -20,6 +20,7 @@ from pretrain.metrics.run_record import read_run
 from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.settings.recipe import HealthSettings, Recipe
+from pretrain.verify import gap
 from tests.conftest import Finished
 from tests.golden.runs import poisoned_once, saved, steps_logged, steps_saved
 
@@ -77,6 +78,14 @@ def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_up
     drawn = [line for line in pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"].data if len(line.x) == 2]
     assert drawn[0].y.tolist() == [step["gap/loss"] for step in looks(run)]
     assert any(line.name.endswith("layers.1") for line in drawn)
+
+
+def test_a_gradient_that_the_meter_leaves_is_found(
+    started: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gap, "clear_gradients", lambda optimizer, model: None)
+    assert "gradients were not cleared" in started("run", "log.gap=1", status=3).err
 
 
 def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:

@@ -5,6 +5,8 @@ Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resum
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +15,12 @@ from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
+import torch
 
+from foundation.files import hash_of
+from pretrain.checkpoint.state import TrainState
+from pretrain.run import resume
+from pretrain.run.assembly import Assembly
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -74,6 +81,11 @@ def outcome(run: Finished) -> list[Any]:
     return [figures, saved(run.run_dir, STEPS), final]
 
 
+def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
+    recomputed = run("model.gradient_checkpointing=full")
+    assert recomputed.status == 0 and recomputed.losses() == alone.losses(), recomputed.output
+
+
 # Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
 # and how far that has come when a step is logged depends on the machine.
 KILLS = [
@@ -121,6 +133,15 @@ def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     again = start_here(recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder))
     assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, again.output
     assert outcome(again)[-1] == outcome(alone)[-1]
+
+
+def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
+    alone: Finished,
+    run: Callable,
+) -> None:
+    message = run(f"train.begin_with={alone.run_dir}").refusal
+    newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    assert message.startswith("`train.begin_with`") and f"name one, as {newest}" in message
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
@@ -186,3 +207,112 @@ def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_her
     for how in ((), ("--accept-changes",), ("--plan",)):
         shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
         assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept
+
+
+# ── What is restored ──────────────────────────────────────────────────────────────────────────────
+
+
+def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that changes the assembly after a checkpoint was loaded into it."""
+    load = resume.load_weights
+
+    def loaded(source: Any, checkpoints: Any, mode: Any, assembly: Assembly) -> list[str]:
+        notes = load(source, checkpoints, mode, assembly)
+        change(assembly)
+        return notes
+
+    return lambda patch: patch.setattr(resume, "load_weights", loaded)
+
+
+def forget(key: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that replaces the optimizer's `key` state by new zeros."""
+
+    def change(assembly: Assembly) -> None:
+        for state in assembly.optimizer.state.values():
+            state[key] = torch.zeros_like(state[key])
+
+    return after_loading(change)
+
+
+def flip_a_bit(assembly: Assembly) -> None:
+    assembly.tensors["transformer.ln_f.bias"].data.view(torch.int16)[0] ^= 1
+
+
+def repeat_a_pack(patch: pytest.MonkeyPatch) -> None:
+    shift = resume.ResumePoint.shift
+    patch.setattr(resume.ResumePoint, "shift", lambda source, job: shift(source, job) - 1)
+
+
+def skip_a_step(patch: pytest.MonkeyPatch) -> None:
+    steps = TrainState.data_steps.fget
+    later = property(lambda state: tuple(step + 1 for step in steps(state)))
+    patch.setattr(TrainState, "data_steps", later)
+
+
+FAULTS = {
+    "second moments are forgotten": (forget("exp_avg_sq"), "exp_avg_sq/"),
+    "remainders are forgotten": (forget("remainder"), "remainder/"),
+    "a weight has another bit": (after_loading(flip_a_bit), "1 tensors .*transformer.ln_f.bias"),
+    "histories are forgotten": (
+        after_loading(lambda assembly: assembly.context.forget()),
+        "amax_history",
+    ),
+    "a pack is repeated": (repeat_a_pack, "packs begin at place 15, not 16"),
+    "a step is skipped": (skip_a_step, "packs begin at place 24, not 16"),
+}
+LOW = (
+    "precision=delayed",
+    "weights=bf16_exact",
+    "fp8_config.on_unsupported=emulate",
+    "train.steps=4",
+)
+
+
+@pytest.fixture(scope="module")
+def low(
+    recipe: dict[str, Any],
+    start_here: Callable,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Return the folder of a run in low precision that was saved after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("low")
+    run_dir = folder / "run"
+    finished = start_here(recipe | {"run_dir": str(run_dir)}, folder, *LOW, "checkpoint.every=2")
+    assert finished.status == 0, finished.output
+    return run_dir
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_resume_from_anything_but_what_was_saved_stops(
+    fault: str,
+    low: Path,
+    run: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, line = FAULTS[fault]
+    make(monkeypatch)
+    resumed = run(*LOW, "--resume", str(low / "checkpoints/step-00000002"))
+    assert resumed.status == 3 and re.search(line, resumed.err), resumed.output
+
+
+def test_a_checkpoint_without_checksums_is_resumed(
+    alone: Finished,
+    copied: Callable,
+    run: Callable,
+) -> None:
+    folder = copied(8, STEPS) / "checkpoints/step-00000004"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    state = json.loads((folder / "state.json").read_text())
+    for kind in ("model", "optimizer"):
+        assert all(entry.pop("checksum") for entry in manifest[kind].values())
+    assert state["progress"].pop("place") == 4 * 8
+    (folder / "state.json").write_text(json.dumps(state))
+    for record in manifest["files"]:
+        content = (folder / record["name"]).read_bytes()
+        record["size"] = len(content)
+        record["hashes"] = {"sha256": hashlib.sha256(content).hexdigest()}
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
+    finished = run()
+    assert finished.status == 0 and "at step 4" in finished.output, finished.output
+    assert outcome(finished) == outcome(alone)

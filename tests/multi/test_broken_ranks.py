@@ -50,9 +50,15 @@ FAULTS = {
 }
 # Of those in tests/pretrain/verify/update_faults.py, the ones that a topology could hide: each is there in one process too.
 OF_UPDATES = {
-    "ddp": ("last_microbatch_dropped", "sums_in_bf16"),
+    "ddp": ("last_microbatch_dropped", "sums_in_bf16", "tenth_stays"),
     "zero": ("not_clipped", "no_bias_correction", "low_bits_dropped", "moments_in_bf16"),
-    "fsdp2": ("one_weight_never_updated", "norms_decay", "stale_copy", "sums_rounded_to_bf16"),
+    "fsdp2": (
+        "one_weight_never_updated",
+        "norms_decay",
+        "stale_copy",
+        "sums_rounded_to_bf16",
+        "not_cleared",
+    ),
 }
 ALWAYS = {"nothing": lambda run, patch: None, "a rank's weight stands still": weight_of_a_rank_stands_still}
 

@@ -160,6 +160,7 @@ def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_total
                 assert (step.tokens, step.sum_squared_lengths) == (per_step * LENGTH, squares)
                 assert step.valid_tokens == sum(part.valid_tokens for part in parts)
                 assert step.epoch == per_step * (number + 1) / len(packs)
+                assert step.places == range(per_step * number, per_step * (number + 1))
 
 
 def test_prefetched_steps_are_the_pure_ones_and_resuming_gives_identical_tensors():

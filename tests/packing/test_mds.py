@@ -147,6 +147,13 @@ def lengths_of(numbers: np.ndarray) -> list[int]:
     return np.bincount(numbers[numbers >= 0]).tolist()
 
 
+@pytest.mark.parametrize("outside", ["../shard.00000.mds", "/etc/passwd"])
+def test_a_shard_outside_of_its_folder_is_refused(outside: str, fixture):
+    change_index(folder := fixture("reference"), '"shard.00000.mds"', f'"{outside}"')
+    with pytest.raises(InputError, match=f"index.json: {outside} is outside"):
+        open_mds(folder)
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 1000), st.sampled_from(["uint8", "uint16", "int64"]))
 def test_documents_are_found_from_lengths_from_positions_and_from_both(lengths, first_position, dtype):
     positions = np.concatenate([np.arange(n) for n in lengths])

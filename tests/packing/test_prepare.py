@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
@@ -20,7 +22,7 @@ from tokenizers.models import Model, Unigram, WordLevel
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.prepare import TokenLog, prepare, summary
+from packing.prepare import PackMaker, TokenLog, prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
@@ -164,7 +166,9 @@ def test_another_spelling_of_a_source_and_a_copy_of_its_tokenizer_are_the_same_s
 def test_workers_import_neither_the_callers_script_nor_the_current_folder(settings: DataSettings, tmp_path: Path) -> None:
     script = tmp_path / "elsewhere" / "script.py"
     script.parent.mkdir()
-    (tmp_path / "tokenizers.py").write_text("raise SystemExit('imported from the current folder')")
+    for name in ("tokenizers", "pickle"):  # multiprocessing's own processes import pickle
+        marks = f"open('{name} of the current folder', 'w')\nraise SystemExit(1)"
+        (tmp_path / f"{name}.py").write_text(marks)
     script.write_text(
         "import sys, json\nprint('begun', flush=True)\nfrom packing.prepare import prepare, DataSettings\n"
         "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
@@ -173,6 +177,7 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(settin
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, script, given], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and run.stdout.count("begun") == 1, run.stderr
+    assert not list(tmp_path.glob("* of the current folder"))
 
 
 def test_workers_that_die_at_first_are_told_of(settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,3 +190,71 @@ def test_workers_that_die_at_first_are_told_of(settings: DataSettings, tmp_path:
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(InputError, match="process died"):
         prepare(settings.model_copy(update={"tokenizer": str(tmp_path / "large.json")}), progress=False)
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system as Lustre is without its option `flock`."""
+
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_without_locks_a_second_command_is_refused(
+    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, refusals = TokenLog.append, []
+
+    def append_beside_another(log: TokenLog, result: object) -> None:
+        append(log, result)
+        if not refusals:
+            refusals.append("begun")
+            with pytest.raises(InputError, match=r"/\.packs\.preparing: .*remove this folder"):
+                prepare(settings, progress=False)
+
+    monkeypatch.setattr(TokenLog, "append", append_beside_another)
+    prepare(settings, progress=False)
+    assert refusals and sorted(texts_in(settings)) == sorted(documents)
+    assert not settings.packs.with_name(".packs.preparing").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_without_locks_other_ranks_wait_for_the_first(
+    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    other = multiprocessing.get_context("fork").Process(target=prepare, args=(settings, False))
+    other.start()
+    other.join(0.5)
+    assert other.is_alive() and not settings.packs.with_name(".packs.tokens").exists()
+    monkeypatch.setenv("RANK", "0")
+    prepare(settings, progress=False)
+    other.join()
+    assert other.exitcode == 0 and sorted(texts_in(settings)) == sorted(documents)
+
+
+def test_memory_that_runs_out_keeps_what_is_tokenised(
+    settings: DataSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def arrange(*arguments: object) -> None:
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    monkeypatch.setattr(PackMaker, "arrange", arrange)
+    with pytest.raises(InputError, match=r"Unable to allocate .*is kept in .*\.packs\.tokens"):
+        prepare(settings, progress=False)
+    kept = settings.packs.with_name(".packs.tokens") / "progress.json"
+    assert json.loads(kept.read_text())["complete"]
+
+
+def test_chatml_warns_of_a_tokenizer_without_its_tokens(
+    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    corpus.write_text(json.dumps({"chat": chat}))
+    chats = settings.model_copy(update={"messages": "chat", "chat_template": "chatml"})
+    prepare(chats, progress=False)
+    assert "warning: data.chat_template: chatml: <|im_start|>" in capsys.readouterr().err

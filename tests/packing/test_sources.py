@@ -114,6 +114,30 @@ def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path:
         texts_of(tmp_path)
 
 
+def test_files_that_are_not_read_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about this data set")
+    (tmp_path / "a.csv").write_text("text\nb\n")
+    assert "files not read: 1 .csv" in opened(tmp_path).description
+    for name in ("b.csv", "c.tsv"):
+        (tmp_path / name).write_text("text\nb\nc\n")
+    with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "named"),
+    [("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "LATIN1")],
+)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_another_encoding_is_named_with_the_command_that_converts_it(
+    encoding: str, named: str, suffix: str, tmp_path: Path
+) -> None:
+    mark = "\ufeff" if named == "UTF-16" else ""
+    (tmp_path / f"x.{suffix}").write_bytes(f'{mark}{{"text": "caf\xe9"}}\n'.encode(encoding))
+    with pytest.raises(InputError, match=f"iconv -f {named} -t UTF-8"):
+        texts_of(tmp_path / f"x.{suffix}")
+
+
 def test_a_kind_of_file_that_is_not_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text\na\n")
     for source in (tmp_path / "x.csv", tmp_path):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -19,8 +21,9 @@ import torch
 from safetensors.torch import load_file
 
 from foundation.errors import InputError
+from foundation.files import hash_of
 from packing.order import splitmix64
-from pretrain.checkpoint import format
+from pretrain.checkpoint import checkpoint, format
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import step_seed
 from tests.conftest import flip
@@ -123,6 +126,40 @@ def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_take
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(checkpoints, 5)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+FORGERIES = {
+    "a file that is not listed": lambda piece: piece.update(file=f"../../{piece['file']}"),
+    "a tensor that is not filled": lambda piece: piece.update(shape=[1, *piece["shape"][1:]]),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_a_manifest_whose_pieces_do_not_fill_a_tensor_is_refused(tmp_path, forge):
+    path = save(Checkpoints(tmp_path, keep=1), 1)
+    content = json.loads((path / "manifest.json").read_text())
+    forge(content["model"]["embed.weight"]["pieces"][0])
+    del content["sha256"]
+    (path / "manifest.json").write_text(json.dumps({**content, "sha256": hash_of(content)}))
+    with pytest.raises(InputError, match=r"the pieces of embed\.weight in its files"):
+        Checkpoints(tmp_path, keep=1).load(path, *map(blank, tensors_of(1)))
+
+
+def test_a_file_system_that_refuses_modes_takes_checkpoints(tmp_path, monkeypatch):
+    def chmod(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    assert_holds(save(Checkpoints(tmp_path, keep=1), 1), 1)
+
+
+def test_a_save_that_fails_is_a_message_without_our_class_names(tmp_path, monkeypatch):
+    def fail(path: Path, tensors: object) -> None:
+        raise InputError(f"{path.name}: cannot be written")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", fail)
+    with pytest.raises(InputError, match=rf"saved: {MODEL}: cannot be written \(rank 0\); "):
+        save(Checkpoints(tmp_path, keep=1), 1)
 
 
 # Calls between which a process may die and leave something else behind.

@@ -16,8 +16,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from pretrain.checkpoint.checkpoint import checksums
 from pretrain.checkpoint.format import DTYPE_NAMES, ShardBlock, block_of, lay_out, load_tensors, write_tensors
 from pretrain.model.gradients import local_part
+from tests.ranks import in_ranks
 
 
 def test_the_library_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
@@ -35,7 +37,7 @@ def test_the_library_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=8), st.integers(1, 4))
 def test_replicas_are_shared_out(shapes, ranks):
     offer = {f"t{n}": ShardBlock("F32", shape, (0, 0), shape, 4 * math.prod(shape)) for n, shape in enumerate(shapes)}
-    index = lay_out("model", [offer] * ranks)
+    index = lay_out("model", [offer] * ranks, dict.fromkeys(offer))
     load = [0] * ranks
     for name, block in offer.items():
         pieces = index[name].pieces
@@ -77,7 +79,7 @@ def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.D
     (saved_mesh, saved_placements), (mesh, placements) = (data.draw(topologies(len(shape))) for _ in range(2))
 
     parts = [as_rank(rank, saved_mesh, saved_placements, tensor) for rank in range(math.prod(saved_mesh))]
-    index = lay_out("model", [{"t": block_of(part)} for part in parts])
+    index = lay_out("model", [{"t": block_of(part)} for part in parts], {"t": None})
     with tempfile.TemporaryDirectory() as folder:
         for piece in index["t"].pieces:
             write_tensors(Path(folder, piece.file), {"t": local_part(parts[int(piece.file.split("-")[1])])})
@@ -88,3 +90,36 @@ def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.D
             found = as_rank(rank, mesh, placements, torch.full_like(tensor, 7))
             load_tensors(Path(folder), index, {"t": found})
             assert torch.equal(local_part(found), local_part(wanted))
+
+
+def checksums_in_ranks(rank: int) -> list[dict[str, int]]:
+    """Return checksums of replicas, of shards, and of replicas that differ by one bit."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        str(dtype): torch.randn(5, 3, generator=generator).to(dtype)
+        for dtype in DTYPE_NAMES  # more rows than ranks, and not a multiple
+    }
+    tensors |= {"scalar": torch.tensor(-1.5), "one": torch.randn(1, 7, generator=generator)}
+    mesh = init_device_mesh("cpu", (2,))
+    shards = {
+        name: distribute_tensor(
+            tensor,
+            mesh,
+            [Shard(0)],
+            src_data_rank=None,
+        )
+        for name, tensor in tensors.items()
+        if tensor.dim()
+    }
+    broken = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in broken.values():
+        tensor.view(-1).view(torch.uint8)[0] ^= rank
+    return [checksums(each) for each in (tensors, shards, broken)]
+
+
+def test_the_checksum_of_a_tensor_is_the_same_in_shards_and_not_if_a_rank_differs():
+    (whole, shards, broken), second = in_ranks(checksums_in_ranks)
+    assert [whole, shards, broken] == second, "all ranks judge alike"
+    assert shards.items() <= whole.items() and len(shards) == len(whole) - 1
+    assert all(broken[name] != checksum for name, checksum in whole.items())
+    assert whole["scalar"] == 2**64 - 2**30 - 2**22, "the bits of -1.5 as a negative integer"

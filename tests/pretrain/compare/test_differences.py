@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from pretrain.compare.differences import (
     BETTER,
+    BEYOND_MARGIN,
     CANNOT_TELL,
     EQUIVALENCE,
     EQUIVALENT,
+    WITHIN_MARGIN,
     WORSE,
     Gap,
     SeedDifference,
@@ -83,9 +85,17 @@ def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_inter
 
 
 def test_a_verdict_takes_three_seeds_that_lie_together():
-    for mean, verdict in ((-0.004, EQUIVALENT), (0.0055, WORSE), (-0.0055, BETTER)):  # the margin is 0.006 nats
+    for mean, verdict in (  # the margin is 0.006 nats
+        (-0.001, EQUIVALENT),
+        (-0.004, BETTER + WITHIN_MARGIN),
+        (0.004, WORSE + WITHIN_MARGIN),
+        (0.0055, WORSE),
+        (-0.0055, BETTER),
+        (0.009, WORSE + BEYOND_MARGIN),
+    ):
         assert difference([mean + each for each in (-0.001, 0.0, 0.001)]).verdict(0.003) == verdict
     assert difference([-0.001, 0.0, 0.001]).half_width(EQUIVALENCE) == pytest.approx(2.920 * 0.001 / math.sqrt(3), abs=1e-5)
     assert difference([0.02, -0.02, 0.001]).verdict() == CANNOT_TELL
     assert difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
-    assert difference([0.001] * 3).verdict() == EQUIVALENT and difference([0.1] * 3).verdict() == WORSE, "no spread at all"
+    assert difference([0.001] * 3).verdict() == WORSE + WITHIN_MARGIN, "no spread at all"
+    assert difference([0.1] * 3).verdict() == WORSE + BEYOND_MARGIN

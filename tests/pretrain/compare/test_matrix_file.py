@@ -94,7 +94,7 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"axes": None}, r"m\.yaml: describes no cell"),
         ({"axes": {"batch.tokens": [100]}}, r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple"),
         ({"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]}, r"cell a_b: would share a run folder with a_b"),
-        ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
+        ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: .*No such file"),
         ({"run_dir": "runs/all"}, r"cell bf16-bf16: would share a run folder with bf16-fp32"),
         ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in"),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),

@@ -153,18 +153,38 @@ class Failing(GeneralTracker):
     def store_init_configuration(self, values: dict) -> None:
         assert values["optimizer.betas"] == "[0.9, 0.95]", "scalars alone"
 
+    error: Exception
+
     def log(self, values: dict, step: int) -> None:
         if step > 1:
-            raise ConnectionError("no route to http://us:secret@host/")
+            raise self.error
 
 
-def test_a_service_that_fails_costs_one_warning_and_no_step(tmp_path, state, monkeypatch, caplog):
+class OwnError(Exception):
+    """An error of a service that is neither OSError nor ValueError nor RuntimeError."""
+
+
+SECRETS = "no route to http://us:secret@host/api?token=secret&run=1 (Caused by x)"
+
+
+@pytest.mark.parametrize("error", [ConnectionError, KeyError, OwnError])
+def test_a_service_that_fails_costs_one_warning(error, tmp_path, state, monkeypatch, caplog):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    monkeypatch.setattr(Failing, "error", error(SECRETS), raising=False)
     trackers = trackers_of(["failing"], tmp_path)
     trackers.start(CONFIG)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             trackers.log(record(step))
         trackers.finish()
-    assert caplog.text.count("no route to http://host/") == 1 and "failing" in caplog.text and "secret" not in caplog.text
+    assert caplog.text.count("no route to http://host/api (Caused by x)") == 1
+    assert "secret" not in caplog.text
+    assert "failing" in caplog.text and error.__name__ in caplog.text
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_service_that_does_not_start_is_refused_with_its_name(tmp_path, state, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    trackers = trackers_of(["failing"], tmp_path)
+    with pytest.raises(InputError, match="failing does not start: AssertionError: scalars alone"):
+        trackers.start({"optimizer": {"betas": 0.9}})

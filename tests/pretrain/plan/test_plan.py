@@ -127,6 +127,22 @@ def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: Pr
     assert max(map(len, text.splitlines())) <= 100
 
 
+@pytest.mark.parametrize(
+    ("changes", "packs", "warning"),
+    [
+        ({}, 22_206, None),
+        ({"log": {"gap": 100}}, 22_206, "`log.gap: 100` measures nothing"),
+        ({"batch": {"tokens": 131_072, "microbatch": 33}}, 22_206, "`batch.microbatch: 33`"),
+        ({}, 1, "a step takes 32 packs, and the training data are 1"),
+    ],
+)
+def test_settings_without_effect_are_warned_of(
+    qwen3: PreTrainedModel, changes: dict[str, Any], packs: int, warning: str | None
+) -> None:
+    warnings = plan(qwen3, recipe(**changes), packs=packs).warnings
+    assert len(warnings) == bool(warning) and (warning or "") in "".join(warnings)
+
+
 def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_filled_device(qwen3: PreTrainedModel) -> None:
     """6 bytes a parameter, less the groups in use. With `microbatch: auto` that may cost packs, but not below 8,192 tokens."""
     for microbatch, packs in ((8, 8), ("auto", 2)):

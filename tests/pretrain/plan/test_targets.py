@@ -56,6 +56,14 @@ def test_several_devices_that_do_not_hold_the_whole_model_have_shards_of_it(job:
         assert (alone.takes(1) > alone.devices.memory) == sharded
 
 
+@pytest.mark.parametrize(("target", "gib"), {"A100": 79.1, "2xRTX A6000": 47.4, "L40S": 44.3}.items())
+def test_a_microbatch_fits_the_memory_of_the_device(target: str, gib: float, job: Callable) -> None:
+    """Devices of which only the peak was known were planned as if memory were endless."""
+    plan = Target.parse(target).plan(job(data={"packs": "p", "length": 2048}, batch={"tokens": 2**21}))
+    assert plan.takes(1) <= plan.takes(plan.expected_microbatch) <= 0.92 * gib * 2**30
+    assert plan.expected_microbatch < plan.packs_per_rank
+
+
 def test_a_device_that_holds_the_whole_model_keeps_the_gradients_of_the_gap(job: Callable) -> None:
     """2 bytes a parameter, as the sums are."""
     there = Target("NVIDIA H200").plan(job("delayed", log={"gap": 10}))

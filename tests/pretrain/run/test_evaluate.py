@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,10 @@ from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.running import best_evaluation
 from pretrain.run.sampling import sample
+from pretrain.run.untrained import packing_folder
 from pretrain.settings.recipe import LossSettings
+from tests.pretrain.plan.plan_recipe import recipe
+from tests.ranks import in_ranks
 
 
 @pytest.fixture(scope="session")
@@ -133,3 +137,21 @@ def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() ->
     assert best() is None
     assert best((5, 3.0, 9), (10, 2.0, 9), (15, 2.0, 9), (20, None, 9), (25, 2.5, 9)) == 10
     assert best((5, 1.0, 9), (10, 2.0, 8), (15, 3.0, 8)) == 10, "other held-out packs begin anew"
+
+
+def folder_of(rank: int, machines: int) -> tuple[str, bool]:
+    """The folder in which this rank packs a text, and whether it exists at the end."""
+    with ExitStack() as stack:
+        processes = SimpleNamespace(process_index=rank, is_local_main_process=rank < machines)
+        folder = packing_folder(recipe(), processes, stack)
+        assert (folder / "packs").is_symlink()
+        torch.distributed.barrier()
+    torch.distributed.barrier()
+    return str(folder), folder.exists()
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_ranks_of_a_machine_pack_a_text_in_one_folder(machines: int) -> None:
+    folders = in_ranks(folder_of, machines)
+    assert len({folder for folder, _ in folders}) == machines
+    assert not any(exists for _, exists in folders)

@@ -108,7 +108,14 @@ def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(en
         ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
         ({"interval": 4}, r"`fp8_config.interval: 4` has no effect; leave it out"),
         ({"override_linear_precision": [False, True, False]}, r"override_linear_precision.* has no effect; .*keep_bf16_layers"),
-        ({"use_mxfp8_block_scaling": True}, r"use_mxfp8_block_scaling: True` has no effect; .*mxfp8"),
+        (
+            {"use_mxfp8_block_scaling": True, "recipe": "delayed"},
+            r"use_mxfp8_block_scaling: True` and `recipe: delayed` contradict",
+        ),
+        (
+            {"use_mxfp8_block_scaling": True, "fp8_format": "E4M3", "margin": 1},
+            r"`fp8_config: {margin: 1}` and `recipe: mxfp8` contradict",
+        ),
         ({"recipe": "block", "margin": 1}, r"`fp8_config: {margin: 1}` and `recipe: block` contradict"),
         ({"recipe": "delayed", "disable_rht": True}, r"`fp8_config: {disable_rht: True}` and `recipe: delayed` contradict"),
     ],
@@ -116,6 +123,23 @@ def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(en
 def test_a_mistake_in_a_file_is_named_with_its_key_and_a_remedy(fp8_config: dict, says: str, environment: Any) -> None:
     with pytest.raises(InputError, match=rf"^accelerate configuration: .*{says}"):
         take_requested_precision(environment(**fp8_config))
+
+
+def test_accelerates_own_switch_for_mxfp8_is_taken(environment: Any) -> None:
+    file = {"backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E4M3"}
+    precision, fp8_config = settled(environment(**file))
+    assert (precision, fp8_config["fp8_format"]) == ("mxfp8", "E4M3")
+    assert settled(environment(use_mxfp8_block_scaling=False))[0] == "delayed"
+
+
+@pytest.mark.parametrize("fp8_config", [{"recipe": "mxfp8"}, {"use_mxfp8_block_scaling": True}])
+def test_mxfp8_does_not_become_hybrid_by_a_missing_key(fp8_config: dict, environment: Any) -> None:
+    with pytest.raises(InputError, match=r"may be accelerate's default .* set `fp8_format: E4M3`"):
+        settled(environment(**fp8_config))
+    for number_format in ("HYBRID", "E4M3"):
+        ours = settled(environment(**fp8_config), fp8_config={"fp8_format": number_format})
+        assert (ours[0], ours[1]["fp8_format"]) == ("mxfp8", number_format)
+    assert settled(environment(**fp8_config), precision="bf16")[0] == "bf16"
 
 
 # What the recipe file and the command line make of it
@@ -180,7 +204,8 @@ def test_accelerate_lets_a_model_alone_once_its_variables_are_taken_away(monkeyp
 
 # Topology
 
-# What its questions come to where each is answered with the default.
+# What its questions come to where each is answered with the default, but for one: true for
+# fsdp_cpu_ram_efficient_loading, which is corrected.
 COMMON = {"compute_environment": "LOCAL_MACHINE", "use_cpu": False, "debug": False, "mixed_precision": "bf16"}
 COMMON |= {"downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0, "num_machines": 1}
 COMMON |= {"rdzv_backend": "static", "same_network": True, "main_training_function": "main"}
@@ -190,7 +215,7 @@ FSDP2 = {
     "fsdp_offload_params": False,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_cpu_ram_efficient_loading": False,
     "fsdp_activation_checkpointing": False,
 }
 
@@ -240,9 +265,13 @@ def fsdp(mesh: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
         (8, {"distributed_type": "MULTI_GPU", "machines": 2}, DDP, 1, ""),
         (4, fsdp(), SHARDED, 1, ""),
         (1, fsdp(), PLAIN, 1, "FSDP"),
-        (4, fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=9), SHARDED, 1, ""),
+        (4, fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=9), SHARDED, 1, "`fsdp_auto_wrap_policy`"),
+        (4, fsdp(fsdp_cpu_ram_efficient_loading=True), SHARDED, 1, "would untie the head"),
+        (4, fsdp(fsdp_state_dict_type="FULL_STATE_DICT"), SHARDED, 1, "`fsdp_state_dict_type`"),
+        (4, fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), SHARDED, 1, "`fsdp_backward_prefetch`"),
         (4, fsdp(fsdp_activation_checkpointing=True), SHARDED, 1, "`fsdp_activation_checkpointing`"),
         (4, fsdp(fsdp_activation_checkpointing_offload=True), SHARDED, 1, "`fsdp_activation_checkpointing_offload`"),
+        (4, fsdp(fsdp_ignored_modules=".*norm"), SHARDED, 1, "`fsdp_ignored_modules`"),
         (4, fsdp(mesh(1, 4)), SHARDED, 1, ""),
         (4, fsdp(mesh(4, 1)), DDP, 1, "FSDP"),
         (8, fsdp(mesh(2, 4)), SHARDED, 2, ""),
@@ -258,7 +287,20 @@ def test_a_file_that_accelerate_writes_trains(
     assert not any(key.startswith("PARALLELISM_") for key in environ) and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
     if becomes == SHARDED:
         assert environ["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environ
+        assert "FSDP_IGNORED_MODULES" not in environ
         assert {environ[f"FSDP_{key}"] for key in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING")} == {"false"}
+
+
+def test_one_line_names_all_keys_without_effect(tmp_path: Path) -> None:
+    asked = fsdp(fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=True)
+    asked |= {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    (notice,) = settle(written(tmp_path, 4, **asked)).notices
+    names = ("dynamo_config", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading")
+    assert all(f"`{name}`" in notice for name in names)
+
+
+def ddp(mesh: dict[str, int]) -> dict[str, Any]:
+    return {"distributed_type": "MULTI_GPU", "parallelism_config": mesh}
 
 
 def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> None:
@@ -273,7 +315,10 @@ def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> Non
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, "distributed_type: NO"),
         ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM"),
         (fsdp(mesh(2, 4)), "8 processes"),
-        (fsdp(mesh(1, 2, tp_size=2)), "tensor"),
+        (fsdp(mesh(1, 2, tp_size=2)), "parallelism_config_tp_size"),
+        (ddp(mesh(1, 1, tp_size=4)), "parallelism_config_tp_size"),
+        (ddp(mesh(1, 1, cp_size=4)), "parallelism_config_cp_size"),
+        (ddp(mesh(1, 4)), "parallelism_config_dp_shard_size"),
         (fsdp(fsdp_version=1), "fsdp_version: 1"),
         ({"mixed_precision": "fp16", "distributed_type": "MULTI_GPU"}, "mixed_precision: fp16"),
     ],

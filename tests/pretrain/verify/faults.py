@@ -22,7 +22,7 @@ from pretrain.model import attention
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation
+from pretrain.precision import delayed_state, emulation, product
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import Product
@@ -278,6 +278,11 @@ fault("one weight's gradient is lost")(changing_gradients("_proj.weight", torch.
 fault("one weight's gradient is a quarter too large")(changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25)))
 
 
+@fault("each quantized weight keeps the gradient of the last microbatch alone", emulated)
+def last_microbatch_alone(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(product, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
+
+
 @fault("a square weight's gradient adds up transposed", emulated)
 def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
     """As where shapes told what is a transpose."""
@@ -332,25 +337,18 @@ def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
     patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
 
 
-def of_operands(make: Make) -> Make:
-    """The fault is in the operands that the run multiplies, and not in the quantizers that parity holds them to."""
+def in_quantizers(make: Make) -> Make:
+    """The fault is in the code of the formats, which parity quantizes by too."""
 
     def applied(run: SmallRun, patch: Patch) -> None:
-        prepare = emulation.EmulationBackend.prepare
-
-        def prepared(*arguments: Any) -> tuple[Operand, Tensor | None]:
-            with pytest.MonkeyPatch.context() as inside:
-                make(run, inside)
-                run.packed.context.backend._prepare.cache_clear()
-                return prepare(*arguments)
-
-        patch.setattr(emulation.EmulationBackend, "prepare", prepared)
+        make(run, patch)
+        run.packed.context.backend._prepare.cache_clear()
 
     return applied
 
 
 def changing_rounding(nearest: Callable[[Tensor, Grid], Tensor], by_chance: Callable[[Tensor, Grid, Tensor], Tensor]) -> Make:
-    @of_operands
+    @in_quantizers
     def make(run: SmallRun, patch: Patch) -> None:
         for module in (tensor, blocks):
             patch.setattr(module, "round_to_grid", nearest)
@@ -414,7 +412,7 @@ fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)(
 
 
 @fault("a block is decoded by its neighbour's scale", in_blocks)
-@of_operands
+@in_quantizers
 def neighbours_scale(run: SmallRun, patch: Patch) -> None:
     real = blocks.Blocks.quantized
 
@@ -426,7 +424,7 @@ def neighbours_scale(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("one scale a tensor in place of one a block", in_blocks)
-@of_operands
+@in_quantizers
 def no_blocks(run: SmallRun, patch: Patch) -> None:
     def by_tensor(self: Any, settings: Any, role: str) -> Any:
         grid = self.grid(settings, role)
@@ -441,7 +439,7 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
         history, scale = update_scale(*history_and_rule)
         return history, 2 * scale
 
-    @of_operands
+    @in_quantizers
     def of_operand(run: SmallRun, patch: Patch) -> None:
         for module in (tensor, blocks):
             patch.setattr(module, "scale_from_amax", lambda amax, maximum, **options: 2 * real(amax, maximum, **options))
@@ -452,7 +450,7 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the Hadamard transform is made on one side only", transforms)
-@of_operands
+@in_quantizers
 def one_side_transformed(run: SmallRun, patch: Patch) -> None:
     def of_inputs(self: Any, settings: Any, role: str) -> Any:
         return blocks.hadamard if role == "input" else None
@@ -462,7 +460,7 @@ def one_side_transformed(run: SmallRun, patch: Patch) -> None:
 
 def without(method: str, replacement: Any) -> Make:
     """Precisions decide otherwise what is done to operands."""
-    return of_operands(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
+    return in_quantizers(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
 
 
 fault("the Hadamard transform is left out", transforms)(without("transform", lambda *_: None))
@@ -470,10 +468,61 @@ fault("gradients are rounded to nearest, not by chance", stochastic)(without("is
 
 
 @fault("rounding by chance always goes up", stochastic)
-@of_operands
+@in_quantizers
 def always_up(run: SmallRun, patch: Patch) -> None:
     real = tensor.round_stochastically
     patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)))
+
+
+@fault("stochastic rounding goes up too often, by 3 % of a quantum", stochastic)
+@in_quantizers
+def biased_stochastic(run: SmallRun, patch: Patch) -> None:
+    real = tensor.round_stochastically
+    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, uniform - 0.03))
+
+
+@fault("values are rounded a quarter of a quantum down", emulated)
+@in_quantizers
+def rounded_down(run: SmallRun, patch: Patch) -> None:
+    def quarter_down(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
+        x, quantum, per_quantum = tensor._in_quanta(x, grid)
+        return torch.round(x * per_quantum - 0.25) * quantum
+
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", quarter_down)
+    patch.setattr(blocks, "round_stochastically", quarter_down)
+
+
+@fault("ties are rounded away from zero", in_blocks)
+@in_quantizers
+def ties_away(run: SmallRun, patch: Patch) -> None:
+    def nearest(x: Tensor, grid: Grid) -> Tensor:
+        x, quantum, per_quantum = tensor._in_quanta(x, grid)
+        return torch.copysign((x.abs() * per_quantum + 0.5).floor() * quantum, x)
+
+    patch.setattr(blocks, "round_to_grid", nearest)
+
+
+def power_of_two_scales(run: SmallRun) -> bool:
+    return in_blocks(run) and run.active.precision.scales.kind == "power of two"
+
+
+def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Make:
+    """`change` makes the amax of each block from its split values and the dimensions of a block."""
+
+    @in_quantizers
+    def make(run: SmallRun, patch: Patch) -> None:
+        patch.setattr(blocks, "absolute_maximum", lambda x, dim, keepdim: change(x.float().abs(), dim))
+
+    return make
+
+
+fault("a block's scale fits only half of its values", power_of_two_scales)(
+    changing_block_amax(lambda x, dim: x.narrow(dim[-1], 0, x.shape[dim[-1]] // 2).amax(dim, keepdim=True))
+)
+fault("a block's scale is half of what fits", power_of_two_scales)(
+    changing_block_amax(lambda x, dim: x.amax(dim, keepdim=True) / 2)
+)
 
 
 # ── Delayed scaling ─────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from tests.pretrain.verify.small_runs import build_run
 # The narrowest formats hide most, so most faults are made in them. Others are in the tests of parity and of the update.
 CAUGHT = [
     ("a microbatch's gradient is lost", "mxfp4"),
+    ("each quantized weight keeps the gradient of the last microbatch alone", "delayed"),
     ("a square weight's gradient adds up transposed", "nvfp4"),
     ("the labels of a step's third microbatch are shifted twice", "bf16"),
     ("one layer is left out", "fp32"),
@@ -29,6 +30,12 @@ CAUGHT = [
     ("one scale a tensor in place of one a block", "mxfp8"),
     ("the Hadamard transform is left out", "nvfp4"),
     ("gradients are rounded to nearest, not by chance", "mxfp4"),
+    ("stochastic rounding goes up too often, by 3 % of a quantum", "nvfp4"),
+    ("values are rounded a quarter of a quantum down", "delayed"),
+    ("ties are rounded away from zero", "mxfp8"),
+    ("a block's scale fits only half of its values", "mxfp8"),
+    ("a block's scale is half of what fits", "mxfp8"),
+    ("the Hadamard transform is made on one side only", "nvfp4"),
     ("the tensor's scale is twice what fits", "delayed"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}

@@ -22,8 +22,12 @@ LINES = {
     "the last microbatch of a step is dropped": "labels were trained on",
     "gradients add up in BF16, not in FP32": "gradients are bfloat16",
     "FP32 sums of gradients are rounded to BF16": "gradients add up in BF16",
+    "FP32 sums are rounded to BF16 before each microbatch": "gradients add up in BF16",
+    "gradients are not cleared after a step": "gradients were not cleared",
+    "a tenth of each gradient stays after a step": "gradients were not cleared",
+    "a step is trained in evaluation mode": "modules are in evaluation mode",
     "moments are BF16, not FP32": "exp_avg are bfloat16",
-    STALE: "copies from before the last update: ",
+    STALE: "products use weights from before the last update: ",
 }
 BY_NAME = {fault.what: fault for fault in FAULTS}
 

@@ -18,6 +18,7 @@ from pretrain.model.gradients import gradient_of
 from pretrain.optimizer import adamw
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.transformer_engine import TransformerEngineProduct
+from tests.pretrain.verify import small_runs
 from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, quantized
 from tests.pretrain.verify.small_runs import SmallRun
 
@@ -135,12 +136,47 @@ def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
     gradients.attach_main_gradients(run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ())
 
 
+def round_to_bf16(run: SmallRun) -> None:
+    for gradient in map(gradient_of, run.packed.parameters()):
+        if gradient is not None:
+            gradient.copy_(gradient.bfloat16())
+
+
 @fault_of_update("FP32 sums of gradients are rounded to BF16")
 @changing_passes
 def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
     passes(step)
-    for parameter in run.packed.parameters():
-        gradient_of(parameter).copy_(gradient_of(parameter).bfloat16())
+    round_to_bf16(run)
+
+
+@fault_of_update(
+    "FP32 sums are rounded to BF16 before each microbatch",
+    lambda run: len(run.step.microbatches) > 2,
+)
+@changing_passes
+def sums_rounded_between(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
+    with run.packed.register_forward_pre_hook(lambda *_: round_to_bf16(run)):
+        passes(step)
+
+
+@fault_of_update("gradients are not cleared after a step")
+def not_cleared(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(small_runs, "clear_gradients", lambda optimizer, model: None)
+
+
+@fault_of_update(
+    "a tenth of each gradient stays after a step",
+    lambda run: not run.accelerator.is_fsdp2,
+)
+def tenth_stays(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(gradients, "empty_sums", lambda sums: sums.mul_(0.1))
+
+
+@fault_of_update("a step is trained in evaluation mode")
+@changing_passes
+def in_evaluation_mode(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
+    run.packed.eval()
+    return passes(step)
 
 
 @fault("moments are BF16, not FP32", weights=("fp32", "bf16_exact"))
