@@ -22,8 +22,10 @@ import xxhash
 from foundation.errors import InputError
 from foundation.reading import refusing
 
-CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)  # what a file system says of a call that it has not
-PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
+# what a file system says of a call that it has not
+CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
+# suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
+PARTIAL = ".partial"
 
 
 def fsync(path: Path) -> None:
@@ -83,7 +85,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
-WRITTEN_BY = "written by python -m pretrain"  # in each picture and page that a command writes where the user says
+# in each picture and page that a command writes where the user says
+WRITTEN_BY = "written by python -m pretrain"
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
@@ -93,7 +96,9 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
         return
     content = path.read_bytes() if path.is_file() else b"a folder"
     if content and WRITTEN_BY.encode() not in content:
-        raise InputError(f"{named} {path}: is there, and no command here has written it; move it away, or give another name")
+        raise InputError(
+            f"{named} {path}: is there, and no command here has written it; move it away, or give another name"
+        )
 
 
 def free_bytes(path: Path) -> int:
@@ -136,14 +141,24 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
             return f"{record.name}: missing"
         if (size := path.stat().st_size) != record.size:
             return f"{record.name}: has {size} bytes, and {record.size} were written"
-        wrong = [algorithm for algorithm, digest in record.hashes.items() if hashed and hash_file(path, algorithm) != digest]
-        return f"{record.name}: damaged: its {wrong[0]} is not that of what was written" if wrong else None
+        wrong = [
+            algorithm
+            for algorithm, digest in record.hashes.items()
+            if hashed and hash_file(path, algorithm) != digest
+        ]
+        return (
+            f"{record.name}: damaged: its {wrong[0]} is not that of what was written"
+            if wrong
+            else None
+        )
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         return list(filter(None, threads.map(damage, records)))
 
 
-def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
+def check_files(
+    folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False
+) -> None:
     """InputError that names the first file that is missing, of another size or damaged. Without `hashed`, as at every start,
     files that are large together are compared by their sizes alone."""
     records = list(records)

@@ -1,5 +1,5 @@
-"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, raw or zstd, every encoding that packs can use),
-and flat token files as nanoGPT writes them.
+"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, raw or zstd, every
+encoding that packs can use), and flat token files as nanoGPT writes them.
 
 MDS (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A shard is
 a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes of its
@@ -40,7 +40,9 @@ from packing.tokenizer import load_tokenizer
 
 INDEX = "index.json"
 _REMEDY = "fetch the folder again, or write it again"
-_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {"float8"}
+_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
+    "float8"
+}
 _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
     64: "uint64", 65: "int64", 66: "float64",
@@ -52,10 +54,16 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
     name, _, arguments = encoding.partition(":")
     if name in _SCALARS:
         dtype = np.dtype(name).newbyteorder("<")
-        return (lambda data: np.frombuffer(data, dtype)[0]) if size == dtype.itemsize else partial(np.frombuffer, dtype=dtype)
+        return (
+            (lambda data: np.frombuffer(data, dtype)[0])
+            if size == dtype.itemsize
+            else partial(np.frombuffer, dtype=dtype)
+        )
     if name == "ndarray":
         dtype, _, shape = arguments.partition(":")
-        return partial(_array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None)
+        return partial(
+            _array, dtype, tuple(int(side) for side in shape.split(",")) if shape else None
+        )
     return bytes
 
 
@@ -77,7 +85,9 @@ class Shard(Packs):
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """entry: what index.json says of the shard."""
         if (entry["format"], entry["version"]) != ("mds", 2):
-            raise InputError(f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read")
+            raise InputError(
+                f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read"
+            )
         raw, self.folder, self.samples = entry["raw_data"], folder, entry["samples"]
         self.hashes: dict[str, str] = raw["hashes"]
         self.is_packed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
@@ -89,27 +99,39 @@ class Shard(Packs):
         self.codec = (entry["compression"] or "").partition(":")[0]  # as `zstd:7`
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # A column without a size (bytes of every value) has one that each sample states.
-        self._columns = [(name, size, decoder(encoding, size)) for name, encoding, size in zip(*self.layout, strict=True)]
+        self._columns = [
+            (name, size, decoder(encoding, size))
+            for name, encoding, size in zip(*self.layout, strict=True)
+        ]
         self._tokens = "input_ids" if "input_ids" in self.layout[0] else "tokens"
 
     @cached_property
     def content(self) -> tuple[memoryview, np.ndarray]:
-        """The mapped file, unpacked, and the offsets of its samples; InputError unless its own table agrees with the index."""
+        """The mapped file, unpacked, and the offsets of its samples.
+
+        Raise InputError if the file's own table does not agree with the index.
+        """
         # Arrow's map keeps no file open, Python's does: a terabyte is 16,000 shards, and a process often may open only 1,024.
-        data = self._unpacked() if self.is_packed else memoryview(pa.memory_map(str(self.path)).read_buffer())
+        file = self._unpacked() if self.is_packed else pa.memory_map(str(self.path))
+        data = memoryview(file.read_buffer())
         fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
         offsets = np.frombuffer(data, "<u4", self.samples + 1 if fits else 0, offset=4)
         if not fits or offsets[-1] != len(data) or (offsets[1:] < offsets[:-1]).any():
-            raise InputError(f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}")
+            raise InputError(
+                f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}"
+            )
         return data, offsets
 
-    def _unpacked(self) -> memoryview:
-        """Return the content of a compressed file, as the map of a temporary file that has no name."""
+    def _unpacked(self) -> pa.MemoryMappedFile:
+        """Return the content of a compressed file, as the map of an unlinked temporary file."""
         what = f"{self.path}: cannot be unpacked into {gettempdir()} (TMPDIR names another folder)"
-        with refusing((OSError, ValueError, NotImplementedError), what, _REMEDY), NamedTemporaryFile() as file:
+        with (
+            refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
+            NamedTemporaryFile() as file,
+        ):
             shutil.copyfileobj(pa.input_stream(str(self.path), compression=self.codec), file)
             file.flush()
-            return memoryview(pa.memory_map(file.name).read_buffer())
+            return pa.memory_map(file.name)
 
     def sample(self, index: int) -> dict[str, Any]:
         """The columns of sample `index`, decoded. Arrays are views into the file."""
@@ -130,10 +152,16 @@ class Shard(Packs):
     def __getitem__(self, index: int) -> Pack:
         sample, where = self.sample(checked_index(index, len(self))), f"{self.path}, sample {index}"
         if (ids := _row(sample, self._tokens, where)) is None:
-            raise InputError(f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids")
+            raise InputError(
+                f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
+            )
         if len(ids) != self.length:
-            raise InputError(f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit")
-        columns = {name: _row(sample, name, where) for name in sample if name in (LABELS, *TOKEN_COLUMNS)}
+            raise InputError(
+                f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
+            )
+        columns = {
+            name: _row(sample, name, where) for name in sample if name in (LABELS, *TOKEN_COLUMNS)
+        }
         if self.end_token is not None:
             columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
         with refusing((ValueError,), where):
@@ -142,9 +170,16 @@ class Shard(Packs):
         real = numbers >= 0
         first_position = int(columns.get("position_ids", numbers)[0])
         if first_position < 0 or not real[: max(1, real.sum())].all():
-            raise InputError(f"{where}: {', '.join(columns)} make no documents that are padded at the end only")
+            raise InputError(
+                f"{where}: {', '.join(columns)} make no documents that are padded at the end only"
+            )
         lengths = np.bincount(numbers[real]).astype(np.int32)
-        return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, None if trained is None else trained & real)
+        return Pack(
+            ids.astype(np.uint32, copy=False),
+            lengths,
+            first_position,
+            None if trained is None else trained & real,
+        )
 
 
 def read_index(folder: Path) -> list[Shard]:
@@ -165,22 +200,33 @@ class MDSPacks(JoinedPacks):
     document is.
     """
 
-    def __init__(self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None) -> None:
+    def __init__(
+        self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None
+    ) -> None:
         shards = [shard for folder in folders for shard in read_index(folder)]
         if not shards:
             raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
         super().__init__(path, shards)
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
         hashes = [each.hashes or {"sha256": hash_file(each.path)} for each in shards]
-        content = [[each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)]
+        content = [
+            [each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)
+        ]
         first = shards[0].sample(0)
         tokens = first.pop(shards[0]._tokens, ())
         self.length = length or len(tokens)
         unread = ", ".join(name for name in first if name not in (LABELS, *TOKEN_COLUMNS))
-        say(f"{path}: columns not read: {unread}", shown=bool(unread) and os.environ.get("RANK", "0") == "0")
+        say(
+            f"{path}: columns not read: {unread}",
+            shown=bool(unread) and os.environ.get("RANK", "0") == "0",
+        )
         lists_lengths = np.size(first.get(MASK, tokens)) != np.size(tokens)
         says_documents = lists_lengths or not first.keys().isdisjoint(BOUNDARIES)
-        end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer and not says_documents else None
+        end_token = (
+            load_tokenizer(tokenizer).special.get("eos")
+            if tokenizer and not says_documents
+            else None
+        )
         self.fingerprint = hash_of(content if end_token is None else [*content, end_token])
         for shard in shards:
             shard.length = self.length
@@ -195,13 +241,18 @@ class MDSPacks(JoinedPacks):
 def _row(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
     """A column with a number a token; None where there is none of this name."""
     row = sample.get(name)
-    if row is not None and (not isinstance(row, np.ndarray) or row.ndim != 1 or row.dtype.kind not in "iu"):
-        raise InputError(f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 without a size")
+    if row is not None and (
+        not isinstance(row, np.ndarray) or row.ndim != 1 or row.dtype.kind not in "iu"
+    ):
+        raise InputError(
+            f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 without a size"
+        )
     return row
 
 
 _SAMPLED_TOKENS, _FEWEST_TOKENS = 2**20, 64  # in fewer, chance may make them small
-_HIGH_WORD_LIMIT = 16  # a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
+# a uint32 file of a vocabulary below 2^20 has only such values in every other uint16
+_HIGH_WORD_LIMIT = 16
 
 
 class TokenBin(Packs):
@@ -214,10 +265,15 @@ class TokenBin(Packs):
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
         self.path, self.length, self.end_token = Path(path), length, end_token
         sample = np.fromfile(self.path, "<u2", _SAMPLED_TOKENS)
-        wide = len(sample) >= _FEWEST_TOKENS and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max()
+        wide = (
+            len(sample) >= _FEWEST_TOKENS
+            and sample[1::2].max() < _HIGH_WORD_LIMIT <= sample[0::2].max()
+        )
         dtype, size = "uint32" if wide else "uint16", self.path.stat().st_size
         if size == 0 or size % np.dtype(dtype).itemsize:
-            raise InputError(f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again")
+            raise InputError(
+                f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; write it again"
+            )
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
         self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
 
@@ -229,5 +285,9 @@ class TokenBin(Packs):
         tokens = self._tokens[start : start + self.length]
         ids = np.full(self.length, self.end_token or 0, np.uint32)
         ids[: len(tokens)] = tokens
-        ends = np.flatnonzero(tokens == self.end_token) + 1 if self.end_token is not None else np.zeros(0, np.int64)
+        ends = (
+            np.flatnonzero(tokens == self.end_token) + 1
+            if self.end_token is not None
+            else np.zeros(0, np.int64)
+        )
         return Pack(ids, np.diff(np.union1d(ends, len(tokens)), prepend=0).astype(np.int32))

@@ -32,7 +32,10 @@ BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("sequence_id", "sequence_ids", "seq_idx"), lambda numbers: numbers),
     **dict.fromkeys(("document_ids", "doc_ids"), lambda numbers: numbers),
     # Positions that do not count on by one begin a document.
-    **dict.fromkeys(("position_ids", "input_pos"), lambda positions: positions + np.arange(len(positions), 0, -1)),
+    **dict.fromkeys(
+        ("position_ids", "input_pos"),
+        lambda positions: positions + np.arange(len(positions), 0, -1),
+    ),
 }
 TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)  # and labels, whose column may have another name
 
@@ -57,7 +60,9 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
     return np.where(real & (numbers >= 0), documents, -1)
 
 
-def trained_tokens(tokens: np.ndarray, columns: Mapping[str, np.ndarray], labels: str = LABELS) -> np.ndarray | None:
+def trained_tokens(
+    tokens: np.ndarray, columns: Mapping[str, np.ndarray], labels: str = LABELS
+) -> np.ndarray | None:
     """Return which tokens have a loss, [tokens] bool, or None if no column says so.
 
     `labels`: name of the column of labels. Raise ValueError if a column is neither labels nor a
@@ -69,6 +74,9 @@ def trained_tokens(tokens: np.ndarray, columns: Mapping[str, np.ndarray], labels
         off, on = (IGNORE, tokens) if name == labels else (0, 1)
         if len(row) != len(tokens) or not ((row == off) | (row == on)).all():
             meant = "the token" if name == labels else "1"
-            raise ValueError(f"column `{name}` is neither {meant} nor {off} everywhere; write it unshifted, or leave it out")
+            raise ValueError(
+                f"column `{name}` is neither {meant} nor {off} everywhere; write it unshifted, or "
+                "leave it out"
+            )
         trained = (row != off) if trained is None else trained & (row != off)
     return trained

@@ -52,8 +52,11 @@ NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ between two identities: flat mappings of dotted settings and fingerprints. A missing key
     equals one that is None."""
-    current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
-    return [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    # the saved one went through JSON, where tuples become lists
+    current = json.loads(json.dumps(current))
+    return [
+        key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
+    ]
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

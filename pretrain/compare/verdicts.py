@@ -30,7 +30,8 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
 
 MOST_SEEDS = 20
-MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
+# of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
+MOST_FOLD = math.log(1000)
 POWERS = np.arange(0.05, 1.5, 0.05)  # exponents of the power laws that are fitted to a loss
 USE, NO_GAIN = "use this", "no gain at equal loss is shown"
 
@@ -42,7 +43,8 @@ class Protocol:
     begin_with: str | None  # a checkpoint with which all begin, the baseline too
     margin: float  # a share of the baseline's loss
     precisions: list[str]  # that were asked for, the baseline first
-    seconds: dict[str, float]  # that a step took in the trial, of those that ran in it: the baseline, then the candidates
+    # that a step took in the trial, of those that ran in it: the baseline, then the candidates
+    seconds: dict[str, float]
     start: float  # seconds that a training takes beside its steps
     seeds: int  # rounds that are planned
     steps: int  # of a training
@@ -68,14 +70,17 @@ class Verdict:
 
     name: str
     served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
-    trained: SeedDifference | None = None  # loss of the last steps, in the candidate's own precision
+    # loss of the last steps, in the candidate's own precision
+    trained: SeedDifference | None = None
     tokens_per_second: float | None = None  # None where it is emulated, as are the next two
     speedup: float | None = None
     memory_gib: float | None = None
-    tokens: float | None = None  # how many times the tokens make up for its loss, by the baseline's own slope
+    # how many times the tokens make up for its loss, by the baseline's own slope
+    tokens: float | None = None
     gain_interval: list[float] | None = None  # of `gain`, by those of speed, loss and slope
     word: str = CANNOT_TELL
-    more_seconds: float | None = None  # after which it should be told, if mean and spread stay as they are
+    # after which it should be told, if mean and spread stay as they are
+    more_seconds: float | None = None
     advice: str = ""
 
     @property
@@ -94,7 +99,8 @@ class Rounds:
     """What was trained under a protocol, and what it tells."""
 
     protocol: Protocol
-    runs: list[dict[str, RunRecord]] = field(default_factory=list)  # a seed each: the baseline and candidates by name
+    # a seed each: the baseline and candidates by name
+    runs: list[dict[str, RunRecord]] = field(default_factory=list)
     took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training
 
     def seconds(self, candidates: Sequence[str]) -> float:
@@ -102,7 +108,9 @@ class Rounds:
         protocol, total = self.protocol, 0.0
         for name in (protocol.base, *candidates):
             shared = protocol.trunk if protocol.begin_with or name != protocol.base else 0
-            total += self.took.get(name) or protocol.start + protocol.seconds[name] * (protocol.steps - shared)
+            total += self.took.get(name) or protocol.start + protocol.seconds[name] * (
+                protocol.steps - shared
+            )
         return total
 
     # ── What they tell of each candidate ──────────────────────────────────────────────────────────────────────────────────────
@@ -115,16 +123,27 @@ class Rounds:
         best = max(paying, key=lambda each: each.gain, default=None)
         for each in verdicts:
             if each.is_open:
-                about = "about" if each.served and len(each.served.by_seed) >= FEWEST_SEEDS else "at least"
-                hours = each.more_seconds and f"{about} {duration(each.more_seconds)} more of --hours should tell"
+                about = (
+                    "about"
+                    if each.served and len(each.served.by_seed) >= FEWEST_SEEDS
+                    else "at least"
+                )
+                hours = (
+                    each.more_seconds
+                    and f"{about} {duration(each.more_seconds)} more of --hours should tell"
+                )
                 each.advice = hours or f"nor would {MOST_SEEDS} seeds, if they spread alike"
             elif each.served and each.gain is None:
-                flat = f"its gain is not known, as {self.protocol.base}'s loss does not clearly fall"
+                flat = (
+                    f"its gain is not known, as {self.protocol.base}'s loss does not clearly fall"
+                )
                 each.advice = flat if each.speedup else "its speed is not known, as it is emulated"
             elif each in paying:
                 each.advice = USE if each is best else f"pays less than {best.name}"
             else:
-                each.advice = f"pays at {each.tokens:.2f} × the tokens" if each in faster else NO_GAIN
+                each.advice = (
+                    f"pays at {each.tokens:.2f} × the tokens" if each in faster else NO_GAIN
+                )
         return verdicts
 
     def verdict(self, name: str) -> Verdict:
@@ -169,7 +188,9 @@ class Rounds:
         values = list(verdict.served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
-            told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(self.protocol.margin, self.protocol.error)
+            told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(
+                self.protocol.margin, self.protocol.error
+            )
             if not Verdict(verdict.name, word=told).is_open:
                 return (seeds - len(values)) * self.seconds([verdict.name])
         return None
@@ -179,23 +200,59 @@ class Rounds:
     def table(self, verdicts: Sequence[Verdict]) -> str:
         base, runs = self.protocol.base, [each[self.protocol.base] for each in self.runs]
         served = "served in BF16" if base != "fp32" else "held out"  # FP32 is evaluated in FP32
-        header = ["precision", "seeds", served, "as trained", "tokens/s", "speed", "tokens for equal loss"]
+        header = [
+            "precision",
+            "seeds",
+            served,
+            "as trained",
+            "tokens/s",
+            "speed",
+            "tokens for equal loss",
+        ]
         header += ["gain at equal loss", "its interval", "memory", "verdict"]
 
         def percent(difference: SeedDifference | None) -> str:
             """ "+0.071 ± 0.150 %" of the baseline's loss."""
             if difference is None:
                 return UNKNOWN
-            half, share = difference.anytime_half_width(self.protocol.error), 100 / difference.baseline
+            half, share = (
+                difference.anytime_half_width(self.protocol.error),
+                100 / difference.baseline,
+            )
             return f"{signed(share * difference.mean, 3)}{'' if half is None else f' ± {share * half:.3f}'} %"
 
-        losses = (statistics.fmean(run.summary[key] for run in runs) for key in ("held_out_loss", LOSS_KEY))
-        speeds, peak = [*filter(None, map(own_speed, runs))], or_dash(runs[0].summary.get("memory_gib"), memory)
+        losses = (
+            statistics.fmean(run.summary[key] for run in runs)
+            for key in ("held_out_loss", LOSS_KEY)
+        )
+        speeds, peak = (
+            [*filter(None, map(own_speed, runs))],
+            or_dash(runs[0].summary.get("memory_gib"), memory),
+        )
         speed = or_dash(statistics.median(speeds) if speeds else None, "{:,.0f}".format)
-        rows = [[base, str(len(runs)), *map("{:.4f}".format, losses), speed, *"111", UNKNOWN, peak, "baseline"]]
+        rows = [
+            [
+                base,
+                str(len(runs)),
+                *map("{:.4f}".format, losses),
+                speed,
+                *"111",
+                UNKNOWN,
+                peak,
+                "baseline",
+            ]
+        ]
         for each in verdicts:
-            times = [or_dash(value, "{:.2f} ×".format) for value in (each.speedup, each.tokens, each.gain)]
-            row = [each.name, str(len(each.served.by_seed) if each.served else 0), percent(each.served), percent(each.trained)]
+            times = [
+                or_dash(value, "{:.2f} ×".format)
+                for value in (each.speedup, each.tokens, each.gain)
+            ]
+            row = [
+                each.name,
+                str(len(each.served.by_seed) if each.served else 0),
+                percent(each.served),
+                percent(each.trained),
+            ]
             interval = or_dash(each.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format)
             row += [or_dash(each.tokens_per_second, "{:,.0f}".format), *times, interval]
             rows.append([*row, or_dash(each.memory_gib, memory), each.word])
@@ -203,7 +260,10 @@ class Rounds:
 
 
 def _above(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
-    base, run = ({each.config["seed"]: each.summary[key] for each in runs} for runs in zip(*pairs, strict=True))
+    base, run = (
+        {each.config["seed"]: each.summary[key] for each in runs}
+        for runs in zip(*pairs, strict=True)
+    )
     return SeedDifference.of(run, base)
 
 

@@ -19,7 +19,8 @@ PeakDtype = Literal["fp32", "bf16", "fp8", "fp4"]
 class Peak:
     """Dense TFLOP/s of one device. FP32 is the plain arithmetic units; the others are tensor cores that accumulate in FP32."""
 
-    pattern: str  # of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
+    # of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
+    pattern: str
     # GiB that CUDA reports, up to 8 % less than the data sheet's GB. H200: measured. Others: the
     # "total capacity" of torch's out-of-memory messages in public reports, rounded down. H200 NVL:
     # as H200. ECC takes another 6 % of a workstation card.
@@ -42,10 +43,24 @@ PEAKS = (
     # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and 3,341.
     Peak(r"h100 pcie", memory=79.1, bf16=756.5, fp8=1513.0, fp32=51.0),
     Peak(r"h100 nvl", memory=93.0, bf16=835.5, fp8=1670.5, fp32=60.0),
-    Peak(rf"h100(?: sxm5?)?{NUMBERS}", memory=79.1, bf16=989.5, fp8=1979.0, fp32=67.0, capability=(9, 0)),
+    Peak(
+        rf"h100(?: sxm5?)?{NUMBERS}",
+        memory=79.1,
+        bf16=989.5,
+        fp8=1979.0,
+        fp32=67.0,
+        capability=(9, 0),
+    ),
     # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. GH200: the SXM figures.
     Peak(r"h200 nvl", memory=139.8, bf16=835.5, fp8=1670.5, fp32=60.0),
-    Peak(rf"h200(?: sxm5?)?{NUMBERS}", memory=139.8, bf16=989.5, fp8=1979.0, fp32=67.0, capability=(9, 0)),
+    Peak(
+        rf"h200(?: sxm5?)?{NUMBERS}",
+        memory=139.8,
+        bf16=989.5,
+        fp8=1979.0,
+        fp32=67.0,
+        capability=(9, 0),
+    ),
     # "GH200 480GB" counts the memory of its CPU. Its GPU has 96 GB.
     Peak(r"gh200 144gb?(?: hbm3e)?", memory=142.4, bf16=989.5, fp8=1979.0, fp32=67.0),
     Peak(rf"gh200{NUMBERS}", memory=94.5, bf16=989.5, fp8=1979.0, fp32=67.0),
@@ -63,9 +78,30 @@ PEAKS = (
     Peak("rtx 6000 ada generation", memory=47.4, bf16=364.2, fp8=728.5, fp32=91.1),
     # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 4,000 (Server Edition, Workstation Edition) and 3,511 (Max-Q) sparse, FP32
     # 120, 125 and 110; each halving of bits doubles. Unlike a GeForce they accumulate in FP32 at the full rate.
-    Peak("rtx pro 6000 blackwell server edition", memory=94.9, bf16=500.0, fp8=1000.0, fp4=2000.0, fp32=120.0),
-    Peak("rtx pro 6000 blackwell workstation edition", memory=94.9, bf16=500.0, fp8=1000.0, fp4=2000.0, fp32=125.0),
-    Peak("rtx pro 6000 blackwell max q workstation edition", memory=94.9, bf16=438.9, fp8=877.8, fp4=1755.5, fp32=110.0),
+    Peak(
+        "rtx pro 6000 blackwell server edition",
+        memory=94.9,
+        bf16=500.0,
+        fp8=1000.0,
+        fp4=2000.0,
+        fp32=120.0,
+    ),
+    Peak(
+        "rtx pro 6000 blackwell workstation edition",
+        memory=94.9,
+        bf16=500.0,
+        fp8=1000.0,
+        fp4=2000.0,
+        fp32=125.0,
+    ),
+    Peak(
+        "rtx pro 6000 blackwell max q workstation edition",
+        memory=94.9,
+        bf16=438.9,
+        fp8=877.8,
+        fp4=1755.5,
+        fp32=110.0,
+    ),
     # NVIDIA GA102, Ada and RTX Blackwell white papers: dense, with FP32 accumulation, half of what FP16 accumulation reaches.
     Peak("rtx 3090", memory=23.5, bf16=71.0, fp32=35.6),
     Peak("rtx 4090", memory=23.5, bf16=165.2, fp8=330.3, fp32=82.6),

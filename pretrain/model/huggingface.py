@@ -43,13 +43,25 @@ from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # What an export writes beside what every export writes: names that may come and go between two.
-_OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
+_OF_WEIGHTS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
+)
 # Kept by the config classes under another name, so that they are no attribute of a fresh config.
 _RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
 # What transformers and torch raise for values that they did not expect: an architecture checks values in its own way, or not at
 # all and fails where it first uses them.
 _WRONG_VALUES = (
-    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
+    *(
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        OSError,
+        ImportError,
+    ),
     *(StrictDataclassError, SafetensorError),
 )
 _refusing = partial(refusing, _WRONG_VALUES)
@@ -57,8 +69,23 @@ _refusing = partial(refusing, _WRONG_VALUES)
 # gets, and what is a classifier's.
 _NOT_OF_THE_MODEL = {
     *("_name_or_path", "_commit_hash", "auto_map", "architectures", "transformers_version"),
-    *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "attention_dropout", "attn_pdrop"),
-    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+    *(
+        "dtype",
+        "torch_dtype",
+        "attn_implementation",
+        "_attn_implementation",
+        "attention_dropout",
+        "attn_pdrop",
+    ),
+    *(
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ),
 }
 
 transformers_logging.disable_progress_bar()  # they are drawn into log files too
@@ -74,34 +101,61 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     if settings.source is None:
         kind = str(changes.pop("model_type"))
         if kind not in CONFIG_MAPPING:
-            raise InputError(f"`model.config.model_type`: transformers has no {kind!r}{_nearest(kind, CONFIG_MAPPING)}")
+            raise InputError(
+                f"`model.config.model_type`: transformers has no {kind!r}{_nearest(kind, CONFIG_MAPPING)}"
+            )
         config = AutoConfig.for_model(kind)
     else:
         if not (stored := _stored_config(settings)):
-            raise InputError(f"`model.source`: {settings.source}: has no config.json; name a model's folder, as a run's `final`")
+            raise InputError(
+                f"`model.source`: {settings.source}: has no config.json; name a model's folder, as a run's `final`"
+            )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
-            raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
+            raise InputError(
+                f"`model.source`: {settings.source} brings code of its own, which is never run; name another model"
+            )
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
-            config = AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False)
+            config = AutoConfig.from_pretrained(
+                settings.repository, revision=settings.revision, trust_remote_code=False
+            )
     if (named := changes.pop("model_type", config.model_type)) != config.model_type:
-        raise InputError(f"`model.config.model_type: {named}`: `model.source` is a {config.model_type}; leave one of them out")
+        raise InputError(
+            f"`model.config.model_type: {named}`: `model.source` is a {config.model_type}; leave one of them out"
+        )
     known, other_names = {*dir(config), *_RENAMED_KEYS, *config.attribute_map}, config.attribute_map
-    if key := next((key for key in changes if key not in known and not _model_reads(key, type(config))), None):
+    if key := next(
+        (key for key in changes if key not in known and not _model_reads(key, type(config))), None
+    ):
         near = _nearest(key, {*config.to_dict(), *other_names, *_RENAMED_KEYS})
         raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{near}")
-    if twice := next((key for key in changes if other_names.get(key, key) in changes.keys() - {key}), None):
-        raise InputError(f"`model.config.{twice}` is another name of `model.config.{other_names[twice]}`; leave one out")
-    stored, changes = ({other_names.get(key, key): value for key, value in each.items()} for each in (stored, changes))
+    if twice := next(
+        (key for key in changes if other_names.get(key, key) in changes.keys() - {key}), None
+    ):
+        raise InputError(
+            f"`model.config.{twice}` is another name of `model.config.{other_names[twice]}`; leave one out"
+        )
+    stored, changes = (
+        {other_names.get(key, key): value for key, value in each.items()}
+        for each in (stored, changes)
+    )
     with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
-        config = type(config).from_dict(_laid_over(stored, changes, config) | {"model_type": config.model_type})
+        config = type(config).from_dict(
+            _laid_over(stored, changes, config) | {"model_type": config.model_type}
+        )
     if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
-        raise InputError("`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too")
+        raise InputError(
+            "`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too"
+        )
     if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
-        raise InputError(f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted")
+        raise InputError(
+            f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted"
+        )
     return config
 
 
-def _laid_over(stored: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+def _laid_over(
+    stored: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig
+) -> dict[str, Any]:
     """A file's values, `stored`, with `changes` laid over them. A configuration is built anew from these, not from `config`,
     the file's own: a configuration derives keys from others, as head_dim from hidden_size, and those would stay as they were.
 
@@ -111,9 +165,13 @@ def _laid_over(stored: dict[str, Any], changes: dict[str, Any], config: Pretrain
     stored, older = dict(stored), ("rope_theta", "rope_scaling")
     if "rope_parameters" in changes:
         stored = {key: value for key, value in stored.items() if key not in older}
-    elif (rope := stored.get("rope_parameters")) and (moved := {key: changes[key] for key in older if key in changes}):
+    elif (rope := stored.get("rope_parameters")) and (
+        moved := {key: changes[key] for key in older if key in changes}
+    ):
         if "rope_theta" not in rope:
-            raise InputError(f"`model.config.{next(iter(moved))}`: each kind of layer has its own; set `rope_parameters` instead")
+            raise InputError(
+                f"`model.config.{next(iter(moved))}`: each kind of layer has its own; set `rope_parameters` instead"
+            )
         changes = {key: value for key, value in changes.items() if key not in older}
         kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
         changes["rope_parameters"] = kept | (moved.pop("rope_scaling", rope) or {}) | moved
@@ -126,7 +184,11 @@ def _laid_over(stored: dict[str, Any], changes: dict[str, Any], config: Pretrain
 def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
     """Whether the code of the model of a `kind` of configuration reads `key`, though the class does not list it, as qwen3_moe's
     layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
-    code = inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind])) if kind in MODEL_FOR_CAUSAL_LM_MAPPING else ""
+    code = (
+        inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind]))
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING
+        else ""
+    )
     return re.search(rf'config(\.|, "){re.escape(key)}\b', code) is not None
 
 
@@ -136,7 +198,11 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     if settings.source is None:
         return {}
     values = flatten(_stored_config(settings))
-    return {f"{SOURCE}{key}": value for key, value in values.items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
+    return {
+        f"{SOURCE}{key}": value
+        for key, value in values.items()
+        if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))
+    }
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
@@ -152,16 +218,35 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) -> None:
     """InputError for what would be computed differently from the model's own way; a model on the meta device is enough."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
-        raise InputError(f"`model`: in {name}, tokens see those after them; name a causal language model")
-    heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if model.config.is_encoder_decoder or any(
+        getattr(module, "is_causal", None) is False for module in model.modules()
+    ):
+        raise InputError(
+            f"`model`: in {name}, tokens see those after them; name a causal language model"
+        )
+    heads, kv = (
+        getattr(config, "num_attention_heads", None),
+        getattr(config, "num_key_value_heads", None),
+    )
     if heads and kv and heads % kv:
-        raise InputError(f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`")
-    if empty := next((name for name, parameter in model.named_parameters() if not parameter.numel()), None):
-        raise InputError(f"`model.config`: {empty} would hold nothing; take sizes and numbers of 1 or more")
-    between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
+        raise InputError(
+            f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`"
+        )
+    if empty := next(
+        (name for name, parameter in model.named_parameters() if not parameter.numel()), None
+    ):
+        raise InputError(
+            f"`model.config`: {empty} would hold nothing; take sizes and numbers of 1 or more"
+        )
+    between = [
+        key
+        for key, child in model.named_children()
+        if child not in (model.base_model, model.get_output_embeddings())
+    ]
     if between or model.base_model is model:
-        raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
+        raise InputError(
+            f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model"
+        )
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
         routing.check(model)
@@ -177,12 +262,25 @@ def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise InputError(f"`model`: {config.model_type} is no causal language model; name another")
-    with _refusing(f"`model`: {type(config).__name__} makes no causal language model with these settings"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    with (
+        _refusing(
+            f"`model`: {type(config).__name__} makes no causal language model with these settings"
+        ),
+        torch.device("meta"),
+    ):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def build(
-    settings: ModelSettings, config: PretrainedConfig, *, weights: torch.dtype, seed: int, device: torch.device, backend: str
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    *,
+    weights: torch.dtype,
+    seed: int,
+    device: torch.device,
+    backend: str,
 ) -> PreTrainedModel:
     """The model with weights of dtype `weights` on `device`, attending through the packed `backend`.
 
@@ -194,18 +292,26 @@ def build(
         torch.manual_seed(seed)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-        round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
+        # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
+        round_weights(model, weights)
         return model
-    options |= {"config": config, "revision": settings.revision, "dtype": weights, "output_loading_info": True}
+    options |= {
+        "config": config,
+        "revision": settings.revision,
+        "dtype": weights,
+        "output_loading_info": True,
+    }
     remedy = "fetch it again, or take out what `model.config` changes about its shape"
     with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded", remedy):
         model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
-    if missing := sorted(loading["missing_keys"]):  # transformers draws them at random, and each process its own
+    # transformers draws them at random, and each process its own
+    if missing := sorted(loading["missing_keys"]):
         raise InputError(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
             f"them; {remedy}"
         )
-    for name, parameter in build_on_meta(config).named_parameters():  # which transformers forgets as it loads
+    # which transformers forgets as it loads
+    for name, parameter in build_on_meta(config).named_parameters():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
 
@@ -224,11 +330,16 @@ def build_on_first_rank(
     parameters' values as `build` gives them, by name, in `kept`, in host memory. `part_from_first` hands them out. Collective;
     InputError on all ranks where the first cannot build it."""
     reads = settings.weights_source is not None
-    device = torch.device("cpu") if reads else accelerator.device  # what is drawn depends on the device that draws
+    # what is drawn depends on the device that draws
+    device = torch.device("cpu") if reads else accelerator.device
     options = {"weights": kept, "seed": seed, "device": device, "backend": backend}
-    whole = refused_together(lambda: build(settings, config, **options).cpu() if accelerator.is_main_process else None)
+    whole = refused_together(
+        lambda: build(settings, config, **options).cpu() if accelerator.is_main_process else None
+    )
     with accelerator.device, init_empty_weights(include_buffers=False):
-        hf = AutoModelForCausalLM.from_config(config, dtype=kept if reads else torch.float32, attn_implementation=backend)
+        hf = AutoModelForCausalLM.from_config(
+            config, dtype=kept if reads else torch.float32, attn_implementation=backend
+        )
     hf.tie_weights()
     round_weights(hf, weights)
     drawn = dict(whole.named_buffers()) if whole else {}
@@ -237,7 +348,9 @@ def build_on_first_rank(
             buffer.copy_(drawn[name])
         torch.distributed.broadcast(buffer, src=0)
     hf.generation_config = from_all_ranks(whole and whole.generation_config)[0]
-    return hf, {name: parameter.data.to(kept) for name, parameter in whole.named_parameters()} if whole else {}
+    return hf, {
+        name: parameter.data.to(kept) for name, parameter in whole.named_parameters()
+    } if whole else {}
 
 
 def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -251,25 +364,38 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def is_mixture(model: PreTrainedModel) -> bool:
     """Whether the model has experts, of which each token chooses some."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    return "router_logits" in recorded or any(name.endswith(".experts") for name, _ in model.named_modules())
+    return "router_logits" in recorded or any(
+        name.endswith(".experts") for name, _ in model.named_modules()
+    )
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The transformer layers of `model`, by name, in order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
 
 
 def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters and persistent buffers of `hf`, live, by Hugging Face name; a tied parameter once."""
     saved = hf.state_dict().keys()
-    return {**dict(hf.named_parameters()), **{name: buffer for name, buffer in hf.named_buffers() if name in saved}}
+    return {
+        **dict(hf.named_parameters()),
+        **{name: buffer for name, buffer in hf.named_buffers() if name in saved},
+    }
 
 
 # ── Its folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def export(
-    hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | None, folder: Path, beside: Mapping[str, bytes]
+    hf: PreTrainedModel,
+    read: Callable[[str], Tensor],
+    tokenizer: Any | None,
+    folder: Path,
+    beside: Mapping[str, bytes],
 ) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
@@ -290,7 +416,8 @@ def export(
         for name in named_tensors(hf):
             weights[name] = read(name).cpu()
             advance()
-        hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")  # its configurations too
+        # its configurations too
+        hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         for name, content in beside.items():

@@ -20,7 +20,9 @@ _REMAINING = {
 }
 
 
-def learning_rate(step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> float:
+def learning_rate(
+    step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int
+) -> float:
     """Learning rate of `step` (0 is the first). Beyond `total_steps` it stays at the schedule's end."""
     peak, warmup = optimizer.learning_rate, settings.warmup
     if step < warmup:
@@ -31,7 +33,9 @@ def learning_rate(step: int, settings: ScheduleSettings, optimizer: OptimizerSet
         return peak
     progress = min(1.0, (step - start) / decay) if decay else 0.0
     shape = settings.decay_shape if settings.kind == "wsd" else settings.kind
-    return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * _REMAINING[shape](progress))
+    return peak * (
+        settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * _REMAINING[shape](progress)
+    )
 
 
 def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
@@ -60,7 +64,10 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     phases = [f"warmup {warmup:,}"] if warmup else []
     if settings.kind == "wsd":
         decay = decay_steps(settings, total_steps)
-        phases += [f"stable {total_steps - warmup - decay:,}", f"{settings.decay_shape} decay {decay:,}"]
+        phases += [
+            f"stable {total_steps - warmup - decay:,}",
+            f"{settings.decay_shape} decay {decay:,}",
+        ]
     else:
         phases += [f"{settings.kind} {total_steps - warmup:,}"]
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"

@@ -12,7 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from foundation.errors import InputError
 from foundation.reading import one_line
@@ -24,11 +30,15 @@ from pretrain.model.huggingface import load_config
 from pretrain.plan.data import Data
 from pretrain.settings.recipe import ModelSettings
 
-VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the head are fastest so, and every precision takes them
+# of a vocabulary from scratch: products with the head are fastest so, and every precision takes
+# them
+VOCABULARY_MULTIPLE = 128
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 
 
-def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False) -> ModelSettings:
+def with_tokens(
+    model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False
+) -> ModelSettings:
     """`model` with the keys of the vocabulary that it leaves open filled in from the tokenizer: `data.tokenizer`, else the one
     that the packs name. As it is where no tokenizer is known, and where its `source` brings its own.
 
@@ -40,7 +50,10 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
         return model
     if settings.tokenizer is not None:
         named, packed = load_text_tokenizer(settings.tokenizer).describe(), known.get("fingerprint")
-        for whose, expected in ((settings.packs, packed), ("`model.source`", fingerprint_at(model.weights_source))):
+        for whose, expected in (
+            (settings.packs, packed),
+            ("`model.source`", fingerprint_at(model.weights_source)),
+        ):
             if expected not in (None, named["fingerprint"]):
                 raise InputError(
                     f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {whose} "
@@ -49,24 +62,37 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
         known = named
     if "vocab_size" not in known or (model.source is not None and not model.from_scratch):
         return model
-    if model.source is not None and known.get("fingerprint") in (None, fingerprint_at(model.source)):
+    if model.source is not None and known.get("fingerprint") in (
+        None,
+        fingerprint_at(model.source),
+    ):
         return model
-    of_type = load_config(model if model.source else ModelSettings(config={"model_type": given["model_type"]}))
+    of_type = load_config(
+        model if model.source else ModelSettings(config={"model_type": given["model_type"]})
+    )
     return model.model_copy(update={"config": tokens_of(known, given, of_type)})
 
 
-def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+def tokens_of(
+    tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig
+) -> dict[str, Any]:
     """What is `given` of a model's config, and the keys that `config` has and it leaves open from `tokenizer`, as
     `TextTokenizer.describe`. InputError where they contradict each other."""
     size = tokenizer["vocab_size"]
     if given.get("vocab_size", size) < size:
-        raise InputError(f"`model.config.vocab_size: {given['vocab_size']}`: the data's tokenizer has {size} ids; leave it out")
+        raise InputError(
+            f"`model.config.vocab_size: {given['vocab_size']}`: the data's tokenizer has {size} ids; leave it out"
+        )
     values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
         if f"{role}_id" not in tokenizer:
             continue
         ids, own = given.get(f"{role}_token_id"), tokenizer[f"{role}_id"]
-        if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+        if (
+            ids is not None
+            and own is not None
+            and own not in (ids if isinstance(ids, list) else [ids])
+        ):
             raise InputError(
                 f"`model.config.{role}_token_id: {ids}`: the {name} token of the data's tokenizer "
                 f"({tokenizer.get('name', 'unnamed')}) is {own}; leave it out, and it is taken from there"
@@ -75,14 +101,17 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
     return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
 
 
-def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
+def fingerprint_in_use(
+    settings: DataSettings, model: ModelSettings, data: Data | None
+) -> str | None:
     """The fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or no tokenizer.json."""
     return next(filter(None, map(fingerprint_at, _places(settings, model, data))), None)
 
 
 def fingerprint_at(place: str | None) -> str | None:
     """The fingerprint of the tokenizer in a folder or hub repository; None where there is none."""
-    with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
+    # a folder or repository without a tokenizer, or a machine without network
+    with contextlib.suppress(InputError):
         return place and load_text_tokenizer(place).fingerprint
     return None
 
@@ -98,21 +127,31 @@ def load_tokenizer(
     tokenizer = None
     named, with_packs = _places(settings, model, data)
     if named is not None:
-        tokenizer = _from_file(named, {}) if Path(named).is_file() else _from_folder(named, settings, needed=needed)
+        tokenizer = (
+            _from_file(named, {})
+            if Path(named).is_file()
+            else _from_folder(named, settings, needed=needed)
+        )
     if tokenizer is None and with_packs is not None:
         tokenizer = _from_file(with_packs, data.tokenizer)
     if tokenizer is None:
         if needed:
-            raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
+            raise InputError(
+                "`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`"
+            )
         return None
-    if given := next(filter(None, (part.chat_template for part in training_parts(settings).values())), None):
+    if given := next(
+        filter(None, (part.chat_template for part in training_parts(settings).values())), None
+    ):
         tokenizer.chat_template = chat_template(given, str(settings.tokenizer))
     elif data is not None and (file := data.beside(CHAT_TEMPLATE)):
         tokenizer.chat_template = file.read_text(encoding="utf-8")
     return tokenizer
 
 
-def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> tuple[str | None, str | None]:
+def _places(
+    settings: DataSettings, model: ModelSettings, data: Data | None
+) -> tuple[str | None, str | None]:
     """Returns where the tokenizer is looked for: first at the data's or the model's, then at the one that lies with the packs."""
     file = data.beside("tokenizer.json") if data is not None else None
     with_packs = str(file) if file else None
@@ -121,7 +160,9 @@ def _places(settings: DataSettings, model: ModelSettings, data: Data | None) -> 
     return settings.tokenizer or model.source, with_packs
 
 
-def _from_folder(place: str, settings: DataSettings, *, needed: bool) -> PreTrainedTokenizerBase | None:
+def _from_folder(
+    place: str, settings: DataSettings, *, needed: bool
+) -> PreTrainedTokenizerBase | None:
     """The tokenizer in a folder or on the hub. None where it cannot be read and need not be."""
     try:
         name, revision = split_revision(place)
@@ -130,7 +171,9 @@ def _from_folder(place: str, settings: DataSettings, *, needed: bool) -> PreTrai
         if settings.tokenizer is None and not needed:
             return None
         key = "data.tokenizer" if settings.tokenizer else "model.source"
-        raise InputError(f"`{key}`: no tokenizer can be read from {place!r}: {one_line(error)}; set `data.tokenizer`") from None
+        raise InputError(
+            f"`{key}`: no tokenizer can be read from {place!r}: {one_line(error)}; set `data.tokenizer`"
+        ) from None
 
 
 def _from_file(file: str, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
@@ -138,7 +181,11 @@ def _from_file(file: str, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
     text = load_text_tokenizer(file)
     known = known or text.describe()
     ids = {role: known.get(f"{role}_id") for role in ROLES}
-    named = {f"{role}_token": text.tokenizer.id_to_token(token) for role, token in ids.items() if token is not None}
+    named = {
+        f"{role}_token": text.tokenizer.id_to_token(token)
+        for role, token in ids.items()
+        if token is not None
+    }
     return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)
 
 
@@ -147,14 +194,22 @@ def positions_of(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig) -> BatchEncoding:
+def encoded_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig
+) -> BatchEncoding:
     """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before.
     InputError where it leaves `model` no position for another token."""
     text = prompt or tokenizer.bos_token or tokenizer.eos_token
     if not text:
-        raise InputError("prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words")
-    encoded = tokenizer(text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=bool(prompt))
+        raise InputError(
+            "prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words"
+        )
+    encoded = tokenizer(
+        text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=bool(prompt)
+    )
     tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
     if positions and tokens >= positions:
-        raise InputError(f"prompt {prompt[:40]!r}: {tokens} tokens, and the model has {positions} positions; shorten it")
+        raise InputError(
+            f"prompt {prompt[:40]!r}: {tokens} tokens, and the model has {positions} positions; shorten it"
+        )
     return encoded

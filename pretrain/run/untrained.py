@@ -36,10 +36,16 @@ def main(parsed: argparse.Namespace, assemble: Callable[[Job, Accelerator], Asse
     is_run, texts = parsed.recipe.is_dir(), [text for text in parsed.overrides if "=" not in text]
     path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
     if is_run and not path.is_file():
-        raise InputError(f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, or a recipe")
-    overrides = [f"run_dir={parsed.recipe}"] * is_run + [text for text in parsed.overrides if "=" in text]
+        raise InputError(
+            f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, or a recipe"
+        )
+    overrides = [f"run_dir={parsed.recipe}"] * is_run + [
+        text for text in parsed.overrides if "=" in text
+    ]
     if len(texts) > 1:
-        raise InputError(f"command line: {' '.join(texts)}: this evaluates one text; name one file, or a folder of them")
+        raise InputError(
+            f"command line: {' '.join(texts)}: this evaluates one text; name one file, or a folder of them"
+        )
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
@@ -72,7 +78,11 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
 def text_overrides(text: str, folder: Path) -> list[str]:
     """Return overrides with which a recipe is evaluated on `text`, packed in `folder`, and has its
     packs as they are."""
-    gone = [*(f"data.{key}=null" for key in ("source", "sources", "subset")), "data.split=train", "data.streaming=false"]
+    gone = [
+        *(f"data.{key}=null" for key in ("source", "sources", "subset")),
+        "data.split=train",
+        "data.streaming=false",
+    ]
     validation = f"data.validation={json.dumps({'source': text})}"
     return [*gone, "data.held_out=0", f"data.packs={folder / 'packs'}", validation]
 
@@ -97,15 +107,21 @@ def _evaluate(
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, wanted, job, accept_changes=True)
     if source is None and job.recipe.model.weights_source is None:
-        raise InputError(f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set `model.source`")
+        raise InputError(
+            f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set `model.source`"
+        )
     assembly = assemble(job, accelerator)
     for note in load_weights(source, checkpoints, job.recipe.weights, assembly) if source else ():
         console.notice(note)
-    console.notice(f"held-out loss of {source.path if source else f'{job.recipe.model.weights_source}, untrained by this run'}")
+    console.notice(
+        f"held-out loss of {source.path if source else f'{job.recipe.model.weights_source}, untrained by this run'}"
+    )
 
     def evaluate(precision: str) -> None:
         figures = held_out_figures(job, assembly.model, accelerator)
-        penalty = f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
+        penalty = (
+            f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
+        )
         console.notice(
             f"  {precision:<8} {figures['held_out_loss']:.6f}   perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
             f"over {figures['held_out_tokens']:,} tokens"
@@ -114,7 +130,11 @@ def _evaluate(
     context = assembly.context
     low = [each for each in assembly.precisions.values() if each.backend is not None]
     for each in low:
-        with assembly.using(each.active), context.preserving_state(), holding(context, evaluates_low=True):
+        with (
+            assembly.using(each.active),
+            context.preserving_state(),
+            holding(context, evaluates_low=True),
+        ):
             if source and begins_histories(source, assembly, job):
                 assembly.begin(each.active, job, accelerator)
             evaluate(each.active.precision.name)

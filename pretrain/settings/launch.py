@@ -38,12 +38,22 @@ _ORIGIN = "accelerate configuration"
 _PREFIX = "ACCELERATE_FP8_"
 _FP8 = "fp8"  # the `mixed_precision` with which accelerate reads an `fp8_config`
 # What accelerate sets for options of ours that its file leaves out.
-_FILLED_IN = {"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "most_recent"}
+_FILLED_IN = {
+    "fp8_format": "HYBRID",
+    "margin": 0,
+    "amax_history_len": 1024,
+    "amax_compute_algo": "most_recent",
+}
 # Keys of accelerate's that have no effect here, by the value that asks for nothing.
 _WITHOUT_EFFECT = {"interval": 1, "override_linear_precision": False}
-_WITHOUT_EFFECT |= {"opt_level": "O2", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}  # MS-AMP's, torchao's
+# MS-AMP's, torchao's
+_WITHOUT_EFFECT |= {"opt_level": "O2", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
 # By `accelerate config`, whose words `accelerate launch` does not know; and a prefix that has swallowed a beginning.
-_OTHER_NAMES = {"amax_history_length": "amax_history_len", "amax_compute_algorithm": "amax_compute_algo", "format": "fp8_format"}
+_OTHER_NAMES = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "format": "fp8_format",
+}
 _MXFP8_SWITCH = "use_mxfp8_block_scaling"  # accelerate's key for what `recipe: mxfp8` is here
 
 
@@ -69,7 +79,9 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     chosen = [precision_called(use) for _, use in phases_of(recipe.precision)] or [requested]
     quantized = {each.use: each for each in chosen if each.quantized}
     for each in quantized.values() or chosen[:1]:
-        of_others = {key for other in quantized.values() for key in other.options} - set(each.options)
+        of_others = {key for other in quantized.values() for key in other.options} - set(
+            each.options
+        )
         named = f"`precision: {each.use}`{', a phase of the schedule,' * (len(chosen) > 1)}"
         _check_options(recipe.fp8_config.model_copy(update=dict.fromkeys(of_others)), each, named)
     filled_in = _FILLED_IN["fp8_format"]
@@ -85,10 +97,14 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     settings = _over(inherited, recipe.fp8_config)
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
-    return recipe.model_copy(update={"precision": recipe.precision or requested.name, "fp8_config": settings})
+    return recipe.model_copy(
+        update={"precision": recipe.precision or requested.name, "fp8_config": settings}
+    )
 
 
-def _check_options(settings: LowPrecisionSettings, precision: Precision, named: str, origin: str = "") -> None:
+def _check_options(
+    settings: LowPrecisionSettings, precision: Precision, named: str, origin: str = ""
+) -> None:
     """InputError where `settings` have options that `precision`, which `named` says, does not take."""
     if contradictions := settings.contradictions(precision):
         options = ", ".join(f"{key}: {value}" for key, value in contradictions.items())
@@ -106,7 +122,9 @@ def _over(inherited: LowPrecisionSettings, own: LowPrecisionSettings) -> LowPrec
     return LowPrecisionSettings.model_validate(below | above | nested)
 
 
-def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precision, LowPrecisionSettings]:
+def take_requested_precision(
+    environ: MutableMapping[str, str],
+) -> tuple[Precision, LowPrecisionSettings]:
     """Returns what the launch environment asks for, with what its file sets, as far as that can be told; `environ` loses its
     variables.
 
@@ -114,11 +132,17 @@ def take_requested_precision(environ: MutableMapping[str, str]) -> tuple[Precisi
     `mixed_precision: fp8` are left over from elsewhere and ask for nothing. Raises InputError for what no recipe here stands for.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
-    variables = {key.removeprefix(_PREFIX): environ.pop(key) for key in list(environ) if key.startswith(_PREFIX)}
+    variables = {
+        key.removeprefix(_PREFIX): environ.pop(key)
+        for key in list(environ)
+        if key.startswith(_PREFIX)
+    }
     if mixed_precision == _FP8:
         return _read_fp8_config(_in_our_names(variables))
     if (precision := BY_ACCELERATE.get(mixed_precision)) is None:
-        raise InputError(f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set bf16, 'no' for FP32, or fp8")
+        raise InputError(
+            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set bf16, 'no' for FP32, or fp8"
+        )
     return precision, LowPrecisionSettings()
 
 
@@ -136,8 +160,14 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
     config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
-        raise InputError(f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is no FP8; set `mixed_precision: bf16`, FP32 is 'no'")
-    filled_in = {key for key, value in _FILLED_IN.items() if values.get(key) == value and key not in precision.options}
+        raise InputError(
+            f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is no FP8; set `mixed_precision: bf16`, FP32 is 'no'"
+        )
+    filled_in = {
+        key
+        for key, value in _FILLED_IN.items()
+        if values.get(key) == value and key not in precision.options
+    }
     chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *filled_in})
     settings = LowPrecisionSettings.model_validate(chosen)
     _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")
@@ -146,10 +176,15 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
 
 def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
     """Variables without their prefix as keys and values of an `fp8_config`, names in the spelling that is ours."""
-    values = {_OTHER_NAMES.get(key.lower(), key.lower()): _value(text) for key, text in variables.items()}
-    overridden = [values.pop(f"override_{product}", False) for product in ("fprop", "dgrad", "wgrad")]
+    values = {
+        _OTHER_NAMES.get(key.lower(), key.lower()): _value(text) for key, text in variables.items()
+    }
+    overridden = [
+        values.pop(f"override_{product}", False) for product in ("fprop", "dgrad", "wgrad")
+    ]
     values["override_linear_precision"] = any(overridden)
-    if str(values.get("backend")).upper() == "TE":  # `--fp8_backend te` on accelerate's own command line
+    # `--fp8_backend te` on accelerate's own command line
+    if str(values.get("backend")).upper() == "TE":
         values["backend"] = "TE"
     return values
 
@@ -164,15 +199,25 @@ def _value(text: str) -> Any:
 
 # ── Topology ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what torchrun sets
+# what torchrun sets
+_GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PARALLELISM = "PARALLELISM_CONFIG_"
 _TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads them
 # Variables that would do what the launcher does or what it cannot: the value that asks for nothing, and what is said of others.
 _LEFT_OUT = {
     "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config`: `model.compile` decides"),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1", "`gradient_accumulation_steps`: `batch.tokens` and `.microbatch` decide"),
-    "FSDP_ACTIVATION_CHECKPOINTING": ("false", "`fsdp_activation_checkpointing`: `model.gradient_checkpointing` decides"),
-    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": ("false", "`fsdp_activation_checkpointing_offload`: activations stay on the device"),
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
+        "1",
+        "`gradient_accumulation_steps`: `batch.tokens` and `.microbatch` decide",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING": (
+        "false",
+        "`fsdp_activation_checkpointing`: `model.gradient_checkpointing` decides",
+    ),
+    "FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD": (
+        "false",
+        "`fsdp_activation_checkpointing_offload`: activations stay on the device",
+    ),
     "FSDP_CPU_RAM_EFFICIENT_LOADING": (
         "false",
         "`fsdp_cpu_ram_efficient_loading`: true would untie the head from the embedding",
@@ -194,7 +239,8 @@ _LEFT_OUT = {
 class Launch:
     """What remains to be known of a launch once its variables are corrected."""
 
-    replicas: int  # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
+    # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
+    replicas: int
     notices: tuple[str, ...]  # what was corrected, for the user
     gathers_as_fits: bool  # shards: once a step where memory allows, else for each use
 
@@ -202,9 +248,14 @@ class Launch:
 def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
     """Change `environ`, before an Accelerator is made, to what trains rightly. `has_gpu`: whether this process sees one.
     InputError for a launch that cannot be corrected."""
-    for variable, kind in (("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"), ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM")):
+    for variable, kind in (
+        ("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"),
+        ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"),
+    ):
         if _is_true(environ, variable):
-            raise InputError(f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP")
+            raise InputError(
+                f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP"
+            )
     notices: list[str] = []
     world = _processes(environ, has_gpu, notices)
     for axis in ("TP", "CP", "SP"):
@@ -243,7 +294,11 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
         )
     if left_out:
         notices.append(f"left out: {'; '.join(left_out)}")
-    for variable in [key for key in environ if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"]:
+    for variable in [
+        key
+        for key in environ
+        if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"
+    ]:
         del environ[variable]  # `replicas` is all that is left of it
     return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
 
@@ -251,13 +306,17 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
 def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
     """Returns how many processes train together, and puts the variables right that say so."""
     world = int(environ.get("WORLD_SIZE", "1"))
-    if "WORLD_SIZE" not in environ and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys():
+    if (
+        "WORLD_SIZE" not in environ
+        and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
+    ):
         # accelerate sets MASTER_ADDR for several processes, also where it then starts only one.
         raise InputError(
             f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
             "one; take accelerate_configs/ddp.yaml (MULTI_GPU), on CPUs too, or set `num_processes: 1` and unset MASTER_ADDR"
         )
-    if world == 1 and environ.get("LOCAL_RANK", "0") == "0":  # a group of one has nobody to exchange anything with
+    # a group of one has nobody to exchange anything with
+    if world == 1 and environ.get("LOCAL_RANK", "0") == "0":
         for variable in _GROUP:
             environ.pop(variable, None)
     # Processes of one machine see the same devices. On several, one that has lost its GPU must not go on with a CPU.
@@ -270,7 +329,10 @@ def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[s
 
 def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
     """Replicas and shards of a `parallelism_config`; without one, as many shards as processes."""
-    replicas, shards = (int(environ.get(f"{_PARALLELISM}{key}", "1")) for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE"))
+    replicas, shards = (
+        int(environ.get(f"{_PARALLELISM}{key}", "1"))
+        for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")
+    )
     if replicas == shards == 1:  # nothing was asked for
         return 1, world
     if replicas * shards != world:

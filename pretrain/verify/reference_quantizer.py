@@ -33,11 +33,14 @@ SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
 
 
 ROWS, COLUMNS = 128, 1024  # of an operand that are compared, at most: multiples of every block
-FOREIGN = 2.0**-8  # share of codes that may differ: a GPU adds up the Hadamard transform in another order
+# share of codes that may differ: a GPU adds up the Hadamard transform in another order
+FOREIGN = 2.0**-8
 
 
 @contextmanager
-def watching_quantizers(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[Compared]]:
+def watching_quantizers(
+    context: PrecisionContext, active: ActivePrecision
+) -> Iterator[list[Compared]]:
     """Watch the operands of one microbatch, and compare the codes of some with the reference's.
 
     One operand of each role and width is taken. The list is filled as the context is left, the worst
@@ -62,7 +65,9 @@ def watching_quantizers(context: PrecisionContext, active: ActivePrecision) -> I
     compared.sort(key=lambda comparison: comparison.excess, reverse=True)
 
 
-def foreign_codes(active: ActivePrecision, role: Role, along: Along, x: Tensor, scale: Tensor | None) -> float:
+def foreign_codes(
+    active: ActivePrecision, role: Role, along: Along, x: Tensor, scale: Tensor | None
+) -> float:
     """Return the share of values for which the precision's quantizer and the reference differ.
 
     x: operand [rows, features]. scale: of delayed scaling. NaN if x is not finite. Both quantizers get
@@ -90,7 +95,13 @@ def foreign_codes(active: ActivePrecision, role: Role, along: Along, x: Tensor, 
 
 
 def quantize_dequantize(
-    x: Tensor, scaling: Scaling, format_name: str, *, scale: float | None, uniform: Tensor | None, transform: bool
+    x: Tensor,
+    scaling: Scaling,
+    format_name: str,
+    *,
+    scale: float | None,
+    uniform: Tensor | None,
+    transform: bool,
 ) -> Tensor:
     """Return the values that the codes of `x` stand for, FP32 on the CPU.
 

@@ -13,7 +13,9 @@ import train_accelerate
 from tests.golden.runs import losses_changed, steps_logged, steps_saved
 
 
-def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(train_here: Callable, small_recipe: dict[str, Any]) -> None:
+def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(
+    train_here: Callable, small_recipe: dict[str, Any]
+) -> None:
     """In the backward pass of step 7."""
 
     def fail(loss: torch.Tensor) -> torch.Tensor:
@@ -23,8 +25,15 @@ def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(train_here
 
     with losses_changed(fail):
         run = train_here("parity=off")
-    assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, run.output
-    for remedy in ("out of memory", "2.00 GiB", "batch.microbatch", "model.gradient_checkpointing=full"):
+    assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, (
+        run.output
+    )
+    for remedy in (
+        "out of memory",
+        "2.00 GiB",
+        "batch.microbatch",
+        "model.gradient_checkpointing=full",
+    ):
         assert remedy in run.err
     again = train_here("batch.microbatch=1", "parity=off")
     assert again.status == 0 and "at step 4" in again.output

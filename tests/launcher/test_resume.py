@@ -32,9 +32,20 @@ STEPS = 12  # with checkpoints after 4, 8 and 12
 def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """With dropout: a run that goes on with other random numbers is another run."""
     small = recipe_for(tmp_path_factory.mktemp("resume") / "run")
-    sizes = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes = {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+    }
     dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    return small | {"model": {"config": sizes | dropout}, "train": {"steps": STEPS}, "parity": "off"}
+    return small | {
+        "model": {"config": sizes | dropout},
+        "train": {"steps": STEPS},
+        "parity": "off",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +59,18 @@ def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
 @pytest.fixture
 def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
     """Start the recipe in a folder of the test's own, to its end."""
-    return lambda *arguments: start_here(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *arguments)
+    return lambda *arguments: start_here(
+        recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *arguments
+    )
 
 
 @pytest.fixture
 def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProcess]:
     """The same in a process that meets these moments."""
     return lambda *moments: LauncherProcess(
-        [str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path))], tmp_path / "log", *moments
+        [str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path))],
+        tmp_path / "log",
+        *moments,
     )
 
 
@@ -77,7 +92,10 @@ def outcome(run: Finished) -> list[Any]:
     """All figures that do not depend on the machine, and hashes of the last checkpoint and the exported model."""
     final = digest(tensors_of(run.run_dir / "final"), named=True)
     of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
-    figures = [{key: each for key, each in record.items() if not key.endswith(of_the_machine)} for record in run.records()]
+    figures = [
+        {key: each for key, each in record.items() if not key.endswith(of_the_machine)}
+        for record in run.records()
+    ]
     return [figures, saved(run.run_dir, STEPS), final]
 
 
@@ -91,7 +109,8 @@ def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callabl
 KILLS = [
     (Moment("os.rename", r"/config\.yaml$", SIGKILL), {None}),  # starting
     (Moment("logged", "^2$", SIGKILL), {None}),  # among steps
-    (Moment("open", r"/\.partial-step-00000004/", SIGKILL), {None}),  # saving: the first of all, half written
+    # saving: the first of all, half written
+    (Moment("open", r"/\.partial-step-00000004/", SIGKILL), {None}),
     (Moment("logged", "^7$", SIGKILL), {None, 4}),
     (Moment("os.rename", r"/step-00000008$", SIGKILL), {4}),  # saving: whole, but not named
     (Moment("os.rename", r"/\.final\.writing$", SIGKILL), {STEPS}),  # exporting
@@ -99,14 +118,18 @@ KILLS = [
 ]
 
 
-def test_a_run_killed_many_times_equals_one_left_alone(alone: Finished, start: Callable, run: Callable, tmp_path: Path) -> None:
+def test_a_run_killed_many_times_equals_one_left_alone(
+    alone: Finished, start: Callable, run: Callable, tmp_path: Path
+) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
         assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
-    assert not list((tmp_path / "run").rglob("*partial*")) and not list((tmp_path / "run").glob(".final*"))
+    assert not list((tmp_path / "run").rglob("*partial*")) and not list(
+        (tmp_path / "run").glob(".final*")
+    )
 
 
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
@@ -115,23 +138,35 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
     assert run("schedule.kind=constant", "train.steps=8").status == 0
     longer = run("schedule.kind=constant")
     assert longer.status == 0 and "from step 8 to 12" in longer.out, longer.output
-    whole = start_here(recipe | {"run_dir": str(tmp_path / "whole")}, tmp_path, "schedule.kind=constant")
+    whole = start_here(
+        recipe | {"run_dir": str(tmp_path / "whole")}, tmp_path, "schedule.kind=constant"
+    )
     assert outcome(longer)[1:] == outcome(whole)[1:]
 
 
-def test_a_longer_horizon_is_refused_where_the_rate_has_fallen_and_names_what_serves(run: Callable) -> None:
+def test_a_longer_horizon_is_refused_where_the_rate_has_fallen_and_names_what_serves(
+    run: Callable,
+) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
-    serves = re.search(r"--resume, which (\S+) is", run("schedule.kind=wsd", "train.steps=10").refusal)
+    serves = re.search(
+        r"--resume, which (\S+) is", run("schedule.kind=wsd", "train.steps=10").refusal
+    )
     longer = run("schedule.kind=wsd", "train.steps=10", "--resume", serves[1])
-    assert longer.status == 0 and "from step 8 to 10" in longer.out and "step-00000004" in serves[1], longer.output
+    assert (
+        longer.status == 0 and "from step 8 to 10" in longer.out and "step-00000004" in serves[1]
+    ), longer.output
 
 
 def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
 ) -> None:
     folder = copied(12)
-    again = start_here(recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder))
-    assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, again.output
+    again = start_here(
+        recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder)
+    )
+    assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, (
+        again.output
+    )
     assert outcome(again)[-1] == outcome(alone)[-1]
 
 
@@ -153,7 +188,11 @@ def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     assert signal.name in output and "Traceback" not in output
     assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
     finished = run()
-    assert finished.status == 0 and f"at step {step}" in finished.output and outcome(finished) == outcome(alone)
+    assert (
+        finished.status == 0
+        and f"at step {step}" in finished.output
+        and outcome(finished) == outcome(alone)
+    )
 
 
 def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
@@ -172,11 +211,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_sa
     newest = copied() / "checkpoints" / f"step-{STEPS:08d}"
     flip(max(newest.glob("*.safetensors")))
     finished = run()
-    assert finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
+    assert (
+        finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
+    )
     assert outcome(finished) == outcome(alone)
 
 
-def test_where_every_checkpoint_is_damaged_no_run_begins_anew(copied: Callable, run: Callable) -> None:
+def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
+    copied: Callable, run: Callable
+) -> None:
     run_dir = copied()
     (run_dir / "summary.json").unlink()  # which a run that is not finished has not
     for file in run_dir.glob("checkpoints/*/*.safetensors"):
@@ -186,27 +229,40 @@ def test_where_every_checkpoint_is_damaged_no_run_begins_anew(copied: Callable, 
     assert contents(run_dir) == before
 
 
-def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied: Callable, run: Callable) -> None:
+def test_the_steps_of_another_training_are_not_cut_away(
+    alone: Finished, copied: Callable, run: Callable
+) -> None:
     """Where it has left no checkpoint, a start would begin at step 0, and with it metrics.jsonl."""
     run_dir = copied(4, 8, STEPS)
     (run_dir / "summary.json").unlink()
     before = (run_dir / "metrics.jsonl").read_bytes()
     refused = run("optimizer.learning_rate=0.5")
-    assert refused.status == 2 and str(run_dir) in refused.refusal and "optimizer.learning_rate" in refused.refusal
+    assert (
+        refused.status == 2
+        and str(run_dir) in refused.refusal
+        and "optimizer.learning_rate" in refused.refusal
+    )
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert outcome(run()) == outcome(alone), "the same training begins anew"
 
 
-def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_here: Callable, recipe: dict[str, Any]) -> None:
+def test_a_finished_run_started_again_changes_nothing(
+    alone: Finished, start_here: Callable, recipe: dict[str, Any]
+) -> None:
     before, beside = outcome(alone), Path(recipe["run_dir"]).parent
     again = start_here(recipe, beside)
     assert again.status == 0 and outcome(again) == before
     otherwise = start_here(recipe, beside, f"train.tokens={STEPS * recipe['batch']['tokens']}")
-    assert otherwise.status == 0 and outcome(otherwise) == before, "the same horizon, written otherwise"
+    assert otherwise.status == 0 and outcome(otherwise) == before, (
+        "the same horizon, written otherwise"
+    )
     kept = contents(again.run_dir)
     for how in ((), ("--accept-changes",), ("--plan",)):
         shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
-        assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept
+        assert (
+            "is from step 12, and `train` ends the run at 8; lengthen it" in shorter
+            and contents(again.run_dir) == kept
+        )
 
 
 # ── What is restored ──────────────────────────────────────────────────────────────────────────────

@@ -60,8 +60,16 @@ def test_every_sample_is_what_the_formats_own_library_reads(fixture, name):
                 assert value.dtype.name == column["dtype"] and list(value.shape) == column["shape"]
                 assert value.tolist() == column["values"]
             else:
-                read = {"int": lambda data: int.from_bytes(data, "little", signed=True), "str": bytes.decode}
-                assert read.get(column["type"], list if column["type"] == "bytes" else json.loads)(value) == column["values"]
+                read = {
+                    "int": lambda data: int.from_bytes(data, "little", signed=True),
+                    "str": bytes.decode,
+                }
+                assert (
+                    read.get(column["type"], list if column["type"] == "bytes" else json.loads)(
+                        value
+                    )
+                    == column["values"]
+                )
 
 
 def test_reference_packs_have_the_documents_and_first_positions_that_its_columns_say():
@@ -69,8 +77,14 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert len(packs) == len(rows) == 12
     for index in np.random.default_rng(0).permutation(12).tolist():
         pack, row = packs[index], rows[index]
-        assert pack.input_ids.dtype == np.uint32 and pack.input_ids.tolist() == row["input_ids"]["values"]
-        assert pack.lengths.dtype == np.int32 and pack.lengths.tolist() == row["attention_mask"]["values"]
+        assert (
+            pack.input_ids.dtype == np.uint32
+            and pack.input_ids.tolist() == row["input_ids"]["values"]
+        )
+        assert (
+            pack.lengths.dtype == np.int32
+            and pack.lengths.tolist() == row["attention_mask"]["values"]
+        )
         assert pack.trained is None
         positions = np.concatenate([np.arange(n) for n in pack.lengths])
         positions[: pack.lengths[0]] += pack.first_position
@@ -78,7 +92,9 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert any(packs[index].first_position > 0 for index in range(12))
 
 
-def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(fixture, tmp_path):
+def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(
+    fixture, tmp_path
+):
     fixture("reference").rename(tmp_path / "train")
     one_shard = fixture("reference").rename(tmp_path / "val")
     index = json.loads((one_shard / "index.json").read_text())
@@ -130,14 +146,21 @@ def test_compressed_shards_give_the_packs_of_raw_ones(fixture, monkeypatch, tmp_
     assert open_mds(folder).fingerprint == packs.fingerprint
 
 
-@pytest.mark.parametrize(("codec", "cut", "says"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")])
-def test_a_compressed_shard_that_cannot_be_unpacked_is_named(fixture, codec: str, cut: int | None, says: str):
+@pytest.mark.parametrize(
+    ("codec", "cut", "says"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")]
+)
+def test_a_compressed_shard_that_cannot_be_unpacked_is_named(
+    fixture, codec: str, cut: int | None, says: str
+):
     folder = fixture("zstd")
     index = json.loads((folder / "index.json").read_text())
     for entry in index["shards"]:
         file = folder / entry["zip_data"]["basename"]
         file.write_bytes(file.read_bytes()[:cut])
-        entry |= {"compression": codec, "zip_data": {"basename": file.name, "bytes": file.stat().st_size, "hashes": {}}}
+        entry |= {
+            "compression": codec,
+            "zip_data": {"basename": file.name, "bytes": file.stat().st_size, "hashes": {}},
+        }
     (folder / "index.json").write_text(json.dumps(index))
     with pytest.raises(InputError, match=rf"shard\.00000\.mds\.zstd: .*{says}"):
         open_mds(folder)
@@ -154,15 +177,25 @@ def test_a_shard_outside_of_its_folder_is_refused(outside: str, fixture):
         open_mds(folder)
 
 
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 1000), st.sampled_from(["uint8", "uint16", "int64"]))
-def test_documents_are_found_from_lengths_from_positions_and_from_both(lengths, first_position, dtype):
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=8),
+    st.integers(0, 1000),
+    st.sampled_from(["uint8", "uint16", "int64"]),
+)
+def test_documents_are_found_from_lengths_from_positions_and_from_both(
+    lengths, first_position, dtype
+):
     positions = np.concatenate([np.arange(n) for n in lengths])
     positions[: lengths[0]] += min(first_position, np.iinfo(dtype).max - 20)
     mask, positions = np.array(lengths, np.uint32), positions.astype(dtype)
     width = sum(lengths)
-    if width == len(lengths):  # documents of one token each: the list of lengths looks like a mask of ones
+    # documents of one token each: the list of lengths looks like a mask of ones
+    if width == len(lengths):
         mask = np.ones(width, np.uint32)
-    for columns in ({"attention_mask": mask, "position_ids": positions}, {"position_ids": positions}):
+    for columns in (
+        {"attention_mask": mask, "position_ids": positions},
+        {"position_ids": positions},
+    ):
         assert lengths_of(number_documents(width, columns)) == lengths
     for name in ("seq_lengths", "attention_mask")[: 1 + (width > len(lengths))]:
         assert lengths_of(number_documents(width, {name: np.array(lengths, np.uint32)})) == lengths
@@ -180,7 +213,9 @@ def test_documents_are_found_from_lengths_from_positions_and_from_both(lengths, 
 def test_columns_that_make_no_documents_of_the_tokens_are_refused(mask, positions):
     columns = {"attention_mask": np.array(mask, np.int64)}
     with pytest.raises(ValueError):
-        number_documents(8, columns | ({} if positions is None else {"position_ids": np.array(positions)}))
+        number_documents(
+            8, columns | ({} if positions is None else {"position_ids": np.array(positions)})
+        )
 
 
 def write_columns(folder: Path, **columns: Any) -> Path:
@@ -191,9 +226,20 @@ def write_columns(folder: Path, **columns: Any) -> Path:
     table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
     (folder / "shard.00000.mds").write_bytes(table + sample)
     encodings = ["ndarray:uint32:8", *["ndarray:int32:8"] * (len(columns) - 1)]
-    layout = {"column_names": list(columns), "column_encodings": encodings, "column_sizes": [32] * len(columns)}
+    layout = {
+        "column_names": list(columns),
+        "column_encodings": encodings,
+        "column_sizes": [32] * len(columns),
+    }
     raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
-    shard = {"version": 2, "format": "mds", "compression": None, "samples": 1, "raw_data": raw, "zip_data": None} | layout
+    shard = {
+        "version": 2,
+        "format": "mds",
+        "compression": None,
+        "samples": 1,
+        "raw_data": raw,
+        "zip_data": None,
+    } | layout
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
     return folder
 
@@ -212,7 +258,9 @@ ONES = [1] * 8
     ],
     ids=["tokens alone", "mask", "numbers", "one number", "positions"],
 )
-def test_the_end_token_ends_documents_unless_a_column_says_what_they_are(columns, lengths, tmp_path: Path):
+def test_the_end_token_ends_documents_unless_a_column_says_what_they_are(
+    columns, lengths, tmp_path: Path
+):
     tokenizer = train_tokenizer(["abc"], 260)
     tokenizer.add_special_tokens(["</s>"])
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
@@ -222,12 +270,23 @@ def test_the_end_token_ends_documents_unless_a_column_says_what_they_are(columns
     settings = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
     named, alone = open_packs(settings, "train"), open_mds(path, 8)
     assert named[0].lengths.tolist() == lengths
-    assert (named.fingerprint == alone.fingerprint) == (named[0].lengths.tolist() == alone[0].lengths.tolist())
+    assert (named.fingerprint == alone.fingerprint) == (
+        named[0].lengths.tolist() == alone[0].lengths.tolist()
+    )
 
 
 def test_a_loss_mask_masks_and_a_column_that_is_not_read_is_named(tmp_path: Path, capsys):
     path = write_columns(tmp_path / "mds", loss_mask=[0, 0, 1, 1, 0, 1, 1, 1], token_type_ids=ONES)
-    assert open_mds(path, 8)[0].trained.tolist() == [False, False, True, True, False, True, True, True]
+    assert open_mds(path, 8)[0].trained.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
     assert "columns not read: token_type_ids" in capsys.readouterr().err
     open_mds(write_columns(tmp_path / "read", sequence_id=ONES), 8)
     assert capsys.readouterr().err == ""
@@ -240,7 +299,10 @@ def test_padding_before_a_token_is_refused(tmp_path: Path):
 
 
 def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
-    for path, length, says in (("encodings", LENGTH, "input_ids"), ("reference", 64, r"`data\.length` says 64")):
+    for path, length, says in (
+        ("encodings", LENGTH, "input_ids"),
+        ("reference", 64, r"`data\.length` says 64"),
+    ):
         with pytest.raises(InputError, match=says):
             open_mds(FIXTURES / path, length)
     number = write_columns(tmp_path / "number")
@@ -257,8 +319,21 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
 
 def test_labels_are_the_mask_of_packs(tmp_path: Path):
     """Padding is not counted as trained on, whatever its labels say."""
-    write_columns(tmp_path / "mds" / "train", labels=[-100, -100, 2, 3, -100, 5, 6, 7], attention_mask=[1] * 6 + [0] * 2)
+    write_columns(
+        tmp_path / "mds" / "train",
+        labels=[-100, -100, 2, 3, -100, 5, 6, 7],
+        attention_mask=[1] * 6 + [0] * 2,
+    )
     write_columns(tmp_path / "mds" / "val")
     settings = DataSettings(packs=tmp_path / "mds", length=8)
-    assert open_packs(settings, "train")[0].trained.tolist() == [False, False, True, True, False, True, False, False]
+    assert open_packs(settings, "train")[0].trained.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
     assert open_packs(settings, "held_out")[0].trained is None

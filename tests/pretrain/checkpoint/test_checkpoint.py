@@ -28,18 +28,26 @@ from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_spac
 from pretrain.checkpoint.state import step_seed
 from tests.conftest import flip
 
-MODEL, OPTIMIZER = (f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer"))
+MODEL, OPTIMIZER = (
+    f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer")
+)
 
 
-def tensors_of(step: int, rows: int = 40) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def tensors_of(
+    step: int, rows: int = 40
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A small model and optimizer whose values tell the step they are of."""
     generator = torch.Generator().manual_seed(step)
     model = {
         "embed.weight": torch.randn(rows, 16, generator=generator).bfloat16(),
-        "norm.weight": torch.randn(3, generator=generator).bfloat16(),  # an odd count of 2-byte values before wider ones
+        # an odd count of 2-byte values before wider ones
+        "norm.weight": torch.randn(3, generator=generator).bfloat16(),
         "scale": torch.randn((), generator=generator),
     }
-    optimizer = {f"exp_avg/{name}": torch.randn(tensor.shape, generator=generator) for name, tensor in model.items()}
+    optimizer = {
+        f"exp_avg/{name}": torch.randn(tensor.shape, generator=generator)
+        for name, tensor in model.items()
+    }
     return model, optimizer
 
 
@@ -71,7 +79,8 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000100"]
     assert names(path) == ["manifest.json", MODEL, OPTIMIZER, "state.json"]
     assert_holds(path, 100)
-    assert load_file(path / MODEL).keys() == tensors_of(100)[0].keys()  # plain safetensors under the parameters' names
+    # plain safetensors under the parameters' names
+    assert load_file(path / MODEL).keys() == tensors_of(100)[0].keys()
     monkeypatch.setattr(format, "PART_BYTES", 1000)
     parts = save(Checkpoints(tmp_path / "in parts", keep=1), 3)
     assert len(list(parts.glob("optimizer-*.safetensors"))) > 1
@@ -110,7 +119,9 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_taken(tmp_path, caplog, harm):
+def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_taken(
+    tmp_path, caplog, harm
+):
     writer = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
         newest = save(writer, step)
@@ -188,7 +199,9 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
     newest_steps, status = [], -signal.SIGKILL
     for number in itertools.count(1):
         folder = shutil.copytree(before, tmp_path / str(number))
-        writer = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(folder, number))
+        writer = multiprocessing.get_context("fork").Process(
+            target=_save_and_die, args=(folder, number)
+        )
         writer.start()
         writer.join()
         status = writer.exitcode
@@ -203,7 +216,11 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
         if status != -signal.SIGKILL:
             break
     assert status == 0
-    assert newest_steps == sorted(newest_steps) and newest_steps.count(2) > 9 and newest_steps.count(3) > 5
+    assert (
+        newest_steps == sorted(newest_steps)
+        and newest_steps.count(2) > 9
+        and newest_steps.count(3) > 5
+    )
 
 
 def test_space_is_checked_against_the_bytes_a_checkpoint_really_takes(tmp_path):
@@ -233,12 +250,18 @@ def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp
     assert names(tmp_path) == ["step-00000020", "step-00000040"]
 
 
-def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_one_is_whole(tmp_path):
+def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_one_is_whole(
+    tmp_path,
+):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (1, 2, 3):
         save(checkpoints, step)
     checkpoints.abandon_newer(1)
-    assert names(tmp_path) == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000001"]
+    assert names(tmp_path) == [
+        "abandoned-step-00000002",
+        "abandoned-step-00000003",
+        "step-00000001",
+    ]
     assert checkpoints.newest() == tmp_path / "step-00000001"
     assert_holds(tmp_path / "abandoned-step-00000003", 3)
     save(checkpoints, 2)

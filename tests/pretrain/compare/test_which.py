@@ -44,7 +44,10 @@ MISS_RATES = ROOT / "benchmarks/results/loss/which_miss_rates.json"
 
 def looks(values: np.ndarray) -> list[SeedDifference]:
     """What there is to see after each seed from the third on, as shares of a baseline's loss of 1."""
-    return [SeedDifference(dict(enumerate(values[:seeds].tolist())), 1.0) for seeds in range(3, len(values) + 1)]
+    return [
+        SeedDifference(dict(enumerate(values[:seeds].tolist())), 1.0)
+        for seeds in range(3, len(values) + 1)
+    ]
 
 
 @pytest.mark.parametrize("error", [0.05, 0.0125])
@@ -52,7 +55,10 @@ def test_the_interval_misses_at_most_as_often_as_it_says_whenever_one_looks(erro
     draw, trials = np.random.default_rng(0), 1000
     missed = 0
     for _ in range(trials):
-        seen = [(each, each.anytime_half_width(error)) for each in looks(draw.normal(0.002, 0.001, SEEDS))]
+        seen = [
+            (each, each.anytime_half_width(error))
+            for each in looks(draw.normal(0.002, 0.001, SEEDS))
+        ]
         missed += any(half is not None and abs(each.mean - 0.002) > half for each, half in seen)
     assert missed / trials < error
 
@@ -60,7 +66,10 @@ def test_the_interval_misses_at_most_as_often_as_it_says_whenever_one_looks(erro
 @pytest.mark.parametrize("cost", [0.003, -0.003])
 def test_a_cost_of_the_margin_is_called_equivalent_at_most_as_often_as_it_says(cost: float) -> None:
     draw, trials, error = np.random.default_rng(0), 1000, 0.05
-    told = [[each.anytime_verdict(0.003, error) for each in looks(draw.normal(cost, 0.001, SEEDS))] for _ in range(trials)]
+    told = [
+        [each.anytime_verdict(0.003, error) for each in looks(draw.normal(cost, 0.001, SEEDS))]
+        for _ in range(trials)
+    ]
     within = [any(word == EQUIVALENT or WITHIN_MARGIN in word for word in words) for words in told]
     assert sum(within) / trials < error
 
@@ -148,12 +157,29 @@ def test_it_tells_of_the_kept_seeds_what_their_page_says() -> None:
 
 @pytest.mark.long
 def test_a_question_is_tried_planned_answered_and_taken_up_again(
-    low_precision_recipe: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    low_precision_recipe: dict[str, Any],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One round of an emulated precision, as the hours are over then; no speed is claimed of it. The baseline dies once."""
-    recipe = low_precision_recipe | {"data": low_precision_recipe["data"] | {"held_out": 0.05}, "batch": {"tokens": 128}}
-    recipe["model"]["config"] |= {"vocab_size": 125, "hidden_size": 32, "intermediate_size": 64, "head_dim": 16}
-    del recipe["precision"], recipe["evaluate"], recipe["checkpoint"], recipe["fp8_config"], recipe["train"]
+    recipe = low_precision_recipe | {
+        "data": low_precision_recipe["data"] | {"held_out": 0.05},
+        "batch": {"tokens": 128},
+    }
+    recipe["model"]["config"] |= {
+        "vocab_size": 125,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "head_dim": 16,
+    }
+    del (
+        recipe["precision"],
+        recipe["evaluate"],
+        recipe["checkpoint"],
+        recipe["fp8_config"],
+        recipe["train"],
+    )
     recipe |= {"batch": {"tokens": 128, "microbatch": 1}, "train": {"epochs": 1}}
     file = write_recipe(recipe, tmp_path)
     for key, value in forking().items():
@@ -161,24 +187,40 @@ def test_a_question_is_tried_planned_answered_and_taken_up_again(
     popen, dies = subprocess.Popen, ["rounds/fp32"]
 
     def dying_once(command: list[str], **options: Any) -> subprocess.Popen:
-        return popen(["false"] if dies and dies[0] in command[-1] and dies.pop() else command, **options)
+        return popen(
+            ["false"] if dies and dies[0] in command[-1] and dies.pop() else command, **options
+        )
 
     monkeypatch.setattr(subprocess, "Popen", dying_once)
-    command = [str(file), "--run_dir", str(tmp_path / "which"), "--precisions", "fp32,current,current+head"]
+    command = [
+        str(file),
+        "--run_dir",
+        str(tmp_path / "which"),
+        "--precisions",
+        "fp32,current,current+head",
+    ]
     with pytest.raises(InputError, match="80 are the least"):
         which.main([*command, "--hours", "0.00001"])
     write_recipe(recipe | {"optimizer": {"learning_rate": 0.02}}, tmp_path)  # nothing is fixed yet
     command += ["--steps", "80"]
     with pytest.raises(InputError, match=r"rounds/fp32-seed=42\.log"):
         which.main([*command, "--hours", "0.00001"])
-    assert not list(tmp_path.glob("which/rounds/current*")), "which would have begun with the baseline's checkpoint"
+    assert not list(tmp_path.glob("which/rounds/current*")), (
+        "which would have begun with the baseline's checkpoint"
+    )
     command[0] = os.path.relpath(file)
     assert which.main([*command, "--hours", "0.00001"]) == 1
-    (verdict,) = json.loads((tmp_path / "which" / "verdict.json").read_text())["candidates"].values()  # its head stays in BF16
+    # its head stays in BF16
+    (verdict,) = json.loads((tmp_path / "which" / "verdict.json").read_text())[
+        "candidates"
+    ].values()
     ((seed, cost),) = verdict["served"]["by_seed"].items()
     assert seed == "42" and cost != 0 and verdict["speedup"] is verdict["memory_gib"] is None
     assert "current: cannot tell" in capsys.readouterr().out
-    assert which.main([*command, "--hours", "0.00001"]) == 1 and "started" not in capsys.readouterr().out
+    assert (
+        which.main([*command, "--hours", "0.00001"]) == 1
+        and "started" not in capsys.readouterr().out
+    )
     rounds = tmp_path / "which" / "rounds"
     (rounds / "current-seed=42" / "summary.json").write_text("{")
     with pytest.raises(InputError, match=re.escape(f"all folders of its seed in {rounds}: ")):
@@ -206,31 +248,54 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
     protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     folder.mkdir()
     (folder / "which.json").write_text(json.dumps(asdict(protocol)))
-    question, noise = Question(load_recipe(file), file, (), which.ON_CPU, folder), np.random.default_rng(0)
+    question, noise = (
+        Question(load_recipe(file), file, (), which.ON_CPU, folder),
+        np.random.default_rng(0),
+    )
     rounds = Rounds(protocol)
 
     def train(slope: float, spread: float = 0.0) -> None:
         """Leave the rounds behind. `slope`: at the last step of a power law with exponent 0.4."""
         rounds.runs.clear()
         for seed in range(5):
-            cells = {cell.values["cell"]: cell for cell in question.round(protocol, 42 + seed, list(above)).cells}
+            cells = {
+                cell.values["cell"]: cell
+                for cell in question.round(protocol, 42 + seed, list(above)).cells
+            }
             for name, cell in cells.items():
                 speed, costs = above.get(name, (1.0, [0.0] * 5))
                 speed *= 1 + 0.002 * (seed % 3 - 1) * (name != "bf16")
-                leave_behind(cell, 400, held_out=2.0 + costs[seed], tokens_per_second=1000.0 * speed * (1 + seed))
-                lines = [json.loads(line) for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()]
-                lines = [line for line in lines if line["step"] > 80 or name == "bf16"]  # a branch has its own steps alone
+                leave_behind(
+                    cell,
+                    400,
+                    held_out=2.0 + costs[seed],
+                    tokens_per_second=1000.0 * speed * (1 + seed),
+                )
+                lines = [
+                    json.loads(line)
+                    for line in (cell.run_dir / "metrics.jsonl").read_text().splitlines()
+                ]
+                # a branch has its own steps alone
+                lines = [line for line in lines if line["step"] > 80 or name == "bf16"]
                 for line in lines[:-1]:
                     falling = -slope / 0.4 * (line["step"] / 400) ** -0.4
                     line["loss"] = 3 + falling + spread * noise.normal()
-                (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+                (cell.run_dir / "metrics.jsonl").write_text(
+                    "".join(json.dumps(line) + "\n" for line in lines)
+                )
             rounds.runs.append({name: cell.record() for name, cell in cells.items()})
 
     train(slope=-0.2)
-    assert {len(group) for group in grouped([run for each in rounds.runs for run in each.values()]).values()} == {5}
+    assert {
+        len(group)
+        for group in grouped([run for each in rounds.runs for run in each.values()]).values()
+    } == {5}
     command = [str(file), "--run_dir", str(folder), "--hours", "0.000001"]
     assert which.main(command) == 1, "mxfp8 is open, and the hours are over"
-    said, verdict = capsys.readouterr().out, json.loads((folder / "verdict.json").read_text())["candidates"]
+    said, verdict = (
+        capsys.readouterr().out,
+        json.loads((folder / "verdict.json").read_text())["candidates"],
+    )
     advice = {name: (each["word"], each["advice"].split()[0]) for name, each in verdict.items()}
     assert advice == {
         "delayed": ("equivalent", "use"),
@@ -251,19 +316,33 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
         assert (low > 1) == (name != "current"), "0.1 % faster at equal loss is not shown"
     assert f"Train in delayed: 1.30 times ({verdict['delayed']['gain_interval'][0]:.2f} to " in said
     assert miss_rates()[1] in " ".join(said.split())
-    assert max(map(abs, verdict["delayed"]["trained"]["by_seed"].values())) < 1e-9, "their last losses are of the same steps"
-    assert verdict["mxfp8"]["more_seconds"] >= 4.0 + 3.2, "a seed is 400 steps and 320, though none was started long ago"
+    assert max(map(abs, verdict["delayed"]["trained"]["by_seed"].values())) < 1e-9, (
+        "their last losses are of the same steps"
+    )
+    assert verdict["mxfp8"]["more_seconds"] >= 4.0 + 3.2, (
+        "a seed is 400 steps and 320, though none was started long ago"
+    )
     assert f"train_accelerate.py {file} precision=delayed" in said
-    assert rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and rows_of(said)["bf16"][-1][3] == "3,000"
+    assert (
+        rows_of(said)["bf16"][-1][:2] == ["5", "2.0000"] and rows_of(said)["bf16"][-1][3] == "3,000"
+    )
     assert "+2.500 ±" in rows_of(said)["nvfp4"][-1][1]
     ((halted := folder / "rounds" / "nvfp4-seed=43") / "summary.json").unlink()
     lines = (halted / "metrics.jsonl").read_text().splitlines(keepends=True)
-    (halted / "metrics.jsonl").write_text("".join([*lines[:-1], '{"step": 400, "event": "halted", "reason": "NaN"}\n']))
+    (halted / "metrics.jsonl").write_text(
+        "".join([*lines[:-1], '{"step": 400, "event": "halted", "reason": "NaN"}\n'])
+    )
     assert which.main(command) == 1 and "nvfp4: broke off" in (said := capsys.readouterr().out)
-    assert rows_of(said)["mxfp8"][-1][0] == "5" and "started" not in said, "the rounds after it are told of"
+    assert rows_of(said)["mxfp8"][-1][0] == "5" and "started" not in said, (
+        "the rounds after it are told of"
+    )
     branched = replace(rounds, protocol=replace(protocol, begin_with="step-00000080"))
-    assert branched.verdict("nvfp4").tokens == pytest.approx((400 * np.exp(0.05 / 0.2) - 80) / 320), "of those after the first 80"
-    assert "train.begin_with=step-00000080" in which.answer(question, branched.protocol, branched.verdicts())
+    assert branched.verdict("nvfp4").tokens == pytest.approx(
+        (400 * np.exp(0.05 / 0.2) - 80) / 320
+    ), "of those after the first 80"
+    assert "train.begin_with=step-00000080" in which.answer(
+        question, branched.protocol, branched.verdicts()
+    )
     train(slope=0.0, spread=0.1)
     delayed, *_ = verdicts = rounds.verdicts()
     answer = which.answer(question, protocol, verdicts)
@@ -282,17 +361,25 @@ def test_every_candidate_gets_a_verdict_its_cost_in_tokens_and_advice(
         which.main(command)
 
 
-def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_trainings_are_as_long_as_the_hours_and_the_text_allow(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
     recipe = load_recipe(write_recipe(small_recipe | {"train": {"steps": 5000}}, tmp_path))
     seconds = {"bf16": 1.0, "delayed": 0.5}
     (checkpoint := tmp_path / "mine").mkdir()
     (checkpoint / "state.json").write_text('{"progress": {"step": 300}}')
 
-    def fit(hours: float, steps: int | None = None, begin_with: Path | None = None) -> tuple[int, int]:
-        options = argparse.Namespace(hours=hours, seeds=4, steps=steps, begin_with=begin_with and str(begin_with))
+    def fit(
+        hours: float, steps: int | None = None, begin_with: Path | None = None
+    ) -> tuple[int, int]:
+        options = argparse.Namespace(
+            hours=hours, seeds=4, steps=steps, begin_with=begin_with and str(begin_with)
+        )
         return which.steps_that_fit(options, recipe, seconds, 10.0, 3600 * hours, in_an_epoch=1000)
 
-    assert fit(1) == (628, 126), "4 rounds of 628 steps of bf16, 502 of delayed and two starts take an hour"
+    assert fit(1) == (628, 126), (
+        "4 rounds of 628 steps of bf16, 502 of delayed and two starts take an hour"
+    )
     assert fit(8) == (1000, 200), "code is seen once"
     assert fit(0.25, begin_with=checkpoint) == (436, 300), "136 more steps of each"
     seconds["delayed"] = 0.45  # 0.143 hours
@@ -311,11 +398,16 @@ def test_trainings_are_as_long_as_the_hours_and_the_text_allow(small_recipe: dic
         (["--steps", "79"], {}, "--steps"),
         (["--steps", "1000000"], {}, "seen again after step [0-9]+, "),
         ([], {"steps": 79}, "train.steps"),
-        ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),  # the recipe's checkpoint is that of all
+        # the recipe's checkpoint is that of all
+        ([], {"begin_with": "nowhere/step-00000100"}, "nowhere.*--from"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_before_anything_runs(
-    arguments: list[str], train: dict[str, Any], named: str, small_recipe: dict[str, Any], tmp_path: Path
+    arguments: list[str],
+    train: dict[str, Any],
+    named: str,
+    small_recipe: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     file = write_recipe(small_recipe | {"train": {"steps": 500} | train}, tmp_path)
     with pytest.raises(InputError, match=named):
@@ -359,23 +451,37 @@ def test_a_precision_that_cannot_take_the_packs_is_left_out_and_named(
     """Blocks take tokens in multiples of 128."""
     file = write_recipe(small_recipe | {"data": small_recipe["data"] | {"length": 64}}, tmp_path)
     question = Question(load_recipe(file), file, (), which.ON_CPU, tmp_path / "which")
-    assert [cell.values["cell"] for cell in question.trial(["bf16", "block", "mxfp8"]).cells] == ["bf16", "mxfp8"]
+    assert [cell.values["cell"] for cell in question.trial(["bf16", "block", "mxfp8"]).cells] == [
+        "bf16",
+        "mxfp8",
+    ]
     assert "block" in (said := capsys.readouterr().out) and "128" in said
     with pytest.raises(InputError, match="128"):
         question.trial(["block", "bf16"])
 
 
-def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(small_recipe: dict[str, Any], tmp_path: Path) -> None:
-    file = write_recipe(small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path)
-    given, names = ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head"), ["bf16", "delayed", "current", "nvfp4"]
+def test_a_candidate_is_what_its_name_says_with_the_options_that_it_takes(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write_recipe(
+        small_recipe | {"fp8_config": {"fp8_format": "E4M3", "margin": 1}}, tmp_path
+    )
+    given, names = (
+        ("fp8_config.on_unsupported=fallback", "fp8_config.scope=linear+head"),
+        ["bf16", "delayed", "current", "nvfp4"],
+    )
     question = Question(load_recipe(file, given), file, given, which.ON_CPU, tmp_path / "which")
     settings = {cell.values["cell"]: cell.recipe.fp8_config for cell in question.trial(names).cells}
     options = [(each.fp8_format, each.margin) for each in settings.values()]
     assert options == [(None, None), ("E4M3", 1), ("E4M3", None), (None, None)]
-    assert {(each.on_unsupported, each.scope) for each in settings.values()} == {("emulate", "linear")}, "no override's"
+    assert {(each.on_unsupported, each.scope) for each in settings.values()} == {
+        ("emulate", "linear")
+    }, "no override's"
     protocol = Protocol(None, 0.003, names, dict.fromkeys(names, 0.1), 5.0, 5, 400, 80)
     kept = question.round(protocol, 42, ["current"]).cells[0].recipe.checkpoint
-    assert kept.every == 80 and kept.keep == 400, "what is saved where it is stopped, however often, leaves the trunk's"
+    assert kept.every == 80 and kept.keep == 400, (
+        "what is saved where it is stopped, however often, leaves the trunk's"
+    )
     best = Verdict("current", speedup=1.2, tokens=1.0, gain_interval=[1.1, 1.3], advice=USE)
     answer = which.answer(question, protocol, [best])
     assert load_recipe(file, answer.splitlines()[-1].split()[6:]).fp8_config.margin is None

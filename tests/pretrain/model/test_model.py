@@ -24,7 +24,13 @@ from pretrain.model.wrapping import fuse
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU, LENGTH = torch.device("cpu"), 32
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 DOCUMENTS = [[5, 1, 26], [17, 9]]  # of two packs; the second has a tail of padding
 UNLIKE = {  # models whose layers attend within a window, or are computed again
     "gemma3": {"kind": "gemma3_text", "sliding_window": 6, "head_dim": 8}
@@ -34,8 +40,14 @@ UNLIKE = {  # models whose layers attend within a window, or are computed again
     | {"layer_types": ["full_attention", "sliding_attention"]},
     "llama": {"kind": "llama", "recompute": "full"},
     "qwen2": {"kind": "qwen2", "recompute": 2, "use_sliding_window": False},
-    "gpt2": {"kind": "gpt2", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
-    "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},  # which names its attention's mask
+    "gpt2": {
+        "kind": "gpt2",
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
+    # which names its attention's mask
+    "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},
 }
 
 
@@ -51,7 +63,9 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     plain_loss: Callable,
     random_packs: Callable,
 ) -> None:
-    packed = build_model(backend=backend, **({} if name == "gpt2" else SMALL) | UNLIKE[name]).train()
+    packed = build_model(
+        backend=backend, **({} if name == "gpt2" else SMALL) | UNLIKE[name]
+    ).train()
     model.check_architecture(packed.hf, LENGTH, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
@@ -81,7 +95,9 @@ def document_lengths(draw: st.DrawFn) -> list[int]:
     return lengths
 
 
-microbatches = st.lists(st.lists(document_lengths(), min_size=1, max_size=3), min_size=1, max_size=4)
+microbatches = st.lists(
+    st.lists(document_lengths(), min_size=1, max_size=3), min_size=1, max_size=4
+)
 
 
 @given(microbatches)
@@ -105,8 +121,11 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     if expected.requires_grad:
         expected.backward()
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()]
-    scale = torch.stack([each.norm() for each in gradients]).norm()  # a gradient that nearly cancels is rounding beside it
+    gradients = [
+        torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()
+    ]
+    # a gradient that nearly cancels is rounding beside it
+    scale = torch.stack([each.norm() for each in gradients]).norm()
     for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
@@ -119,8 +138,12 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
 def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_memory(
     kind: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
-    changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[kind]
-    chosen = ModelSettings(config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes)
+    changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[
+        kind
+    ]
+    chosen = ModelSettings(
+        config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes
+    )
     torch.manual_seed(3)
     drawn = AutoModelForCausalLM.from_config(model.load_config(chosen))
     drawn.generation_config.temperature, drawn.generation_config.do_sample = 0.5, True
@@ -128,7 +151,9 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
     chosen = ModelSettings(source=str(tmp_path / "model"))
     options = {"seed": 7, "backend": "packed_sdpa"}
     whole = model.build(chosen, model.load_config(chosen), weights=kept, device=CPU, **options)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         first = SimpleNamespace(is_main_process=True, device=CPU)
         hf, values = model.build_on_first_rank(
@@ -139,33 +164,54 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
     assert list(values) == list(dict(hf.named_parameters())) == list(dict(whole.named_parameters()))
     for name, parameter in hf.named_parameters():
         assert parameter.is_meta and parameter.dtype == torch.bfloat16 and parameter.requires_grad
-        assert parameter.shape == values[name].shape and torch.equal(values[name], whole.get_parameter(name)), name
+        assert parameter.shape == values[name].shape and torch.equal(
+            values[name], whole.get_parameter(name)
+        ), name
     assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in hf.named_buffers())
     assert hf.generation_config.to_dict() == whole.generation_config.to_dict()
     assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
-def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(kind: str) -> None:
+def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(
+    kind: str,
+) -> None:
     config = model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
-    assert model.decoder_layers(model.build_on_meta(config))["model.layers.0"].self_attn.q_proj.out_features == 4 * 24
+    assert (
+        model.decoder_layers(model.build_on_meta(config))[
+            "model.layers.0"
+        ].self_attn.q_proj.out_features
+        == 4 * 24
+    )
     with pytest.raises(InputError, match=r"`model\.config\.head_dmi`.* no such key"):
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
 @pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
-def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(key: str) -> None:
+def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(
+    key: str,
+) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
         model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
 
 
 def test_a_key_is_taken_by_the_name_that_most_architectures_have_for_it() -> None:
-    assert model.load_config(ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})).n_layer == 3
+    assert (
+        model.load_config(
+            ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})
+        ).n_layer
+        == 3
+    )
 
 
 def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path: Path) -> None:
     """As Qwen2.5's config.json lies on the hub, and as transformers 5 writes it."""
-    stored = SMALL | {"model_type": "qwen2", "rope_theta": 1e6, "sliding_window": 8, "max_window_layers": 1}
+    stored = SMALL | {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(stored))
 
     def load(**config: object) -> PretrainedConfig:
@@ -174,28 +220,65 @@ def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path:
     assert load(use_sliding_window=True).layer_types == ["full_attention", "sliding_attention"]
     for _ in range(2):
         assert len(load(num_hidden_layers=1).layer_types) == 1
-        assert load(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope_parameters["rope_theta"] == 1e6
+        assert (
+            load(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope_parameters["rope_theta"]
+            == 1e6
+        )
         assert load(rope_theta=5e6).rope_parameters["rope_theta"] == 5e6
-        assert load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters["rope_theta"] == 2e6
+        assert (
+            load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters[
+                "rope_theta"
+            ]
+            == 2e6
+        )
         load().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="model_type: llama"):
         load(model_type="llama")
 
 
-def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(build_model: Callable, tmp_path: Path) -> None:
-    built = build_model("ernie4_5_moe", **SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, pad_token_id=0).hf
+def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
+    build_model: Callable, tmp_path: Path
+) -> None:
+    built = build_model(
+        "ernie4_5_moe",
+        **SMALL,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=16,
+        pad_token_id=0,
+    ).hf
     built.save_pretrained(tmp_path)
     source = ModelSettings(source=str(tmp_path))
-    loaded = model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+    loaded = model.build(
+        source,
+        model.load_config(source),
+        weights=torch.float32,
+        seed=1,
+        device=CPU,
+        backend="packed_sdpa",
+    )
     kept = {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad}
-    assert kept == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name} != set()
+    assert (
+        kept
+        == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name}
+        != set()
+    )
 
 
-def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(build_model: Callable, tmp_path: Path) -> None:
+def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(
+    build_model: Callable, tmp_path: Path
+) -> None:
     build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
         source = ModelSettings(source=str(tmp_path))
-        model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )

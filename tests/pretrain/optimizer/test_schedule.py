@@ -44,12 +44,16 @@ def sgd() -> torch.optim.SGD:
         ({"kind": "constant"}, None),
     ],
 )
-def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(shape: dict[str, object], begins: int | None) -> None:
+def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(
+    shape: dict[str, object], begins: int | None
+) -> None:
     settings = ScheduleSettings(warmup=10, **shape)
     assert schedule.decay_begins(settings, 100) == begins
     seen = rates(settings, 100)
     falls = next((step for step in range(1, 100) if seen[step] < seen[step - 1]), None)
-    assert falls == (None if begins is None else begins + 1), "the first step of the decay still has the whole rate"
+    assert falls == (None if begins is None else begins + 1), (
+        "the first step of the decay still has the whole rate"
+    )
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
@@ -75,7 +79,9 @@ def test_cosine_and_its_warmup_are_what_torch_computes() -> None:
     warmup = LinearLR(optimizer, start_factor=1 / 10, total_iters=9)
     cosine = CosineAnnealingLR(optimizer, T_max=90, eta_min=0.1 * RATE)
     theirs = run(SequentialLR(optimizer, [warmup, cosine], milestones=[10]), 100)
-    assert rates(ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100) == pytest.approx(theirs)
+    assert rates(
+        ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100
+    ) == pytest.approx(theirs)
 
 
 shapes = st.builds(
@@ -89,7 +95,9 @@ shapes = st.builds(
 
 
 @given(settings=shapes, total=st.integers(1, 120))
-def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(settings: ScheduleSettings, total: int) -> None:
+def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(
+    settings: ScheduleSettings, total: int
+) -> None:
     try:
         schedule.check(settings, total)
     except InputError:

@@ -12,7 +12,14 @@ from pretrain.plan.tokenizer import tokens_of
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 
-DEMO = {"name": "demo", "fingerprint": "f", "vocab_size": 4096, "bos_id": None, "eos_id": 0, "pad_id": 0}
+DEMO = {
+    "name": "demo",
+    "fingerprint": "f",
+    "vocab_size": 4096,
+    "bos_id": None,
+    "eos_id": 0,
+    "pad_id": 0,
+}
 
 
 def completed(tokenizer: dict, **config: object) -> dict:

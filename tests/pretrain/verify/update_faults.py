@@ -66,21 +66,28 @@ def norms_decay(run: SmallRun, patch: Patch) -> None:
 
 def in_bf16_on_a_cpu(run: SmallRun) -> bool:
     """A GPU's kernel takes the weight apart by itself."""
-    return run.accelerator.device.type == "cpu" and run.packed.context.compute_dtype == torch.bfloat16
+    return (
+        run.accelerator.device.type == "cpu" and run.packed.context.compute_dtype == torch.bfloat16
+    )
 
 
 @fault("an exact weight's low bits are dropped", in_bf16_on_a_cpu, weights=("bf16_exact",))
 def low_bits_dropped(run: SmallRun, patch: Patch) -> None:
     split = adamw.split
-    patch.setattr(adamw, "split", lambda master: (split(master)[0], torch.zeros_like(split(master)[1])))
+    patch.setattr(
+        adamw, "split", lambda master: (split(master)[0], torch.zeros_like(split(master)[1]))
+    )
 
 
 @fault_of_update(
-    "a weight's copy is stale in every second step", lambda run: quantized(run) or bool(run.packed.fused and run.has_copies)
+    "a weight's copy is stale in every second step",
+    lambda run: quantized(run) or bool(run.packed.fused and run.has_copies),
 )
 def stale_copy(run: SmallRun, patch: Patch) -> None:
     def stale(get: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, refresh, **options: get(*args, refresh=refresh and updates % 2 == 0, **options)
+        return lambda *args, refresh, **options: get(
+            *args, refresh=refresh and updates % 2 == 0, **options
+        )
 
     def count(done: int) -> None:
         nonlocal updates
@@ -124,7 +131,9 @@ def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatch
 
 @fault_of_update("the last microbatch of a step is dropped")
 @changing_passes
-def last_microbatch_dropped(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
+def last_microbatch_dropped(
+    run: SmallRun, passes: Callable[..., Tensor], step: StepBatches
+) -> Tensor:
     return passes(replace(step, microbatches=step.microbatches[:-1]))
 
 
@@ -133,7 +142,9 @@ def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
     table = run.packed.get_input_embeddings()
     if table.weight.dtype == torch.bfloat16:
         vars(table).pop("forward", None)  # it adds a table's rows to FP32 sums alone
-    gradients.attach_main_gradients(run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ())
+    gradients.attach_main_gradients(
+        run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ()
+    )
 
 
 def round_to_bf16(run: SmallRun) -> None:
@@ -192,4 +203,6 @@ def moments_in_bf16(run: SmallRun, patch: Patch) -> None:
 
 @fault("no scale is updated from the second step on", delayed)
 def scales_stand_still(run: SmallRun, patch: Patch) -> None:
-    after_update(run, patch, lambda _: patch.setattr(delayed_state.DelayedState, "_update", lambda *_: None))
+    after_update(
+        run, patch, lambda _: patch.setattr(delayed_state.DelayedState, "_update", lambda *_: None)
+    )
