@@ -220,8 +220,8 @@ class MDSPacks(JoinedPacks):
             f"{path}: columns not read: {unread}",
             shown=bool(unread) and os.environ.get("RANK", "0") == "0",
         )
-        lists_lengths = np.size(first.get(MASK, tokens)) != np.size(tokens)
-        says_documents = lists_lengths or not first.keys().isdisjoint(BOUNDARIES)
+        has_lengths = np.size(first.get(MASK, tokens)) != np.size(tokens)
+        says_documents = has_lengths or not first.keys().isdisjoint(BOUNDARIES)
         end_token = (
             load_tokenizer(tokenizer).special.get("eos")
             if tokenizer and not says_documents
