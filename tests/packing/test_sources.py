@@ -76,9 +76,7 @@ def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_an
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
-def test_every_format_reads_columns_beside_ids_and_names_those_that_it_does_not(
-    kind: str, tmp_path: Path
-) -> None:
+def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_path: Path) -> None:
     rows = [
         {
             "input_ids": [5, 6, 7, 0],
