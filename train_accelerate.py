@@ -24,7 +24,9 @@ from foundation.command import run_command
 from foundation.files import replace_file, write_json
 from pretrain.settings import config
 
-if __name__ == "__main__":  # importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a traceback
+# importing takes seconds; until the loop can save, Ctrl-C just ends the process, without a
+# traceback
+if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     gc.disable()  # imports leave no garbage, and looking for it took a fifth of their time
     # torch reads this when it first uses a GPU. By default its allocator keeps pieces that fit nothing else: of Llama-3.1-8B in
@@ -74,7 +76,10 @@ def launch(arguments: argparse.Namespace) -> int:
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator, notices = distributed.as_launched(recipe)
     main_process, run_dir = accelerator.is_main_process, config.run_dir_of(recipe)
-    distributed.refused_together(lambda: main_process and not arguments.plan and check_free(run_dir))  # packs may take hours
+    # packs may take hours
+    distributed.refused_together(
+        lambda: main_process and not arguments.plan and check_free(run_dir)
+    )
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
     console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
@@ -85,7 +90,8 @@ def launch(arguments: argparse.Namespace) -> int:
     ):
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
     distributed.end_processes(accelerator)  # nothing refers to the run any more
-    return 128 + stopped_by if stopped_by else 0  # what a shell reports for a process that a signal ended
+    # what a shell reports for a process that a signal ended
+    return 128 + stopped_by if stopped_by else 0
 
 
 def carry_out(job: Job, *surroundings: Any) -> int:
@@ -95,7 +101,8 @@ def carry_out(job: Job, *surroundings: Any) -> int:
         if run is None:
             return 0
         with closing(run.checkpoints):
-            if run.begins and job.recipe.model.weights_source is not None:  # what the weights knew before
+            # what the weights knew before
+            if run.begins and job.recipe.model.weights_source is not None:
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
             stopped_by = train(run)
@@ -110,7 +117,9 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 # ── Act 2: the model on its devices and audited, resumed where there is something to resume ───────────────────────────────────
 
 
-def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> assembling.Assembly:
+def assemble(
+    job: Job, accelerator: Accelerator, console: Console | None = None
+) -> assembling.Assembly:
     """The model of `job`, ready to train, and its optimizer. Each line changes what the next ones find: docs/architecture.md says
     why they stand in this order. Collective."""
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
@@ -118,30 +127,51 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     hf, aside = assembling.build_model(job, accelerator, attention.name)  # transformers' own
     model, precisions, fused = assembling.in_its_precisions(job, hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
-    compiled = recipe.model.compile == "layer" or (recipe.model.compile == "auto" and device.type == "cuda")
-    copied = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2  # FSDP2's copies come of its gathering
-    wrap_layers(model, recipe.model, cast_to=job.compute_dtype if copied else None, compile_layers=compiled)
+    compiled = recipe.model.compile == "layer" or (
+        recipe.model.compile == "auto" and device.type == "cuda"
+    )
+    # FSDP2's copies come of its gathering
+    copied = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
+    wrap_layers(
+        model, recipe.model, cast_to=job.compute_dtype if copied else None, compile_layers=compiled
+    )
 
-    optimizer, once_a_step = adamw.build_optimizer(model, recipe.optimizer, exact=exact), job.plan.devices.gathered
+    optimizer, once_a_step = (
+        adamw.build_optimizer(model, recipe.optimizer, exact=exact),
+        job.plan.devices.gathered,
+    )
     if accelerator.is_fsdp2:
-        with distributed.sharded_as_planned(accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step):
-            model, _ = accelerator.prepare(model, optimizer)  # around the optimizer comes what only FP16 needs
+        with distributed.sharded_as_planned(
+            accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step
+        ):
+            # around the optimizer comes what only FP16 needs
+            model, _ = accelerator.prepare(model, optimizer)
     assembling.give_values(hf, aside, optimizer, exact=exact)
     assembling.sum_gradients_apart(job, accelerator, model)
     optimizer.materialise()
 
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
     around["compiled"] = assembling.what_is_compiled(compiled, model)
-    assembly = assembling.Assembly(hf, model, optimizer, job.active, model.context, precisions, around)
+    assembly = assembling.Assembly(
+        hf, model, optimizer, job.active, model.context, precisions, around
+    )
     assembling.observe(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 
 
-def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Console, arguments: argparse.Namespace) -> Run | None:
+def build(
+    job: Job,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    console: Console,
+    arguments: argparse.Namespace,
+) -> Run | None:
     """The run, ready for its next step; None where it had ended before. TrainingHalted where parity fails. Collective."""
     health, log = Health(job.recipe.health), job.recipe.log
     require_shared(folder.path)
-    job, checkpoints, source = resume.where_to_resume(job, arguments.resume, arguments.accept_changes)
+    job, checkpoints, source = resume.where_to_resume(
+        job, arguments.resume, arguments.accept_changes
+    )
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
         return None
     assembly = assemble(job, accelerator, console)
@@ -154,7 +184,9 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         resume.begin_stream(None, job)
     if job.plan.microbatch is None:  # `auto`
         with console.progress("finding the microbatch"):
-            microbatch = trials.choose_microbatch(job, assembly, source.record if source else None, accelerator)
+            microbatch = trials.choose_microbatch(
+                job, assembly, source.record if source else None, accelerator
+            )
         job = job.with_settings("batch", microbatch=microbatch)
     if source:
         checkpoints.abandon_newer(state.step)
@@ -174,7 +206,9 @@ def build(job: Job, accelerator: Accelerator, folder: RunFolder, console: Consol
         health=health,
         recorder=recording.recorder_of(job, accelerator),
         trackers=Trackers(log, path, state.step, main_process=main_process),
-        precision_watch=assembly.precision_watch(log.fp8_statistics, path, state.step, main_process),
+        precision_watch=assembly.precision_watch(
+            log.fp8_statistics, path, state.step, main_process
+        ),
         profile=StepProfile(path, accelerator, state) if arguments.profile else None,
         console=console,
         stream=job.data.stream,
@@ -201,10 +235,14 @@ def train(run: Run) -> int:
             if run.stream:
                 streaming.tell_stream(run, run.stream)
             batches = run.job.batches(run.accelerator, run.state.shift)
-            with batches.steps(*run.state.data_steps) as steps, run.stream.waiting() if run.stream else nullcontext():
+            with (
+                batches.steps(*run.state.data_steps) as steps,
+                run.stream.waiting() if run.stream else nullcontext(),
+            ):
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
-        return keeping.save_last(run, stop)  # first of all: an evaluation that fails must not cost what was trained
+        # first of all: an evaluation that fails must not cost what was trained
+        return keeping.save_last(run, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
@@ -221,7 +259,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
             streaming.tell_stream(run, run.stream)
         recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = recording.due(state.step, recipe.evaluate.every) and not state.finished
-        saves = recording.due(state.step, recipe.checkpoint.every) or (evaluates and recipe.checkpoint.best)
+        saves = recording.due(state.step, recipe.checkpoint.every) or (
+            evaluates and recipe.checkpoint.best
+        )
         # After a skipped step too: the update before it may be to blame.
         if decision.action in ("update", "skip") and (saves or state.finished):
             decision = keeping.judge_weights(run)
@@ -239,7 +279,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         run.checkpoints.settle()
         if reason := distributed.largest_over_ranks(run.accelerator, reason_to_stop()):
             return keeping.leave(run, reason, steps)
-        if (recording.due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)) and not state.finished:
+        if (
+            recording.due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)
+        ) and not state.finished:
             keeping.save(run, behind=True)
     return 0
 
@@ -254,13 +296,24 @@ def is_confirming(run: Run, steps: int) -> bool:
 
 def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDecision]:
     """One optimizer step; returns its part of the metrics, and what its health has decided."""
-    plan, state, optimizer, context = run.job.plan, run.state, run.assembly.optimizer, run.assembly.context
+    plan, state, optimizer, context = (
+        run.job.plan,
+        run.state,
+        run.assembly.optimizer,
+        run.assembly.context,
+    )
     recipe, accelerator, model = plan.recipe, run.accelerator, run.assembly.model
     if plan.is_scheduled:
         follow_the_schedule(run)
-    learning_rate = schedule.learning_rate(state.step, recipe.schedule, recipe.optimizer, state.steps)
+    learning_rate = schedule.learning_rate(
+        state.step, recipe.schedule, recipe.optimizer, state.steps
+    )
     adamw.set_learning_rate(optimizer, learning_rate)
-    gap = run.gap if run.gap and context.backend and recording.due(state.step + 1, recipe.log.gap) else None
+    gap = (
+        run.gap
+        if run.gap and context.backend and recording.due(state.step + 1, recipe.log.gap)
+        else None
+    )
     if gap:
         seed_step(recipe.seed, state.step, accelerator.process_index)
         gap.look(batches)
@@ -270,22 +323,31 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     # Forward and backward over all microbatches.
     watching = run.precision_watch.watching(state.step + 1) if run.precision_watch else None
     confirms = is_confirming(run, state.step)
-    audit = run.assembly.confirming_audit(state.step + 1) if confirms and context.backend is not None else nullcontext()
+    audit = (
+        run.assembly.confirming_audit(state.step + 1)
+        if confirms and context.backend is not None
+        else nullcontext()
+    )
     looked_at = confirms or recording.due(state.step + 1, recipe.log.fp8_statistics)
     check = StepCheck(model, optimizer, recipe, accelerator) if looked_at else None
-    with audit, check.passes(batches) if check else nullcontext():
+    with audit, check.passes(batches, state.place) if check else nullcontext():
         around_first = gap.beside(watching) if gap else watching
-        mean_loss = forward_backward(model, batches, accelerator, around_first, first_apart=gap is not None)
+        mean_loss = forward_backward(
+            model, batches, accelerator, around_first, first_apart=gap is not None
+        )
     norm = adamw.gradient_norm(model.parameters())
     parts = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
     clip_coefficient = adamw.clip_coefficient(norm, recipe.optimizer.clip)
-    gradient_norm, *values = same_on_all_ranks(accelerator, norm, *parts.values())  # waits for the device
+    # waits for the device
+    gradient_norm, *values = same_on_all_ranks(accelerator, norm, *parts.values())
     losses = dict(zip(parts, values, strict=True))
     statistics = recording.statistics_of_step(run) | (gap.figures() if gap else {})
 
     # Update, unless the figures say that it would do harm.
     labelled, can_go_back = batches.valid_tokens > 0, run.checkpoints.latest is not None
-    decision = run.health.check(state.step + 1, losses["loss"], gradient_norm, can_go_back=can_go_back, labelled=labelled)
+    decision = run.health.check(
+        state.step + 1, losses["loss"], gradient_norm, can_go_back=can_go_back, labelled=labelled
+    )
     if gap and decision.proceed:
         decision, figures = recording.judge_gap(run, decision, gap)
         statistics |= figures
@@ -296,7 +358,12 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
     elif decision.action == "skip":
         context.go_back(scales_before)
     adamw.clear_gradients(optimizer, model)  # queued before what waits for the update
-    state.advance(tokens=batches.tokens, valid_tokens=batches.valid_tokens, skipped=not decision.proceed)
+    state.advance(
+        tokens=batches.tokens,
+        valid_tokens=batches.valid_tokens,
+        place=batches.places.stop,
+        skipped=not decision.proceed,
+    )
     measured = {"learning_rate": learning_rate, "gradient_norm": gradient_norm}
     return recording.record_of_step(run, batches, decision, losses, measured, statistics), decision
 
@@ -316,12 +383,15 @@ def finish(run: Run) -> None:
     if run.job.recipe.checkpoint.at_end:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
-    write_json(run.folder.summary, finished.summary)  # last of all files: where it is of the last step, the others are there
+    # last of all files: where it is of the last step, the others are there
+    write_json(run.folder.summary, finished.summary)
     run.console.panel(*last_screen(finished, run.folder))
 
 
 if __name__ == "__main__":
-    gc.freeze()  # what is imported stays: no later collection looks through it, of which each took a third of a second
+    # what is imported stays: no later collection looks through it, of which each took a third of a
+    # second
+    gc.freeze()
     atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
     gc.enable()
     sys.exit(main())

@@ -23,19 +23,28 @@ from foundation.command import run_command
 from foundation.files import write_json
 from foundation.units import TERA
 
-EXPERTS = {"Qwen3-30B-A3B": (128, 2048, 768), "OLMoE-1B-7B": (64, 2048, 1024)}  # how many, hidden size, width
+# how many, hidden size, width
+EXPERTS = {"Qwen3-30B-A3B": (128, 2048, 768), "OLMoE-1B-7B": (64, 2048, 1024)}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
     out, products = parser.parse_args().out, {}
     for name, (experts, hidden, width) in EXPERTS.items():
         for tokens in (16_384, 32_768):  # of a microbatch
             rows = tokens * 8 // experts  # a token takes eight of them
             ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * rows
-            for which, inputs, outputs in (("gate and up", hidden, 2 * width), ("down", width, hidden)):
-                x, dy = (torch.randn(experts * rows, size, device="cuda", dtype=BF16) for size in (inputs, outputs))
+            for which, inputs, outputs in (
+                ("gate and up", hidden, 2 * width),
+                ("down", width, hidden),
+            ):
+                x, dy = (
+                    torch.randn(experts * rows, size, device="cuda", dtype=BF16)
+                    for size in (inputs, outputs)
+                )
                 w = torch.randn(experts, outputs, inputs, device="cuda", dtype=BF16)
                 products[f"{name}, {tokens} tokens, {which}, forward"] = figures(x, w.mT, ends)
                 gradient = figures(dy.t().contiguous(), x.t().contiguous().t(), ends)
@@ -48,8 +57,12 @@ def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
     experts, by_rows, first = len(ends), b.ndim == 2, int(ends[0])
     (qa, scale_a), (qb, scale_b) = codes(a), codes(b)
     scales_a = scale_a.expand(len(a) * (experts if by_rows else 1)).contiguous()
-    scales_b = scale_b.expand((experts * b.shape[1],) if by_rows else (experts, b.shape[2])).contiguous()
-    scaled = partial(torch._scaled_grouped_mm, qa, qb, scales_a, scales_b, offs=ends, out_dtype=BF16)
+    scales_b = scale_b.expand(
+        (experts * b.shape[1],) if by_rows else (experts, b.shape[2])
+    ).contiguous()
+    scaled = partial(
+        torch._scaled_grouped_mm, qa, qb, scales_a, scales_b, offs=ends, out_dtype=BF16
+    )
     left, right = (qa[:, :first], qb[:first]) if by_rows else (qa[:first], qb[0])
     exact = left.double() @ right.double() * scale_a.double() * scale_b.double()
 
@@ -59,7 +72,10 @@ def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
     def tera(run: Callable[[], Tensor]) -> float:
         return 2 * a.numel() * b.shape[-1] / median_seconds(run, a.device) / TERA
 
-    found = {"bf16": tera(partial(torch._grouped_mm, a, b, offs=ends)), "rounding to bf16": error(exact.bfloat16())}
+    found = {
+        "bf16": tera(partial(torch._grouped_mm, a, b, offs=ends)),
+        "rounding to bf16": error(exact.bfloat16()),
+    }
     for name, fast in (("outside", False), ("in the tensor cores", True)):
         y = scaled(use_fast_accum=fast)
         found[f"fp8, sums {name}"] = tera(partial(scaled, use_fast_accum=fast))

@@ -45,7 +45,15 @@ STEPS_A_KILL = 12  # at least, so that the run is not done before its last kill
 ENDS_WITHIN = 60.0  # seconds in which all are to have ended when one rank is killed
 
 # Figures of a step that two runs of one training need not share; everything else must be equal.
-OF_THE_MACHINE = {"step_ms", "data_wait_ms", "tokens_per_second", "samples_per_second", "tflops", "mfu_bf16_peak", "recompiles"}
+OF_THE_MACHINE = {
+    "step_ms",
+    "data_wait_ms",
+    "tokens_per_second",
+    "samples_per_second",
+    "tflops",
+    "mfu_bf16_peak",
+    "recompiles",
+}
 OF_THE_MACHINE |= {"mfu_nanogpt", "memory_gib", "memory_allocated_gib", "memory_reserved_gib"}
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -86,13 +94,17 @@ def write_packs(folder: Path) -> Path:
             for _ in range(count):
                 cuts = np.sort(rng.choice(np.arange(1, LENGTH), 3, replace=False))
                 lengths = np.diff([0, *cuts, LENGTH])
-                tokens = np.concatenate([(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths])
+                tokens = np.concatenate(
+                    [(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]
+                )
                 writer.add(split, Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return folder
 
 
-def write_recipe(folder: Path, name: str, packs: Path, steps: int = STEPS, processes: int = 1) -> Path:
+def write_recipe(
+    folder: Path, name: str, packs: Path, steps: int = STEPS, processes: int = 1
+) -> Path:
     """Checkpoints and evaluations fall on the same and on different steps, and an epoch ends within a step."""
     recipe = {
         "name": name,
@@ -111,7 +123,14 @@ def write_recipe(folder: Path, name: str, packs: Path, steps: int = STEPS, proce
 
 
 def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
-    several = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no", "--num_processes", str(processes)]
+    several = [
+        "--config_file",
+        "accelerate_configs/ddp.yaml",
+        "--mixed_precision",
+        "no",
+        "--num_processes",
+        str(processes),
+    ]
     options = several if processes > 1 else ["--config_file", "accelerate_configs/cpu.yaml"]
     return [*LAUNCH, *options, "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
 
@@ -120,7 +139,12 @@ def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
 
 
 def kill_in(
-    process: subprocess.Popen[bytes], phase: str, run_dir: Path, rng: random.Random, startup: float, rank: int | None
+    process: subprocess.Popen[bytes],
+    phase: str,
+    run_dir: Path,
+    rng: random.Random,
+    startup: float,
+    rank: int | None,
 ) -> float | None:
     """Kill `process`, or one `rank` of it, at a random moment of `phase`; returns in how many seconds all ended, None if they
     had before that moment came.
@@ -160,9 +184,13 @@ def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
     try:
         process.wait(ENDS_WITHIN)
     except subprocess.TimeoutExpired:
-        raise SystemExit(f"the launcher has not ended {ENDS_WITHIN:.0f} s after rank {rank} was killed") from None
+        raise SystemExit(
+            f"the launcher has not ended {ENDS_WITHIN:.0f} s after rank {rank} was killed"
+        ) from None
     if left := psutil.wait_procs(ranks, 1.0)[1]:
-        raise SystemExit(f"{len(left)} ranks have outlived their launcher after rank {rank} was killed")
+        raise SystemExit(
+            f"{len(left)} ranks have outlived their launcher after rank {rank} was killed"
+        )
     return time.monotonic() - killed
 
 
@@ -188,13 +216,22 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
     for folder in step_folders(checkpoints):
         if problems := find_damage(folder, read_manifest(folder).files):
             raise SystemExit(f"{folder} is not whole after a kill: {'; '.join(problems)}")
-    steps = [record["step"] for record in read_metrics(run_dir)] if (run_dir / "metrics.jsonl").exists() else []
+    steps = (
+        [record["step"] for record in read_metrics(run_dir)]
+        if (run_dir / "metrics.jsonl").exists()
+        else []
+    )
     return {
         "last_step_logged": max(steps, default=0),
         "checkpoints": [folder.name for folder in step_folders(checkpoints)],
         "partial_files": sorted(
             path.relative_to(run_dir).as_posix()
-            for pattern in (".*.partial", ".final.*", "checkpoints/.partial-*", "checkpoints/abandoned-*")
+            for pattern in (
+                ".*.partial",
+                ".final.*",
+                "checkpoints/.partial-*",
+                "checkpoints/abandoned-*",
+            )
             for path in run_dir.glob(pattern)
         ),
         "exported": (run_dir / "final").exists(),
@@ -219,7 +256,11 @@ def differences(one: Path, other: Path) -> list[str]:
     curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
     for run_dir, curve in zip((one, other), curves, strict=True):
         counts = Counter((record["step"], record.get("event")) for record in curve)
-        lines += [f"{run_dir}: step {key} is there {count} times" for key, count in counts.items() if count > 1]
+        lines += [
+            f"{run_dir}: step {key} is there {count} times"
+            for key, count in counts.items()
+            if count > 1
+        ]
     if len(curves[0]) != len(curves[1]):
         lines.append(f"{len(curves[0])} lines of metrics and {len(curves[1])}")
     lines += [f"{a} and {b}" for a, b in zip(*curves, strict=False) if a != b]
@@ -244,7 +285,13 @@ def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def prove(
-    name: str, folder: Path, packs: Path, kills: int, processes: int, rng: random.Random, environment: Mapping[str, str]
+    name: str,
+    folder: Path,
+    packs: Path,
+    kills: int,
+    processes: int,
+    rng: random.Random,
+    environment: Mapping[str, str],
 ) -> dict[str, Any]:
     """One model, alone and killed; what each kill hit, and whether the two runs are equal."""
     steps = max(STEPS, STEPS_A_KILL * kills)
@@ -260,8 +307,16 @@ def prove(
         launched = time.monotonic()
         rank = rng.randrange(processes) if processes > 1 else None
         if (ended_after := kill_in(process, phase, killed, rng, startup, rank)) is None:
-            raise SystemExit(f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; see {log}")
-        hit.append({"phase": phase, "after_seconds": round(time.monotonic() - launched, 3), **left_behind(killed)})
+            raise SystemExit(
+                f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; see {log}"
+            )
+        hit.append(
+            {
+                "phase": phase,
+                "after_seconds": round(time.monotonic() - launched, 3),
+                **left_behind(killed),
+            }
+        )
         if rank is not None:
             hit[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2)}
         print(f"{name}: kill {len(hit)} of {kills} in {phase}: {hit[-1]}", flush=True)
@@ -282,13 +337,20 @@ def prove(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kills", type=int, default=20, help="for each model")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--processes", type=int, default=1, help="ranks, of which one is killed each time")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="ranks, of which one is killed each time"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
     parser.add_argument(
-        "--threads", type=int, default=1, help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run"
+        "--threads",
+        type=int,
+        default=1,
+        help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run",
     )
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -297,12 +359,16 @@ def main() -> int:
     packs = write_packs(folder / "packs")
     environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
     results = {
-        name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment) for name in arguments.models
+        name: prove(name, folder, packs, arguments.kills, arguments.processes, rng, environment)
+        for name in arguments.models
     }
     report = {
         **measured_on(describe_environment({"processes": arguments.processes})),
         "threads": arguments.threads,
-        "verdict": {name: "equal, bit for bit" if result["equal"] else "DIFFERENT" for name, result in results.items()},
+        "verdict": {
+            name: "equal, bit for bit" if result["equal"] else "DIFFERENT"
+            for name, result in results.items()
+        },
         "results": results,
     }
     write_json(arguments.out, report)

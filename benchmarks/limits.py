@@ -50,7 +50,9 @@ class Product:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--recipe", type=Path, required=True)
     arguments = parser.parse_args()
     print(json.dumps({"status": "ok", **measure(load_recipe(arguments.recipe))}))
@@ -59,10 +61,15 @@ def main() -> None:
 def measure(recipe: Recipe) -> dict[str, Any]:
     """Rates of every product by precision, TFLOP/s; floors of a step, seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    tokens = recipe.data.length * (1 if recipe.batch.microbatch_is_searched else recipe.batch.microbatch)
+    tokens = recipe.data.length * (
+        1 if recipe.batch.microbatch_is_searched else recipe.batch.microbatch
+    )
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     products = stacked_products(flops)
-    seconds = {p: {product.name: timed(product, tokens, p, device) for product in products} for p in precisions(device)}
+    seconds = {
+        p: {product.name: timed(product, tokens, p, device) for product in products}
+        for p in precisions(device)
+    }
     return {
         "tokens": tokens,
         "tflops": {
@@ -83,25 +90,48 @@ def stacked_products(flops: ModelFlops) -> list[Product]:
     """The products of a decoder of dense layers, as Llama, Qwen and GPT-2 have. InputError for a model of another build."""
     shape = flops.shape
     products = [
-        Product("qkv", shape.hidden, shape.query_width + 2 * shape.kv_heads * shape.head_dim, shape.layers),
+        Product(
+            "qkv",
+            shape.hidden,
+            shape.query_width + 2 * shape.kv_heads * shape.head_dim,
+            shape.layers,
+        ),
         Product("o", shape.query_width, shape.hidden, shape.layers),
-        Product("gate+up" if flops.gated else "up", shape.hidden, (1 + flops.gated) * shape.feed_forward, shape.layers),
+        Product(
+            "gate+up" if flops.gated else "up",
+            shape.hidden,
+            (1 + flops.gated) * shape.feed_forward,
+            shape.layers,
+        ),
         Product("down", shape.feed_forward, shape.hidden, shape.layers),
         Product("head", shape.hidden, shape.vocabulary, 1),
     ]
     if sum(6 * p.inputs * p.outputs * p.count for p in products) != flops.per_token_matrix:
-        raise InputError("`model`: limits are known for decoders of dense layers (Llama, Qwen, Mistral, GPT-2), and this is none")
+        raise InputError(
+            "`model`: limits are known for decoders of dense layers (Llama, Qwen, Mistral, GPT-2), and this is none"
+        )
     return products
 
 
-def floors(products: Sequence[Product], seconds: dict[str, dict[str, dict[str, float]]], microbatches: float) -> dict[str, float]:
+def floors(
+    products: Sequence[Product],
+    seconds: dict[str, dict[str, dict[str, float]]],
+    microbatches: float,
+) -> dict[str, float]:
     """Least seconds of a step of so many microbatches, by the precision of its products, as far as that was measured."""
 
     def total(of_linears: str, of_head: str) -> float:
-        chosen = {p.name: seconds[of_head if p.name == "head" else of_linears][p.name] for p in products}
+        chosen = {
+            p.name: seconds[of_head if p.name == "head" else of_linears][p.name] for p in products
+        }
         return microbatches * sum(p.count * sum(chosen[p.name].values()) for p in products)
 
-    named = {"fp32": ("fp32", "fp32"), "bf16": ("bf16", "bf16"), "fp8": ("fp8", "bf16"), "fp8+head": ("fp8", "fp8")}
+    named = {
+        "fp32": ("fp32", "fp32"),
+        "bf16": ("bf16", "bf16"),
+        "fp8": ("fp8", "bf16"),
+        "fp8+head": ("fp8", "fp8"),
+    }
     return {name: total(*parts) for name, parts in named.items() if seconds.keys() >= set(parts)}
 
 
@@ -116,7 +146,10 @@ def timed(product: Product, tokens: int, precision: str, device: torch.device) -
     """Median seconds of each of the three products."""
     run = fp8_product if precision == "fp8" else plain_product
     dtype = FP32 if precision == "fp32" else BF16
-    return {which: median_seconds(run(which, *sizes, dtype, device), device) for which, sizes in product.sizes(tokens).items()}
+    return {
+        which: median_seconds(run(which, *sizes, dtype, device), device)
+        for which, sizes in product.sizes(tokens).items()
+    }
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
@@ -133,14 +166,26 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
     return statistics.median(seconds)
 
 
-def plain_product(which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def plain_product(
+    which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
     """torch.mm of operands that lie in memory as they do in training: weights [out, in], activations [tokens, features]."""
-    a = torch.randn(k, m, dtype=dtype, device=device).t() if which == "wgrad" else torch.randn(m, k, dtype=dtype, device=device)
-    b = torch.randn(n, k, dtype=dtype, device=device).t() if which == "forward" else torch.randn(k, n, dtype=dtype, device=device)
+    a = (
+        torch.randn(k, m, dtype=dtype, device=device).t()
+        if which == "wgrad"
+        else torch.randn(m, k, dtype=dtype, device=device)
+    )
+    b = (
+        torch.randn(n, k, dtype=dtype, device=device).t()
+        if which == "forward"
+        else torch.randn(k, n, dtype=dtype, device=device)
+    )
     return lambda: torch.mm(a, b)
 
 
-def fp8_product(which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+def fp8_product(
+    which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
     """torch._scaled_mm with a scale a tensor, output in `dtype`: E4M3 forward, gradients in E5M2, fast accumulation.
 
     FP8 tensor cores before Blackwell take both operands with the summed dimension innermost; the transposes that training needs
@@ -149,7 +194,9 @@ def fp8_product(which: str, m: int, k: int, n: int, dtype: torch.dtype, device: 
     a = torch.randn(m, k, dtype=dtype, device=device).to(E4M3 if which == "forward" else E5M2)
     b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()
     one = torch.ones((), device=device)
-    return lambda: torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True)
+    return lambda: torch._scaled_mm(
+        a, b, scale_a=one, scale_b=one, out_dtype=dtype, use_fast_accum=True
+    )
 
 
 if __name__ == "__main__":

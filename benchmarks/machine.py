@@ -41,7 +41,9 @@ def command() -> str:
 def device_and_torch(environment: Mapping[str, Any]) -> str:
     """What figures were computed by: "NVIDIA H200, torch 2.11.0"."""
     gpus, torch = environment.get("gpus"), (environment.get("packages") or {}).get("torch")
-    return ", ".join(filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""]))
+    return ", ".join(
+        filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""])
+    )
 
 
 def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -64,14 +66,20 @@ def with_tables(page: Path, marker: str, *tables: str) -> str:
     """The text of `page` with `tables` between <!-- marker --> and <!-- /marker -->; InputError where it has no such place."""
     text, begin, end = page.read_text(), f"<!-- {marker} -->", f"<!-- /{marker} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
-        raise InputError(f"{page}: has no place for the table; put {begin} and {end}, each on a line, where it shall stand")
+        raise InputError(
+            f"{page}: has no place for the table; put {begin} and {end}, each on a line, where it shall stand"
+        )
     return text.partition(begin)[0] + "\n\n".join([begin, *tables, end]) + text.partition(end)[2]
 
 
-def run_to_its_end(command: list[str], timeout: float, environment: Mapping[str, str]) -> tuple[int | str, str]:
+def run_to_its_end(
+    command: list[str], timeout: float, environment: Mapping[str, str]
+) -> tuple[int | str, str]:
     """Exit status, or "timeout", of a command and all that it has written; after `timeout` seconds it is killed."""
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
     try:
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
@@ -82,7 +90,9 @@ def run_to_its_end(command: list[str], timeout: float, environment: Mapping[str,
         return "timeout", process.communicate()[0]
 
 
-def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen[bytes]:
+def start(
+    command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """`command` in a process group of its own, so that launcher and training process can be killed in one go."""
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -98,4 +108,6 @@ def start(command: Sequence[str], log: Path, environment: Mapping[str, str] | No
 def finish(process: subprocess.Popen[bytes], log: Path) -> None:
     """Wait for a launcher that `start` has started. SystemExit with the end of its `log` where it fails."""
     if process.wait() != 0:
-        raise SystemExit(f"the launcher ended with status {process.returncode}; see {log}:\n{log.read_text()[-3000:]}")
+        raise SystemExit(
+            f"the launcher ended with status {process.returncode}; see {log}:\n{log.read_text()[-3000:]}"
+        )

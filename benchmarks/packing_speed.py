@@ -59,15 +59,25 @@ def measure_core(documents: int = 100_000) -> dict[str, Any]:
 
         def copy_all(layout: Layout) -> None:
             for first in range(0, len(layout), PACKS_AT_ONCE):
-                materialise(layout, first, min(first + PACKS_AT_ONCE, len(layout)), tokens, starts, 0)
+                materialise(
+                    layout, first, min(first + PACKS_AT_ONCE, len(layout)), tokens, starts, 0
+                )
 
         for strategy in (truncate, best_fit):
             layout = strategy(lengths, LENGTH)
             deciding = cpu_seconds(lambda strategy=strategy: strategy(lengths, LENGTH))
             copying = cpu_seconds(lambda layout=layout: copy_all(layout))
             fill = total / (len(layout) * LENGTH)
-            strategies[strategy.__name__] = {"tokens_per_second": total / (deciding + copying), "fill": fill}
-    return {"documents": documents, "tokens": total, "pack_length": LENGTH, "strategies": strategies}
+            strategies[strategy.__name__] = {
+                "tokens_per_second": total / (deciding + copying),
+                "fill": fill,
+            }
+    return {
+        "documents": documents,
+        "tokens": total,
+        "pack_length": LENGTH,
+        "strategies": strategies,
+    }
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -83,22 +93,35 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 def measure_prepare() -> dict[str, Any]:
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
-    texts = [text for path in sources if (text := path.read_text(encoding="utf-8", errors="ignore"))]
+    texts = [
+        text for path in sources if (text := path.read_text(encoding="utf-8", errors="ignore"))
+    ]
     os.environ |= {"TOKENIZERS_PARALLELISM": "true", "RAYON_NUM_THREADS": str(usable_cores())}
     runs: dict[str, list[dict[str, float]]] = {"encode_batch": [], "prepare": []}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         train_tokenizer(texts[::5], 8192).save(str(folder / "tokenizer.json"))
-        (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        (folder / "corpus.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8"
+        )
         for _ in range(REPEATS):
             for way, times in runs.items():
-                with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+                with ProcessPoolExecutor(
+                    1, mp_context=multiprocessing.get_context("spawn")
+                ) as pool:
                     times.append(pool.submit(one_run, way, folder).result())
     ratios = {
-        clock: statistics.median(bare[clock] / ours[clock] for bare, ours in zip(*runs.values(), strict=True))
+        clock: statistics.median(
+            bare[clock] / ours[clock] for bare, ours in zip(*runs.values(), strict=True)
+        )
         for clock in ("wall_seconds", "cpu_seconds")
     }
-    return {"threads": usable_cores(), "documents": len(texts), "speed_of_prepare_over_encode_batch": ratios, "runs": runs}
+    return {
+        "threads": usable_cores(),
+        "documents": len(texts),
+        "speed_of_prepare_over_encode_batch": ratios,
+        "runs": runs,
+    }
 
 
 def one_run(way: str, folder: Path) -> dict[str, float]:
@@ -108,22 +131,31 @@ def one_run(way: str, folder: Path) -> dict[str, float]:
         given = {"source": str(corpus), "tokenizer": str(file), "length": LENGTH, "held_out": 0.01}
         settings = DataSettings(packs=Path(tempfile.mkdtemp(dir=folder)), **given)
         return timed(lambda: prepare(settings, progress=False))
-    texts, tokenizer = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")], Tokenizer.from_file(str(file))
+    texts, tokenizer = (
+        [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")],
+        Tokenizer.from_file(str(file)),
+    )
     return timed(lambda: tokenizer.encode_batch(texts, add_special_tokens=False))
 
 
 def timed(work: Callable[[], object]) -> dict[str, float]:
     def now() -> tuple[float, float]:
-        usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+        usages = [
+            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+        ]
         return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
     before = now()
     work()
-    return dict(zip(("wall_seconds", "cpu_seconds"), np.subtract(now(), before).tolist(), strict=True))
+    return dict(
+        zip(("wall_seconds", "cpu_seconds"), np.subtract(now(), before).tolist(), strict=True)
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", choices=("core", "prepare"))
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()

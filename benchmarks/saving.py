@@ -35,7 +35,11 @@ BYTES_A_PARAMETER = 12  # BF16 weight, 16 remainder bits, two FP32 moments
 def main() -> None:
     arguments = parse_arguments()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world_size > 1:
@@ -47,7 +51,9 @@ def main() -> None:
         torch.distributed.broadcast_object_list(shared)
         folder = Path(shared[0])
     try:
-        measured = measure(Checkpoints(folder / "checkpoints", keep=1), model, optimizer, device, arguments.saves)
+        measured = measure(
+            Checkpoints(folder / "checkpoints", keep=1), model, optimizer, device, arguments.saves
+        )
     finally:
         if rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
@@ -68,10 +74,14 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--gb", type=float, default=2.0, help="of one checkpoint, in 1e9 bytes")
     parser.add_argument("--saves", type=int, default=3, help="measured, after one to warm up")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure"
+    )
     parser.add_argument("--out", type=Path, required=True)
     return parser.parse_args()
 
@@ -79,14 +89,27 @@ def parse_arguments() -> argparse.Namespace:
 def tensors(gb: float, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A model and its optimizer's state of about `gb` 1e9 bytes together."""
     count = max(1, round(gb * 1e9 / BYTES_A_PARAMETER / (SHAPE[0] * SHAPE[1])))
-    model = {f"layers.{n}.weight": torch.full(SHAPE, n, dtype=torch.bfloat16, device=device) for n in range(count)}
-    optimizer = {f"{key}/{name}": torch.full(SHAPE, 0.5, device=device) for key in ("exp_avg", "exp_avg_sq") for name in model}
-    optimizer |= {f"remainder/{name}": torch.zeros(SHAPE, dtype=torch.int16, device=device) for name in model}
+    model = {
+        f"layers.{n}.weight": torch.full(SHAPE, n, dtype=torch.bfloat16, device=device)
+        for n in range(count)
+    }
+    optimizer = {
+        f"{key}/{name}": torch.full(SHAPE, 0.5, device=device)
+        for key in ("exp_avg", "exp_avg_sq")
+        for name in model
+    }
+    optimizer |= {
+        f"remainder/{name}": torch.zeros(SHAPE, dtype=torch.int16, device=device) for name in model
+    }
     return model, optimizer
 
 
 def measure(
-    checkpoints: Checkpoints, model: dict[str, Tensor], optimizer: dict[str, Tensor], device: torch.device, saves: int
+    checkpoints: Checkpoints,
+    model: dict[str, Tensor],
+    optimizer: dict[str, Tensor],
+    device: torch.device,
+    saves: int,
 ) -> dict[str, Any]:
     """Medians of seconds, and of a step's milliseconds."""
     work = step_on(device)
@@ -113,7 +136,9 @@ def measure(
 def step_on(device: torch.device) -> Callable[[], float]:
     """A step that takes some 10 ms: products on the device, and Python; returns its seconds."""
     size, products = (4096, 20) if device.type == "cuda" else (512, 4)
-    matrix = torch.ones(size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32)
+    matrix = torch.ones(
+        size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
+    )
 
     def step() -> float:
         began = time.perf_counter()

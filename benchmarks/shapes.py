@@ -63,7 +63,9 @@ class Shape:
     def entries(self, model: str, ways: Sequence[str]) -> list[Entry]:
         """Those ways of `model`, with this shape's settings."""
         low = (
-            replace(each, overrides=(*each.overrides, *self.low)) if is_quantized(each.precision) else each
+            replace(each, overrides=(*each.overrides, *self.low))
+            if is_quantized(each.precision)
+            else each
             for each in MODELS[model].entries
         )
         return [entry for entry in low if entry.name in ways]
@@ -78,9 +80,26 @@ class Shape:
 
 def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
     """Llama-3.2's configuration: 8 heads of keys and values, tied tables."""
-    shape = {"hidden_size": hidden, "intermediate_size": 8192, "num_hidden_layers": layers, "num_attention_heads": heads}
-    other = {"num_key_value_heads": 8, "head_dim": hidden // heads, "max_position_embeddings": 131072, "rope_theta": 500000.0}
-    return {"model_type": "llama", "vocab_size": 128256, **shape, **other, "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
+    shape = {
+        "hidden_size": hidden,
+        "intermediate_size": 8192,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+    }
+    other = {
+        "num_key_value_heads": 8,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+    }
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        **shape,
+        **other,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    }
 
 
 E4M3 = "fp8_config.fp8_format=E4M3"
@@ -118,7 +137,9 @@ SHAPES = {
         whole_documents=True,
     ),
     "OLMoE-1B-7B (6 of 16 layers)": Shape("benchmarks/olmoe_6_layers.yaml", low=(E4M3,)),
-    "Qwen3-30B-A3B (4 of 48 layers)": Shape("benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)),
+    "Qwen3-30B-A3B (4 of 48 layers)": Shape(
+        "benchmarks/olmoe_6_layers.yaml", QWEN3_MOE, low=(E4M3,)
+    ),
 }
 
 
@@ -131,10 +152,24 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
-    add("--shapes", type=lambda text: text.split(","), default=list(SHAPES), metavar="A,B", help="only these (default: all)")
-    add("--ways", type=lambda text: text.split(","), default=WAYS[1:], metavar="A,B", help=f"of {', '.join(WAYS)}; default: ours")
+    add(
+        "--shapes",
+        type=lambda text: text.split(","),
+        default=list(SHAPES),
+        metavar="A,B",
+        help="only these (default: all)",
+    )
+    add(
+        "--ways",
+        type=lambda text: text.split(","),
+        default=WAYS[1:],
+        metavar="A,B",
+        help=f"of {', '.join(WAYS)}; default: ours",
+    )
     add("--tokens", type=int, default=65_536, help="of a step; default: 65536")
     add("--timeout", type=float, default=150, help="seconds for one way")
     add("--tiny", action="store_true", help="one small model on the CPU: a dry run")
@@ -148,55 +183,93 @@ def parse_arguments() -> argparse.Namespace:
 
 def measure(arguments: argparse.Namespace) -> None:
     """Measure every shape that is asked for; `--out` is whole after each."""
-    shapes = {"tiny": Shape("benchmarks/tiny.yaml")} if arguments.tiny else {name: SHAPES[name] for name in arguments.shapes}
+    shapes = (
+        {"tiny": Shape("benchmarks/tiny.yaml")}
+        if arguments.tiny
+        else {name: SHAPES[name] for name in arguments.shapes}
+    )
     if arguments.tiny:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments.environment = environment_from_elsewhere() | {"processor": processor()}
     if not (arguments.tiny or arguments.environment["gpus"]):
         raise InputError("no CUDA device is here; take --tiny for a dry run on the CPU")
-    result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {"command": command(), "shapes": {}}
+    result = (
+        json.loads(arguments.out.read_text())
+        if arguments.out.exists()
+        else {"command": command(), "shapes": {}}
+    )
     for name, shape in shapes.items():
         print(f"── {name}", flush=True)
-        result["shapes"][name] = measured = measure_shape(shape, result["shapes"].get(name, {}), arguments)
+        result["shapes"][name] = measured = measure_shape(
+            shape, result["shapes"].get(name, {}), arguments
+        )
         measured["environment"] = arguments.environment
         write_json(arguments.out, result)
     print(table(result))
 
 
-def measure_shape(shape: Shape, before: Mapping[str, Any], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_shape(
+    shape: Shape, before: Mapping[str, Any], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """One shape's ways as `benchmarks.throughput` measures and judges them, with those of `before`; how well they use the GPU."""
     model, configuration = ("tiny", CPU) if arguments.tiny else ("qwen3_1_7b", GPU)
     changed = ["parity=false", *([] if arguments.tiny else shape.settings(arguments.tokens))]
     recipe = load_recipe(MODELS[model].recipe, changed)
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
-        (path := Path(folder, "recipe.yaml")).write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
-        settings = Settings(model, path, configuration, shape.warm_up, shape.steps, arguments.timeout, shape.whole_documents)
+        (path := Path(folder, "recipe.yaml")).write_text(
+            yaml.safe_dump(resolved(recipe), sort_keys=False)
+        )
+        settings = Settings(
+            model,
+            path,
+            configuration,
+            shape.warm_up,
+            shape.steps,
+            arguments.timeout,
+            shape.whole_documents,
+        )
         bench = Bench(settings, Path(folder, "result.json"), command(), brief=True)
         ways = ("hf_eager", "fp32") if arguments.tiny else arguments.ways
         if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
-            bench.result["ways"] = {name: way for name, way in before["ways"].items() if name not in ways}
+            bench.result["ways"] = {
+                name: way for name, way in before["ways"].items() if name not in ways
+            }
         bench.run(shape.entries(model, ways))
         result = json.loads(json.dumps(bench.result).replace(f"{folder}/", ""))
     most = peak(next(iter(arguments.environment["gpus"]), None), "bf16")
     squares = result["packs"]["sum_squared_lengths_per_token"]
     for way in result["ways"].values():
-        way.setdefault("commit", arguments.environment["git"]["commit"])  # those of before have theirs
+        # those of before have theirs
+        way.setdefault("commit", arguments.environment["git"]["commit"])
         if way["status"] == "ok" and most:
             speed = way["tokens_per_second"]["median"] / TERA / most
             way["mfu"] = flops.step(1, squares) * speed
             way["mfu_nanogpt"] = nanogpt(flops, recipe.data.length) * speed
     active = flops.parameters - flops.idle_weights
-    result |= {"parameters": flops.parameters, "active_parameters": active, "length": recipe.data.length}
+    result |= {
+        "parameters": flops.parameters,
+        "active_parameters": active,
+        "length": recipe.data.length,
+    }
     return {"recipe": shape.recipe, "changed": changed, **result}
 
 
 def table(result: Mapping[str, Any]) -> str:
     """Tokens/s of each shape and way; what FP8 gains; utilisation of the BF16 peak by two counts of FLOPs; memory; how far apart
     the steps of a way are, at most, of its median."""
-    header = ["model", "length", "weights trained", *(f"{label}, tokens/s" for label in LABELS), "FP8 gains", "with the head"]
+    header = [
+        "model",
+        "length",
+        "weights trained",
+        *(f"{label}, tokens/s" for label in LABELS),
+        "FP8 gains",
+        "with the head",
+    ]
     rows = [row(name, shape) for name, shape in result["shapes"].items()]
-    return markdown([*header, "MFU in BF16, ours; nanoGPT's", "GiB in BF16; FP8", "spread"], rows, names=1)
+    return markdown(
+        [*header, "MFU in BF16, ours; nanoGPT's", "GiB in BF16; FP8", "spread"], rows, names=1
+    )
 
 
 def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
@@ -207,10 +280,17 @@ def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
     plain, low = ways.get("bf16_exact", {}), ways.get("delayed_exact", {})
     use = f"{percent(plain['mfu'])}; {percent(plain['mfu_nanogpt'])}" if "mfu" in plain else "–"
     memory = "; ".join(f"{way['memory_gib']:.1f}" if way else "–" for way in (plain, low))
-    length, parameters, active = shape["length"], shape["parameters"], shape.get("active_parameters", shape["parameters"])
-    trained = f"{parameters / 1e6:,.0f} M" + (f", {active / 1e6:,.0f} M a token" if active < parameters else "")
+    length, parameters, active = (
+        shape["length"],
+        shape["parameters"],
+        shape.get("active_parameters", shape["parameters"]),
+    )
+    trained = f"{parameters / 1e6:,.0f} M" + (
+        f", {active / 1e6:,.0f} M a token" if active < parameters else ""
+    )
     spreads = [
-        each["max"] / each["median"] - each["min"] / each["median"] for each in (w["tokens_per_second"] for w in ways.values())
+        each["max"] / each["median"] - each["min"] / each["median"]
+        for each in (w["tokens_per_second"] for w in ways.values())
     ]
     figures = [*(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, use, memory]
     return [name, f"{length:,}", trained, *figures, percent(max(spreads)) if spreads else "–"]

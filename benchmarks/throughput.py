@@ -34,22 +34,42 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     what = parser.add_argument_group("what is measured")
     what.add_argument("--model", choices=MODELS, default="qwen3_1_7b")
     what.add_argument("--tiny", action="store_true", help="the model `tiny`, on the CPU: a dry run")
     what.add_argument("--recipe", type=Path, help="another recipe for the model's ways")
-    what.add_argument("--ways", type=lambda text: text.split(","), metavar="A,B", help="only these (default: all of the model)")
+    what.add_argument(
+        "--ways",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="only these (default: all of the model)",
+    )
     what.add_argument("--list", action="store_true", help="name the model's ways and end")
     how = parser.add_argument_group("how")
     how.add_argument("--warm-up", type=int, default=3, help="steps before those that are timed")
     how.add_argument("--steps", type=int, default=8, help="timed steps")
     how.add_argument("--timeout", type=float, default=400, help="seconds for one way")
-    how.add_argument("--continue", action="store_true", dest="go_on", help="keep what --out has measured already")
+    how.add_argument(
+        "--continue", action="store_true", dest="go_on", help="keep what --out has measured already"
+    )
     how.add_argument("--out", type=Path, help="the result file")
     show = parser.add_argument_group("showing results")
-    show.add_argument("--report", type=Path, nargs="+", metavar="FILE", help="result files to make the tables from")
-    show.add_argument("--page", type=Path, default=Path("docs/results.md"), help="whose table between the markers is replaced")
+    show.add_argument(
+        "--report",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="result files to make the tables from",
+    )
+    show.add_argument(
+        "--page",
+        type=Path,
+        default=Path("docs/results.md"),
+        help="whose table between the markers is replaced",
+    )
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out or arguments.list):
         parser.error("--out FILE is needed, to hold the result")
@@ -61,13 +81,23 @@ def measure(arguments: argparse.Namespace) -> None:
     arguments.model = "tiny" if arguments.tiny else arguments.model
     model = MODELS[arguments.model]
     if arguments.list:
-        print("\n".join(f"{entry.name:30} {entry.label}; weights {entry.weights}" for entry in model.entries))
+        print(
+            "\n".join(
+                f"{entry.name:30} {entry.label}; weights {entry.weights}" for entry in model.entries
+            )
+        )
         return
     known = [entry.name for entry in model.entries]
     if unknown := [name for name in arguments.ways or () if name not in known]:
-        raise InputError(f"--ways: {arguments.model} has no way {', '.join(unknown)}; it has {', '.join(known)}")
+        raise InputError(
+            f"--ways: {arguments.model} has no way {', '.join(unknown)}; it has {', '.join(known)}"
+        )
     check_device(arguments)
-    chosen = [entry for entry in model.entries if not arguments.ways or entry.name in (BASELINE, *arguments.ways)]
+    chosen = [
+        entry
+        for entry in model.entries
+        if not arguments.ways or entry.name in (BASELINE, *arguments.ways)
+    ]
     settings = Settings(
         model=arguments.model,
         recipe=arguments.recipe or model.recipe,

@@ -21,31 +21,52 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
 LOG_MEAN, LOG_DEVIATION, SHORTEST = 4.7, 1.1, 8  # of a document's length in tokens
-SPARED = 1936  # ids at the vocabulary's end that do not occur: special tokens, and rows that only round up its size
+# ids at the vocabulary's end that do not occur: special tokens, and rows that only round up its
+# size
+SPARED = 1936
 SEED = 1
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--recipe", type=Path, required=True, help="whose pack length and vocabulary are meant")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--recipe", type=Path, required=True, help="whose pack length and vocabulary are meant"
+    )
     parser.add_argument("--packs", type=int, required=True)
     parser.add_argument("--whole", action="store_true", help="each pack one document")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe)
-    write(arguments.out, recipe.data.length, recipe.model.config["vocab_size"], arguments.packs, whole=arguments.whole)
+    write(
+        arguments.out,
+        recipe.data.length,
+        recipe.model.config["vocab_size"],
+        arguments.packs,
+        whole=arguments.whole,
+    )
 
 
 def folder_of(recipe: Recipe, steps: int, *, whole: bool = False) -> Path:
     """Return where packs for `steps` steps of `recipe` lie; named after all that decides what is in them."""
     kind = "whole" if whole else "zipf"
-    return Path("packs") / f"{kind}_{recipe.data.length}_{recipe.model.config['vocab_size']}_{_count(recipe, steps)}"
+    return (
+        Path("packs")
+        / f"{kind}_{recipe.data.length}_{recipe.model.config['vocab_size']}_{_count(recipe, steps)}"
+    )
 
 
 def make(folder: Path, recipe: Recipe, steps: int, *, whole: bool = False) -> list[str]:
     """Write packs for `steps` steps of `recipe` in `folder` if nothing is there. Returns the settings that put them to use."""
     if not folder.exists():
-        write(folder, recipe.data.length, recipe.model.config["vocab_size"], _count(recipe, steps), whole=whole)
+        write(
+            folder,
+            recipe.data.length,
+            recipe.model.config["vocab_size"],
+            _count(recipe, steps),
+            whole=whole,
+        )
     return settings_for(folder)
 
 
@@ -67,15 +88,24 @@ def write(folder: Path, length: int, vocabulary: int, count: int, *, whole: bool
     totals = {"documents": 0, "squared": 0}
     with PackWriter(folder, length) as writer:
         for _ in range(count):
-            lengths = np.array([length], dtype=np.int32) if whole else document_lengths(length, draw)
+            lengths = (
+                np.array([length], dtype=np.int32) if whole else document_lengths(length, draw)
+            )
             ranks = np.searchsorted(frequencies, draw.random(length), side="right")
             writer.add("train", Pack(identity[ranks], lengths))
             totals["documents"] += len(lengths)
             totals["squared"] += int(np.square(lengths, dtype=np.int64).sum())
         tokens = count * length
-        statistics = {"documents": totals["documents"], "sum_squared_lengths_per_token": totals["squared"] / tokens}
+        statistics = {
+            "documents": totals["documents"],
+            "sum_squared_lengths_per_token": totals["squared"] / tokens,
+        }
         of_lengths = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST}
-        settings = ({"whole_documents": True} if whole else of_lengths) | {"seed": SEED, "packs": count, "vocabulary": vocabulary}
+        settings = ({"whole_documents": True} if whole else of_lengths) | {
+            "seed": SEED,
+            "packs": count,
+            "vocabulary": vocabulary,
+        }
         writer.finish(settings=settings, statistics=statistics, tokenizer=None)
 
 

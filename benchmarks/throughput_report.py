@@ -19,7 +19,8 @@ from foundation.units import markdown, or_dash
 
 PAGE_WIDTH = 100
 REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
-SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}  # in the table, by verdict
+# in the table, by verdict
+SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
@@ -33,7 +34,9 @@ def write(files: Sequence[Path], page: Path) -> None:
 
 def wrapped(text: str, indent: str = "") -> str:
     """`text` in lines of a page, all but the first after `indent`."""
-    return textwrap.fill(text, PAGE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text, PAGE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def read(file: Path) -> dict[str, Any]:
@@ -41,9 +44,13 @@ def read(file: Path) -> dict[str, Any]:
     try:
         result = json.loads(file.read_text())
     except OSError as error:
-        raise InputError(f"{file}: cannot be read: {error.strerror}; measure first, with --out {file}") from None
+        raise InputError(
+            f"{file}: cannot be read: {error.strerror}; measure first, with --out {file}"
+        ) from None
     except ValueError as error:
-        raise InputError(f"{file}: is no JSON ({error}); measure again, with --out {file}") from None
+        raise InputError(
+            f"{file}: is no JSON ({error}); measure again, with --out {file}"
+        ) from None
     if not any(way["status"] == "ok" for way in result.get("ways", {}).values()):
         raise InputError(f"{file}: holds no way that has run; measure again, with --out {file}")
     return result
@@ -59,10 +66,22 @@ def section(result: Mapping[str, Any], link: str) -> str:
     for way in ordered(result):
         remarks = remarks_on(way)
         if remarks:
-            remark = f"{len(notes) + 1}. {way['label']}, weights {way['weights']}: {'; '.join(remarks)}."
+            remark = (
+                f"{len(notes) + 1}. {way['label']}, weights {way['weights']}: {'; '.join(remarks)}."
+            )
             notes.append(wrapped(remark, indent="   "))
         rows.append(row(way, multiple_of, f" [{len(notes)}]" if remarks else ""))
-    header = ["way", "precision", "weights", "tokens/s", "least to most", "x reference", "of the limit", "peak GiB", "first step"]
+    header = [
+        "way",
+        "precision",
+        "weights",
+        "tokens/s",
+        "least to most",
+        "x reference",
+        "of the limit",
+        "peak GiB",
+        "first step",
+    ]
     table = markdown([*header, "same training?"], rows, names=3)
     return "\n\n".join(filter(None, [introduction(result, link), table, "\n".join(notes)]))
 
@@ -72,7 +91,9 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     tokens = recipe["batch"]["tokens"]
     packs, gpus = result["packs"], result["environment"]["gpus"]
     device = gpus[0] if gpus else result["environment"]["processor"]
-    floors = {name: tokens / seconds for name, seconds in result["limits"].get("floors", {}).items()}
+    floors = {
+        name: tokens / seconds for name, seconds in result["limits"].get("floors", {}).items()
+    }
     torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
     documents = f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by squared length (Σlen²/T)"
     documents = "each one document" if packs.get("whole_documents") else documents
@@ -96,15 +117,24 @@ def ordered(result: Mapping[str, Any]) -> list[Way]:
     standing = {RIGHT: 0, LOSES: 0, UNKNOWN: 0, WRONG: 1}
 
     def key(way: Way) -> tuple[int, float]:
-        return (2, 0.0) if way["status"] != "ok" else (standing[way["verdict"]], -way["tokens_per_second"]["median"])
+        return (
+            (2, 0.0)
+            if way["status"] != "ok"
+            else (standing[way["verdict"]], -way["tokens_per_second"]["median"])
+        )
 
     return sorted(result["ways"].values(), key=key)
 
 
 def reference_speed(result: Mapping[str, Any]) -> float | None:
     """Tokens/s of the reference's faster variant; None where none of them has run and trains rightly."""
-    ways = [way for name, way in result["ways"].items() if name in REFERENCES and way["status"] == "ok"]
-    return max((way["tokens_per_second"]["median"] for way in ways if way["verdict"] != WRONG), default=None)
+    ways = [
+        way for name, way in result["ways"].items() if name in REFERENCES and way["status"] == "ok"
+    ]
+    return max(
+        (way["tokens_per_second"]["median"] for way in ways if way["verdict"] != WRONG),
+        default=None,
+    )
 
 
 def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
@@ -133,7 +163,9 @@ def remarks_on(way: Way) -> list[str]:
         return [way["reason"].rstrip(".")]
     remarks = [*way["reasons"]] if way["verdict"] != UNKNOWN else []
     if tried := way.get("microbatches_that_did_not_fit"):
-        remarks.append(f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not fit")
+        remarks.append(
+            f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not fit"
+        )
     elif way.get("packs"):
         remarks.append(f"in microbatches of {way['microbatch']}, with which it began")
     return remarks

@@ -18,7 +18,13 @@ from typing import Any
 import yaml
 
 from benchmarks import throughput_packs
-from benchmarks.machine import LAUNCH, device_and_torch, environment_from_elsewhere, processor, run_to_its_end
+from benchmarks.machine import (
+    LAUNCH,
+    device_and_torch,
+    environment_from_elsewhere,
+    processor,
+    run_to_its_end,
+)
 from benchmarks.ways.entries import BASELINE, Entry
 from benchmarks.ways.judge import TOLERANCES, judge
 from foundation.errors import InputError
@@ -69,7 +75,9 @@ class Settings:
 
     def record(self) -> dict[str, Any]:
         """What must be equal for figures to stand in one table."""
-        own = {key: str(value) for key, value in dataclasses.asdict(self).items() if key != "timeout"}
+        own = {
+            key: str(value) for key, value in dataclasses.asdict(self).items() if key != "timeout"
+        }
         text = self.recipe.read_text()
         if len(load_with_bases(self.recipe)) > 1:  # a base may change: all that comes of both
             text = yaml.safe_dump(resolved(self.loaded), sort_keys=False)
@@ -80,31 +88,61 @@ class Bench:
     """One run of the benchmark, one way at a time. `out` holds at any time what is measured so far; with `go_on`, also what it
     held before. With `brief`, ways share compiled kernels, ours begin without `accelerate launch`, and no limits are measured."""
 
-    def __init__(self, settings: Settings, out: Path, command: str, *, go_on: bool = False, brief: bool = False) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        out: Path,
+        command: str,
+        *,
+        go_on: bool = False,
+        brief: bool = False,
+    ) -> None:
         self.settings = settings
         self.out = out
         self.brief = brief
-        self.result: dict[str, Any] = {"command": command, "settings": settings.record(), "tolerances": TOLERANCES, "ways": {}}
+        self.result: dict[str, Any] = {
+            "command": command,
+            "settings": settings.record(),
+            "tolerances": TOLERANCES,
+            "ways": {},
+        }
         if go_on and out.exists():
             self._continue(json.loads(out.read_text()))
 
     def _continue(self, before: dict[str, Any]) -> None:
-        changed = [key for key, value in self.result["settings"].items() if before["settings"].get(key) != value]
+        changed = [
+            key
+            for key, value in self.result["settings"].items()
+            if before["settings"].get(key) != value
+        ]
         if changed:
-            raise InputError(f"{self.out}: was measured with other settings ({', '.join(changed)}); name another --out")
+            raise InputError(
+                f"{self.out}: was measured with other settings ({', '.join(changed)}); name another --out"
+            )
         if "environment" in before:
-            there, here = device_and_torch(before["environment"]), device_and_torch(environment_from_elsewhere())
+            there, here = (
+                device_and_torch(before["environment"]),
+                device_and_torch(environment_from_elsewhere()),
+            )
             if there != here:
-                raise InputError(f"{self.out}: was measured on {there}, and this is {here}; name another --out")
-        self.result |= {key: before[key] for key in ("environment", "limits", "packs") if key in before}
+                raise InputError(
+                    f"{self.out}: was measured on {there}, and this is {here}; name another --out"
+                )
+        self.result |= {
+            key: before[key] for key in ("environment", "limits", "packs") if key in before
+        }
         # What failed, for want of time or of a package, is tried again.
-        self.result["ways"] = {name: way for name, way in before["ways"].items() if way["status"] == "ok"}
+        self.result["ways"] = {
+            name: way for name, way in before["ways"].items() if way["status"] == "ok"
+        }
 
     def run(self, entries: Sequence[Entry]) -> None:
         """Measure the limits and every entry that is not measured yet, the baseline first."""
         self._make_packs()
         if not self.brief and self.result.get("limits", {}).get("status") != "ok":
-            self.result["limits"] = self._worker(["benchmarks.limits", "--recipe", str(self.settings.recipe)], {})
+            self.result["limits"] = self._worker(
+                ["benchmarks.limits", "--recipe", str(self.settings.recipe)], {}
+            )
             self.result["environment"] = environment_from_elsewhere() | {"processor": processor()}
         missing = [entry for entry in entries if entry.name not in self.result["ways"]]
         for entry in sorted(missing, key=lambda entry: entry.name != BASELINE):
@@ -112,10 +150,14 @@ class Bench:
 
     def _make_packs(self) -> None:
         settings = self.settings
-        throughput_packs.make(settings.packs, settings.loaded, settings.all_steps, whole=settings.whole_documents)
+        throughput_packs.make(
+            settings.packs, settings.loaded, settings.all_steps, whole=settings.whole_documents
+        )
         manifest = json.loads((settings.packs / "packs.json").read_text())
         fingerprint = manifest["splits"]["train"]["fingerprint"]
-        self.result["packs"] = manifest["settings"] | manifest["statistics"] | {"fingerprint": fingerprint}
+        self.result["packs"] = (
+            manifest["settings"] | manifest["statistics"] | {"fingerprint": fingerprint}
+        )
 
     # ── One way ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -125,7 +167,10 @@ class Bench:
         print(f"{entry.name} ...", flush=True)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
-            caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton"}
+            caches = {
+                "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+                "TRITON_CACHE_DIR": f"{folder}/triton",
+            }
             measure = self._ours if entry.ours else self._other
             measured = measure(entry, {} if self.brief else caches, Path(folder) / "run")
         return measured | {"wall_seconds": time.perf_counter() - began}
@@ -137,15 +182,27 @@ class Bench:
         launch = [*LAUNCH, "--config_file", str(settings.configuration), "train_accelerate.py"]
         said = ["accelerate", *launch[3:]]
         if self.brief:
-            launch, said = [sys.executable, "-m", "train_accelerate"], ["python", "-m", "train_accelerate"]
+            launch, said = (
+                [sys.executable, "-m", "train_accelerate"],
+                ["python", "-m", "train_accelerate"],
+            )
         own = [str(settings.recipe), *overrides]
-        status, output = run_to_its_end([*launch, *own, f"run_dir={run_dir}"], settings.timeout, environment)
+        status, output = run_to_its_end(
+            [*launch, *own, f"run_dir={run_dir}"], settings.timeout, environment
+        )
         command = {"command": shlex.join([*said, *own, "run_dir=runs/throughput"])}
         if status != 0 or not (run_dir / "summary.json").exists():
             return failure(status, output) | command
-        summary, audit = (json.loads((run_dir / name).read_text()) for name in ("summary.json", "audit.json"))
+        summary, audit = (
+            json.loads((run_dir / name).read_text()) for name in ("summary.json", "audit.json")
+        )
         steps = [record for record in read_metrics(run_dir) if kind(record) == "step"]
-        figures = {"losses": "loss", "gradient_norms": "gradient_norm", "step_ms": "step_ms", "data_wait_ms": "data_wait_ms"}
+        figures = {
+            "losses": "loss",
+            "gradient_norms": "gradient_norm",
+            "step_ms": "step_ms",
+            "data_wait_ms": "data_wait_ms",
+        }
         return {
             "status": "ok",
             **command,
@@ -163,7 +220,10 @@ class Bench:
         while True:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
             options += ["--microbatch", str(microbatch), "--steps", str(settings.all_steps)]
-            measured = self._worker(["benchmarks.ways.worker", str(entry.module), *options, *settings.overrides], environment)
+            measured = self._worker(
+                ["benchmarks.ways.worker", str(entry.module), *options, *settings.overrides],
+                environment,
+            )
             measured |= {"microbatch": microbatch, "microbatches_that_did_not_fit": [*tried]}
             if measured["status"] != "out of memory" or microbatch == 1:
                 return measured
@@ -172,7 +232,9 @@ class Bench:
 
     def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
         """What `python -m command` prints as the last line that is JSON; where there is none, how it failed."""
-        status, output = run_to_its_end([sys.executable, "-m", *command], self.settings.timeout, environment)
+        status, output = run_to_its_end(
+            [sys.executable, "-m", *command], self.settings.timeout, environment
+        )
         results = [line for line in output.splitlines() if line.startswith('{"status": ')]
         measured = json.loads(results[-1]) if status == 0 and results else failure(status, output)
         return measured | {"command": shlex.join(["python", "-m", *command])}
@@ -180,7 +242,11 @@ class Bench:
     # ── The result ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _save(self, entry: Entry, measured: dict[str, Any]) -> None:
-        described = dataclasses.asdict(entry) | {"ours": entry.ours, "floor": entry.floor, "date": time.strftime("%Y-%m-%d")}
+        described = dataclasses.asdict(entry) | {
+            "ours": entry.ours,
+            "floor": entry.floor,
+            "date": time.strftime("%Y-%m-%d"),
+        }
         self.result["ways"][entry.name] = described | measured
         finish(self.result, self.settings)
         write_json(self.out, self.result)
@@ -191,7 +257,11 @@ def failure(status: int | str, output: str) -> dict[str, Any]:
     """How a way failed: its last line that says something, and the end of its output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     kind = "timeout" if status == "timeout" else "failed"
-    return {"status": kind, "reason": lines[-1] if lines else "it printed nothing", "output": output[-LAST_OUTPUT:]}
+    return {
+        "status": kind,
+        "reason": lines[-1] if lines else "it printed nothing",
+        "output": output[-LAST_OUTPUT:],
+    }
 
 
 def finish(result: dict[str, Any], settings: Settings) -> None:
@@ -216,7 +286,11 @@ def finish(result: dict[str, Any], settings: Settings) -> None:
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Median, extremes and quartiles."""
-    lower, median, upper = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
+    lower, median, upper = (
+        statistics.quantiles(values, n=4, method="inclusive")
+        if len(values) > 1
+        else [values[0]] * 3
+    )
     return {"median": median, "min": min(values), "q1": lower, "q3": upper, "max": max(values)}
 
 

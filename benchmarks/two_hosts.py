@@ -14,7 +14,12 @@ import sys
 from pathlib import Path
 
 # Several sockets and threads a connection, without which one TCP stream is the limit (NCCL's documentation of these variables).
-SOCKETS = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_SOCKET_NTHREADS": "4", "NCCL_NSOCKS_PERTHREAD": "4"}
+SOCKETS = {
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+}
 
 
 def play_two_hosts() -> None:

@@ -46,21 +46,33 @@ def main() -> int:
         times = []
         for number, part in enumerate(parts, start=1):
             there = part.product.exists()
-            print(f"[{number}/{len(parts)}] {part.title}: {part.product}{' (there already)' if there else ''}", flush=True)
+            print(
+                f"[{number}/{len(parts)}] {part.title}: {part.product}{' (there already)' if there else ''}",
+                flush=True,
+            )
             started = time.monotonic()
             if not there:
                 part.make()
             title = part.title[0].lower() + part.title[1:]
-            times.append(f"{title} {'done before' if there else duration(time.monotonic() - started)}")
+            times.append(
+                f"{title} {'done before' if there else duration(time.monotonic() - started)}"
+            )
         samples = recipe.evaluate
-        run(python("pretrain", "sample", run_dir_of(recipe) / "final", *samples.samples, "--tokens", 48))
+        run(
+            python(
+                "pretrain", "sample", run_dir_of(recipe) / "final", *samples.samples, "--tokens", 48
+            )
+        )
         print(last_screen(recipe, ", ".join(times)))
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as failure:
         ended = f"`{failure.cmd}` ended with exit code {failure.returncode}"
-        print(f"\ndemo: {ended}; its message stands above. `make demo` goes on from here.", file=sys.stderr)
+        print(
+            f"\ndemo: {ended}; its message stands above. `make demo` goes on from here.",
+            file=sys.stderr,
+        )
         return failure.returncode
     except KeyboardInterrupt:
         print("\nStopped. What is done stays done: `make demo` goes on from here.", file=sys.stderr)
@@ -72,19 +84,33 @@ def parts_of(recipe: Recipe) -> list[Part]:
     data, run_dir = recipe.data, run_dir_of(recipe)
     corpus, tokenizer = Path(data.source), Path(data.tokenizer)
     # Small on purpose: at a hidden size of 256, 4,096 tokens cost a million parameters, which three minutes cannot teach.
-    learn = python("packing", "tokenizer", corpus, "--vocabulary", recipe.model.config["vocab_size"], "--out", tokenizer)
+    learn = python(
+        "packing",
+        "tokenizer",
+        corpus,
+        "--vocabulary",
+        recipe.model.config["vocab_size"],
+        "--out",
+        tokenizer,
+    )
     return [
         Part("Text", corpus, lambda: gather_text(corpus)),
         Part("Tokenizer", tokenizer / "tokenizer_config.json", lambda: run(learn)),
         Part("Packs", data.packs / "packs.json", lambda: run(python("packing", "prepare", RECIPE))),
         Part("Training", run_dir / "final", lambda: run(train_command("cpu", RECIPE))),
-        Part("Comparison of FP32, and FP8 and FP4 emulated", REPORT, lambda: run(python("pretrain", "matrix", MATRIX))),
+        Part(
+            "Comparison of FP32, and FP8 and FP4 emulated",
+            REPORT,
+            lambda: run(python("pretrain", "matrix", MATRIX)),
+        ),
     ]
 
 
 def gather_text(corpus: Path) -> None:
     documents, size = write_corpus(corpus, standard_library())
-    print(f"the standard library of Python {platform.python_version()}: {documents:,} documents, {size / 1e6:.1f} MB")
+    print(
+        f"the standard library of Python {platform.python_version()}: {documents:,} documents, {size / 1e6:.1f} MB"
+    )
 
 
 def python(package: str, *arguments: object) -> list[str]:
@@ -94,7 +120,15 @@ def python(package: str, *arguments: object) -> list[str]:
 def train_command(configuration: str, recipe: str, *arguments: str) -> list[str]:
     """The command that trains `recipe` as accelerate_configs/<configuration>.yaml says; `arguments` are overrides or flags."""
     config_file = f"accelerate_configs/{configuration}.yaml"
-    return [script("accelerate"), "launch", "--config_file", config_file, "train_accelerate.py", recipe, *arguments]
+    return [
+        script("accelerate"),
+        "launch",
+        "--config_file",
+        config_file,
+        "train_accelerate.py",
+        recipe,
+        *arguments,
+    ]
 
 
 def script(name: str) -> str:
@@ -113,7 +147,9 @@ def run(command: list[str]) -> None:
     previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
     try:
         # accelerate's own default is the number of physical cores, which many virtual machines cannot tell.
-        code = subprocess.Popen(command, env={"OMP_NUM_THREADS": str(usable_cores())} | os.environ).wait()
+        code = subprocess.Popen(
+            command, env={"OMP_NUM_THREADS": str(usable_cores())} | os.environ
+        ).wait()
     finally:
         signal.signal(signal.SIGINT, previous)
     if interrupts:

@@ -20,8 +20,18 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 
 # Tests and idlelib are not the library proper; `encodings` is tables of characters and `pydoc_data` prose inside escaped strings.
-LEFT_OUT = {"test", "tests", "idlelib", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"}
-SHORTEST_DOCSTRING = 80  # characters; anything shorter stays where it is, a comment more than a text
+LEFT_OUT = {
+    "test",
+    "tests",
+    "idlelib",
+    "encodings",
+    "pydoc_data",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+}
+# characters; anything shorter stays where it is, a comment more than a text
+SHORTEST_DOCSTRING = 80
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -35,7 +45,9 @@ def standard_library() -> Path:
     """The folder of this Python's standard library; InputError where it has no sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "ast.py").is_file():
-        raise InputError(f"{root}: no Python sources here, which the demo reads; install a Python that ships its library")
+        raise InputError(
+            f"{root}: no Python sources here, which the demo reads; install a Python that ships its library"
+        )
     return root
 
 
@@ -49,14 +61,19 @@ def write_corpus(path: Path, root: Path) -> tuple[int, int]:
     names = {}
     for document in library_documents(root):
         names.setdefault(document.text, document.name)
-    lines = [json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n" for text, name in names.items()]
+    lines = [
+        json.dumps({"text": text, "name": name}, ensure_ascii=False) + "\n"
+        for text, name in names.items()
+    ]
     replace_file(path, "".join(lines).encode())
     return len(names), sum(len(text.encode()) for text in names)
 
 
 def library_documents(root: Path) -> Iterator[Document]:
     """Every document under `root`, but for modules that this Python cannot decode or parse."""
-    paths = (path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    paths = (
+        path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)
+    )
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         try:
             with tokenize.open(path) as file:  # honours the module's coding line
@@ -71,7 +88,8 @@ def split_module(name: str, source: str) -> list[Document]:
 
     A docstring shorter than `SHORTEST_DOCSTRING`, or one that shares a line with code, stays in the module. Raises SyntaxError.
     """
-    lines: list[str | None] = source.split("\n")  # not splitlines(), which also splits at form feeds, where `ast` does not
+    # not splitlines(), which also splits at form feeds, where `ast` does not
+    lines: list[str | None] = source.split("\n")
     docstrings: list[Document] = []
     for qualified_name, statement in _docstrings(ast.parse(source), ""):
         text = inspect.cleandoc(statement.value.value)
@@ -91,7 +109,8 @@ def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Expr]]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _docstrings(child, f"{name}.{child.name}" if name else child.name)
-        elif isinstance(child, ast.stmt | ast.excepthandler):  # definitions also stand inside `if` and `try`
+        # definitions also stand inside `if` and `try`
+        elif isinstance(child, ast.stmt | ast.excepthandler):
             yield from _docstrings(child, name)
 
 

@@ -49,13 +49,19 @@ def summary(path: Path) -> str:
 def row(path: Path) -> list[str]:
     recipe = load_recipe(path)
     data, train = recipe.data, recipe.train
-    sources = [line.removeprefix("Source: ").rstrip(".") for line in head_of(path) if line.startswith("Source: ")]
+    sources = [
+        line.removeprefix("Source: ").rstrip(".")
+        for line in head_of(path)
+        if line.startswith("Source: ")
+    ]
     tokens = train.tokens or (train.steps or 0) * recipe.batch.tokens
     return [
         f"[`{path.stem}`](../recipes/{path.name})",
         recipe.model.source or recipe.model.config["model_type"],
         f"{train.epochs:g} epochs" if train.epochs else count(tokens),
-        data.source or ", ".join(str(source.source) for source in data.sources or ()) or str(data.packs),
+        data.source
+        or ", ".join(str(source.source) for source in data.sources or ())
+        or str(data.packs),
         sources[0] if sources else UNKNOWN,
         summary(path),
     ]
@@ -67,13 +73,18 @@ def page() -> str:
     parts = [HEAD, markdown(header, [row(path) for path in sorted(FOLDER.glob("*.yaml"))], names=6)]
     for folder, title in MORE.items():
         files = sorted((FOLDER / folder).glob("*.yaml"))
-        listed = [bullet(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.") for path in files]
+        listed = [
+            bullet(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.")
+            for path in files
+        ]
         parts += [f"## {title.partition(':')[0]}", title.partition(": ")[2], "\n".join(listed)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
 def bullet(text: str) -> str:
-    return textwrap.fill(f"* {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        f"* {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
 if __name__ == "__main__":

@@ -47,8 +47,12 @@ of a precision.
 
 def page() -> str:
     """The whole of docs/settings.md."""
-    sections = {name: field for name, field in Recipe.model_fields.items() if is_section(Recipe, name)}
-    own = [row for row in rows(Recipe) if row[0].partition(".")[0].partition("[")[0] not in sections]
+    sections = {
+        name: field for name, field in Recipe.model_fields.items() if is_section(Recipe, name)
+    }
+    own = [
+        row for row in rows(Recipe) if row[0].partition(".")[0].partition("[")[0] not in sections
+    ]
     parts = [HEAD, "## The recipe itself", table(own)]
     for name, field in sections.items():
         [cls] = sections_in(field.annotation)
@@ -70,19 +74,35 @@ def rows(cls: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, str, str
         key, schema = f"{prefix}{name}", schemas[name]
         listed = "items" in json.dumps(schema)
         sections = sections_in(field.annotation)
-        known = {known for section in sections for base in section.__mro__ if issubclass(cls, base) for known in keys_of(base)}
+        known = {
+            known
+            for section in sections
+            for base in section.__mro__
+            if issubclass(cls, base)
+            for known in keys_of(base)
+        }
         kind = words(schema)
         if listed and sections:
             kind = " or ".join(filter(None, [kind, "list of sections"]))
         if kind or known:
-            default = "required" if field.is_required() else in_yaml(field.get_default(call_default_factory=True))
+            default = (
+                "required"
+                if field.is_required()
+                else in_yaml(field.get_default(call_default_factory=True))
+            )
             options = option_defaults(name) if cls is LowPrecisionSettings else ""
             yield key, kind or "section", options or default, meanings.get(name, "")
         for section in sections:
             for inner, kind_inside, default, meaning in rows(section):
                 if inner not in known:
-                    needed = default != "required" or listed or not kind  # beside other values none of the section's keys is
-                    yield f"{key}{'[]' if listed else ''}.{inner}", kind_inside, default if needed else "", meaning
+                    # beside other values none of the section's keys is
+                    needed = default != "required" or listed or not kind
+                    yield (
+                        f"{key}{'[]' if listed else ''}.{inner}",
+                        kind_inside,
+                        default if needed else "",
+                        meaning,
+                    )
 
 
 def keys_of(cls: type) -> set[str]:
@@ -125,13 +145,28 @@ def words(schema: dict[str, Any]) -> str:
     if examples := schema.get("examples"):
         return f"as {', '.join(f'`{each}`' for each in examples)}"
     if schema.get("type") == "array":
-        inside = dict.fromkeys(words(item) for item in schema.get("prefixItems") or [schema["items"]])
+        inside = dict.fromkeys(
+            words(item) for item in schema.get("prefixItems") or [schema["items"]]
+        )
         return f"list of {' or '.join(inside)}" if any(inside) else ""
-    names = {"boolean": "`true`, `false`", "integer": "whole number", "number": "number", "string": "text", "object": "mapping"}
+    names = {
+        "boolean": "`true`, `false`",
+        "integer": "whole number",
+        "number": "number",
+        "string": "text",
+        "object": "mapping",
+    }
     name = "path" if schema.get("format") == "path" else names.get(schema.get("type", ""), "")
     form = "{:,}" if name == "whole number" else "{:g}"
-    bounds = {"exclusiveMinimum": "above {}", "minimum": "{} or more", "exclusiveMaximum": "below {}", "maximum": "at most {}"}
-    limits = [text.format(form.format(schema[key])) for key, text in bounds.items() if key in schema]
+    bounds = {
+        "exclusiveMinimum": "above {}",
+        "minimum": "{} or more",
+        "exclusiveMaximum": "below {}",
+        "maximum": "at most {}",
+    }
+    limits = [
+        text.format(form.format(schema[key])) for key, text in bounds.items() if key in schema
+    ]
     return ", ".join([name, *limits])
 
 

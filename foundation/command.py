@@ -18,7 +18,9 @@ class CommandParser(argparse.ArgumentParser):
     remedy = "--help lists the options"
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
-        super().__init__(prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+        super().__init__(
+            prog, description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
         """What they say, options and other arguments in any order."""
@@ -42,14 +44,21 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
         status = 130  # what a shell reports for a process that SIGINT ended
-    except BrokenPipeError:  # `| head` has seen enough. The rest goes nowhere, or the flush at the process's end would fail again
+    # `| head` has seen enough. The rest goes nowhere, or the flush at the process's end would fail
+    # again
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 141
     except (InputError, OSError) as error:
-        kind, status = (error.kind, error.status) if isinstance(error, InputError) else (InputError.kind, InputError.status)
+        kind, status = (
+            (error.kind, error.status)
+            if isinstance(error, InputError)
+            else (InputError.kind, InputError.status)
+        )
         several = "TORCHELASTIC_ERROR_FILE" in os.environ
         if several:
-            from torch.distributed.elastic.multiprocessing.errors import get_error_handler  # slow, and others do without
+            # slow, and others do without
+            from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
             get_error_handler().record_exception(error)
         if not several or os.environ.get("LOCAL_RANK", "0") == "0":

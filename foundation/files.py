@@ -22,8 +22,10 @@ import xxhash
 from foundation.errors import InputError
 from foundation.reading import refusing
 
-CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)  # what a file system says of a call that it has not
-PARTIAL = ".partial"  # suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
+# what a file system says of a call that it has not
+CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
+# suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
+PARTIAL = ".partial"
 
 
 def fsync(path: Path) -> None:
@@ -39,8 +41,14 @@ def fsync(path: Path) -> None:
 
 
 def by_umask(path: Path) -> None:
-    """Give a file the mode that the umask would have given it, as its folder has it; safetensors ignores the umask."""
-    path.chmod(path.parent.stat().st_mode & 0o666)
+    """Give a file the mode that the umask would have given it, as its folder has it. safetensors
+    ignores the umask.
+
+    A file system without modes, such as exFAT or an SMB mount, may refuse. The file then keeps its
+    mode.
+    """
+    with suppress(OSError):
+        path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def fsync_tree(folder: Path) -> None:
@@ -77,7 +85,8 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
-WRITTEN_BY = "written by python -m pretrain"  # in each picture and page that a command writes where the user says
+# in each picture and page that a command writes where the user says
+WRITTEN_BY = "written by python -m pretrain"
 
 
 def check_replaceable(path: Path, named: str = "--out") -> None:
@@ -87,7 +96,9 @@ def check_replaceable(path: Path, named: str = "--out") -> None:
         return
     content = path.read_bytes() if path.is_file() else b"a folder"
     if content and WRITTEN_BY.encode() not in content:
-        raise InputError(f"{named} {path}: is there, and no command here has written it; move it away, or give another name")
+        raise InputError(
+            f"{named} {path}: is there, and no command here has written it; move it away, or give another name"
+        )
 
 
 def free_bytes(path: Path) -> int:
@@ -130,14 +141,24 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
             return f"{record.name}: missing"
         if (size := path.stat().st_size) != record.size:
             return f"{record.name}: has {size} bytes, and {record.size} were written"
-        wrong = [algorithm for algorithm, digest in record.hashes.items() if hashed and hash_file(path, algorithm) != digest]
-        return f"{record.name}: damaged: its {wrong[0]} is not that of what was written" if wrong else None
+        wrong = [
+            algorithm
+            for algorithm, digest in record.hashes.items()
+            if hashed and hash_file(path, algorithm) != digest
+        ]
+        return (
+            f"{record.name}: damaged: its {wrong[0]} is not that of what was written"
+            if wrong
+            else None
+        )
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         return list(filter(None, threads.map(damage, records)))
 
 
-def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False) -> None:
+def check_files(
+    folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False
+) -> None:
     """InputError that names the first file that is missing, of another size or damaged. Without `hashed`, as at every start,
     files that are large together are compared by their sizes alone."""
     records = list(records)
@@ -147,8 +168,8 @@ def check_files(folder: Path, records: Iterable[FileRecord], remedy: str, *, has
 
 
 @contextmanager
-def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
-    """While entered, holds the lock file `path`.
+def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
+    """While entered, holds the lock file `path`. Yields whether the file system has locks.
 
     The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
     process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
@@ -157,6 +178,7 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
     with refusing((OSError,), f"{path.parent}: cannot be written", "name another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
+    has_locks = True
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,8 +189,12 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[None]:
         except OSError as error:
             if error.errno not in CANNOT:
                 raise
-            warnings.warn(f"{path}: this file system has no locks; start no second process on it", stacklevel=3)
+            warnings.warn(
+                f"{path}: this file system has no locks; start no second command on it",
+                stacklevel=3,
+            )
+            has_locks = False
         file.truncate(0)
         with suppress(OSError):  # on a full disk it does not say who holds it
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
-        yield
+        yield has_locks

@@ -32,10 +32,15 @@ class Progress(tqdm):
     tqdm's, such as the `total` and what is done already (`initial`)."""
 
     def __init__(self, task: str, unit: str = "", shown: bool = True, **options: int) -> None:
-        counted = {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER} if unit else {"bar_format": "{desc}"}
+        counted = (
+            {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER}
+            if unit
+            else {"bar_format": "{desc}"}
+        )
         every = REDRAWN_EVERY if sys.stderr.isatty() else IN_LOGS_EVERY
         how = {"file": sys.stderr, "leave": False, "dynamic_ncols": True, "mininterval": every}
-        how["disable"] = not shown or not (unit or sys.stderr.isatty())  # a name that is wiped again serves no log
+        # a name that is wiped again serves no log
+        how["disable"] = not shown or not (unit or sys.stderr.isatty())
         super().__init__(desc=task, **how, **counted, **options)
 
     def __enter__(self) -> Progress:

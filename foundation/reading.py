@@ -15,7 +15,8 @@ import yaml
 from foundation.errors import InputError
 
 
-class _Loader(yaml.CSafeLoader):  # libyaml's: most of a report over many runs was reading their settings
+# libyaml's: most of a report over many runs was reading their settings
+class _Loader(yaml.CSafeLoader):
     """Refuses a repeated key, where YAML silently takes the last value, and takes `1e6`, `1e-5` and `1.0e6` for numbers, which
     YAML reads as text: without a dot, or without a sign after the e."""
 
@@ -23,13 +24,17 @@ class _Loader(yaml.CSafeLoader):  # libyaml's: most of a report over many runs w
         seen: set[object] = set()
         for key_node, _ in node.value:
             if (key := self.construct_object(key_node, deep=True)) in seen:
-                raise yaml.constructor.ConstructorError(None, None, f"key `{key}` stands twice", key_node.start_mark)
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key `{key}` stands twice", key_node.start_mark
+                )
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"), list("-+.0123456789")
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)[eE][-+]?\d+$"),
+    list("-+.0123456789"),
 )
 
 
@@ -42,18 +47,21 @@ def parse_yaml(text: str) -> Any:
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The mapping that the YAML file at `path` holds; InputError where there is none."""
     path = Path(path)
-    try:
+    with refusing(
+        (OSError, ValueError, TypeError, yaml.YAMLError),
+        f"{path}: no YAML that can be read",
+    ):
         values = parse_yaml(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file") from None
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: no YAML that can be read: {one_line(error)}") from None
     if not isinstance(values, dict):
-        raise InputError(f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}")
+        raise InputError(
+            f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}"
+        )
     return values
 
 
-def load_with_bases(path: str | os.PathLike[str], above: tuple[Path, ...] = ()) -> list[tuple[Path, dict[str, Any]]]:
+def load_with_bases(
+    path: str | os.PathLike[str], above: tuple[Path, ...] = ()
+) -> list[tuple[Path, dict[str, Any]]]:
     """The YAML file at `path` and those that it builds on, each with what it holds itself; the first is what all build on.
 
     A file names the one before it as `base`, relative to itself. InputError where there is none, or where they go in a circle;
@@ -63,7 +71,11 @@ def load_with_bases(path: str | os.PathLike[str], above: tuple[Path, ...] = ()) 
     if path.resolve() in above:
         raise InputError(f"{path}: builds on itself; leave out a `base`")
     base = values.pop("base", None)
-    below = load_with_bases(path.parent / os.path.expanduser(str(base)), (*above, path.resolve())) if base else []
+    below = (
+        load_with_bases(path.parent / os.path.expanduser(str(base)), (*above, path.resolve()))
+        if base
+        else []
+    )
     return [*below, (path, values)]
 
 
@@ -72,7 +84,9 @@ def load_object(path: Path, remedy: str) -> dict[str, Any]:
     with refusing((OSError, ValueError), f"{path}: cannot be read", remedy):
         value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
-        raise InputError(f"{path}: a JSON object is wanted, here is {type(value).__name__}; {remedy}")
+        raise InputError(
+            f"{path}: a JSON object is wanted, here is {type(value).__name__}; {remedy}"
+        )
     return value
 
 
@@ -89,7 +103,9 @@ def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") ->
     try:
         yield
     except kinds as error:
-        said = one_line(error, named=isinstance(error, (LookupError, AttributeError, AssertionError))).rstrip(". ")
+        said = one_line(
+            error, named=isinstance(error, (LookupError, AttributeError, AssertionError))
+        ).rstrip(". ")
         if isinstance(error, OSError) and error.filename and str(error.filename) in what:
             said = error.strerror  # without the name again
         raise InputError(f"{what}: {said}{remedy and f'; {remedy}'}") from None

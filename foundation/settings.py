@@ -21,20 +21,28 @@ from foundation.reading import parse_yaml, refusing
 class Settings(BaseModel):
     """Base of every settings class: unknown keys are errors, numbers are finite, and a built object does not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False
+    )
 
 
 def at_home(value: Any) -> Any:
     """A text with the home folder in place of `~/` at its beginning; anything else as it is. A shell leaves it alone behind
     `data.packs=`, and in a recipe no shell reads it."""
-    return os.path.expanduser(value) if isinstance(value, str) and value.startswith("~") and "/" in value else value
+    return (
+        os.path.expanduser(value)
+        if isinstance(value, str) and value.startswith("~") and "/" in value
+        else value
+    )
 
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
-Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]  # what tensors, files and other libraries hold in 64 bits
+# what tensors, files and other libraries hold in 64 bits
+Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-PathText = Annotated[str, BeforeValidator(at_home)]  # a path, or something else where the file system can be asked for it
+# a path, or something else where the file system can be asked for it
+PathText = Annotated[str, BeforeValidator(at_home)]
 FilePath = Annotated[Path, BeforeValidator(at_home)]
 
 S = TypeVar("S", bound=BaseModel)
@@ -52,12 +60,18 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
         for item in error.errors(include_url=False):
             key, mistake = _describe(cls, item)
             by_key.setdefault(key, []).append(mistake)
-        innermost = [key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)]
-        lines = [f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(by_key[key]))}" for key in innermost]
+        innermost = [
+            key for key in by_key if not any(other.startswith(f"{key}.") for other in by_key)
+        ]
+        lines = [
+            f"{origin}: {f'`{key}`: ' * bool(key)}{', or '.join(dict.fromkeys(by_key[key]))}"
+            for key in innermost
+        ]
         raise InputError("\n".join(lines)) from None
 
 
-_MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")  # how pydantic's locations name a union's members
+# how pydantic's locations name a union's members
+_MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")
 
 
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
@@ -80,7 +94,10 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     call it, which `OTHER_NAMES` of `cls` says."""
     here = ".".join([*keys, ""]) if keys else ""
     by_name: dict[str, str] = {}
-    for key in sorted(_keys_of(cls), key=lambda key: not (key.startswith(here) and "." not in key.removeprefix(here))):
+    for key in sorted(
+        _keys_of(cls),
+        key=lambda key: not (key.startswith(here) and "." not in key.removeprefix(here)),
+    ):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:  # anything may have a name: the run's is not meant
         by_name.pop("name", None)
@@ -138,12 +155,17 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     lists = {member for member in members if typing.get_origin(member) in (list, tuple)}
     begins_list = text.lstrip().startswith("[")
     if not text.strip():
-        raise InputError(f"command line: `{key}=` is empty; write a value, `{key}=null` for none, or leave it out")
+        raise InputError(
+            f"command line: `{key}=` is empty; write a value, `{key}=null` for none, or leave it out"
+        )
     if lists and members == lists and not begins_list:
         return [text]
     if members & {str, Path} and text != "null" and not (lists and begins_list):
         return "" if text in ("''", '""') else text.replace("\\n", "\n").replace("\\t", "\t")
-    with refusing((ValueError, TypeError, yaml.YAMLError), f"command line: the value of `{key}={text:.200}` is not valid YAML"):
+    with refusing(
+        (ValueError, TypeError, yaml.YAMLError),
+        f"command line: the value of `{key}={text:.200}` is not valid YAML",
+    ):
         return parse_yaml(text)
 
 
@@ -156,5 +178,7 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):
-            raise InputError(f"command line: `{key}` cannot be set: `{part}` holds {values!r:.200}, not keys of its own")
+            raise InputError(
+                f"command line: `{key}` cannot be set: `{part}` holds {values!r:.200}, not keys of its own"
+            )
     values[name] = value

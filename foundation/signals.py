@@ -17,7 +17,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # A lost ssh, and SLURM's warning that time runs out. Whoever started us with these ignored, as nohup does with the first, wants
 # them ignored.
 IF_NOT_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
-REPEAT_SECONDS = 0.5  # a terminal and a launcher may both deliver one Ctrl-C; nobody presses twice on purpose this fast
+# a terminal and a launcher may both deliver one Ctrl-C; nobody presses twice on purpose this fast
+REPEAT_SECONDS = 0.5
 
 
 class StopRequest:
@@ -34,7 +35,10 @@ class StopRequest:
         self._interrupted_at: float | None = None
 
     def __enter__(self) -> StopRequest:
-        wanted = [*SIGNALS, *(number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN)]
+        wanted = [
+            *SIGNALS,
+            *(number for number in IF_NOT_IGNORED if signal.getsignal(number) != signal.SIG_IGN),
+        ]
         self._previous = {number: signal.signal(number, self._receive) for number in wanted}
         return self
 
@@ -58,5 +62,6 @@ class StopRequest:
             self._interrupted_at = self._interrupted_at or now
         if first and self._announced:
             text = f"\n{received.name}: finishing this step, then saving; a second Ctrl-C exits at once\n"
-            with suppress(OSError):  # the terminal may be gone, and Ctrl-C also ends the `tee` that reads from us
+            # the terminal may be gone, and Ctrl-C also ends the `tee` that reads from us
+            with suppress(OSError):
                 os.write(sys.__stderr__.fileno(), text.encode())

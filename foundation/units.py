@@ -32,7 +32,11 @@ def duration(seconds: float) -> str:
     """The two units that matter: 0.42 s, 38 s, 4 m 05 s, 1 h 52 m, 3 d 04 h."""
     if seconds < 9.95:
         return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
-    for size, large, small, step in ((86_400, "d", "h", 3600), (3600, "h", "m", 60), (60, "m", "s", 1)):
+    for size, large, small, step in (
+        (86_400, "d", "h", 3600),
+        (3600, "h", "m", 60),
+        (60, "m", "s", 1),
+    ):
         rounded = round(seconds / step) * step
         if rounded >= size:
             return f"{rounded // size} {large} {rounded % size // step:02d} {small}"
@@ -76,10 +80,15 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(values: Sequence[str]) -> str:
-        padded = [v.ljust(w) if i < names else v.rjust(w) for i, (v, w) in enumerate(zip(values, widths, strict=True))]
+        padded = [
+            v.ljust(w) if i < names else v.rjust(w)
+            for i, (v, w) in enumerate(zip(values, widths, strict=True))
+        ]
         return f"| {' | '.join(padded)} |"
 
-    rule = "|".join("-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+    rule = "|".join(
+        "-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths)
+    )
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 

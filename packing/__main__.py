@@ -32,7 +32,8 @@ from packing.sources import Counts, open_source, read_chunk
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
-_MOST_TEXT = 10**9  # characters that a tokenizer is learnt from: more do not make better words, and take memory
+# characters that a tokenizer is learnt from: more do not make better words, and take memory
+_MOST_TEXT = 10**9
 
 
 class _Recipe(Settings):
@@ -53,39 +54,71 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> CommandParser:
     parser = CommandParser("python -m packing", __doc__)
-    parser.remedy = "settings are key=value before all options, as data.source=my_text; --help lists these"
+    parser.remedy = (
+        "settings are key=value before all options, as data.source=my_text; --help lists these"
+    )
     commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
 
-    tokenizer = commands.add_parser("tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents")
+    tokenizer = commands.add_parser(
+        "tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents"
+    )
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
-    tokenizer.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="keys of data, as data.text=body")
-    tokenizer.add_argument("--vocabulary", type=int, required=True, metavar="N", help="bytes included")
+    tokenizer.add_argument(
+        "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, as data.text=body"
+    )
+    tokenizer.add_argument(
+        "--vocabulary", type=int, required=True, metavar="N", help="bytes included"
+    )
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
-    tokenizer.add_argument("--special", action="append", default=[], metavar="TOKEN", help="as <|im_start|>; repeatable")
+    tokenizer.add_argument(
+        "--special",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="as <|im_start|>; repeatable",
+    )
     tokenizer.set_defaults(run=_learn_tokenizer)
 
-    prepare = commands.add_parser("prepare", help="tokenise text and pack it; goes on where it stopped")
-    prepare.add_argument("recipe", nargs="*", help="RECIPE.yaml, whose data section counts, then key=value to override it")
+    prepare = commands.add_parser(
+        "prepare", help="tokenise text and pack it; goes on where it stopped"
+    )
+    prepare.add_argument(
+        "recipe",
+        nargs="*",
+        help="RECIPE.yaml, whose data section counts, then key=value to override it",
+    )
     prepare.set_defaults(run=_prepare)
 
     inspect = commands.add_parser("inspect", help="show Arrow, MDS or token .bin packs")
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--index", type=int, help="also show the text of this training pack")
-    inspect.add_argument("--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)")
+    inspect.add_argument(
+        "--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)"
+    )
     inspect.add_argument("--verify", action="store_true", help="hash every file again")
     inspect.set_defaults(run=_inspect)
     return parser
 
 
 def _learn_tokenizer(options: argparse.Namespace) -> None:
-    named = [f"data.source={options.source}", f"data.packs={options.out}", f"data.tokenizer={options.out}"]
+    named = [
+        f"data.source={options.source}",
+        f"data.packs={options.out}",
+        f"data.tokenizer={options.out}",
+    ]
     settings, out = _data_settings([*named, *options.settings]), options.out
     if out.exists():
-        raise InputError(f"--out {out}: exists already and is never written over; name another folder or move it away")
+        raise InputError(
+            f"--out {out}: exists already and is never written over; name another folder or move it away"
+        )
     if settings.messages or settings.input_ids:
-        raise InputError("command line: a tokenizer is learnt from `data.text`; name a column of text, or a template of columns")
+        raise InputError(
+            "command line: a tokenizer is learnt from `data.text`; name a column of text, or a template of columns"
+        )
     if options.vocabulary <= (fixed := 257 + len(options.special)):
-        raise InputError(f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and --special; ask for more")
+        raise InputError(
+            f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and --special; ask for more"
+        )
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
     say(f"reading {source.description}")
@@ -116,40 +149,58 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     recipe = arguments[0] if arguments and "=" not in arguments[0] else None
     data: dict[str, Any] = {}
     if recipe and Path(recipe).is_dir():
-        raise InputError(f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... and data.packs=...")
+        raise InputError(
+            f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... and data.packs=..."
+        )
     for path, own in load_with_bases(recipe) if recipe else ():
         if not isinstance(section := own.get("data") or {}, dict):
-            raise InputError(f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}")
+            raise InputError(
+                f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}"
+            )
         data |= section
     for key, _, value in (text.partition("=") for text in arguments[bool(recipe) :]):
         if not key.startswith("data."):
-            raise InputError(f"command line: {key}: prepare takes the keys of data only, as in data.length=1024")
+            raise InputError(
+                f"command line: {key}: prepare takes the keys of data only, as in data.length=1024"
+            )
         set_value({"data": data}, key, value_from_text(_Recipe, key, value))
     return parse(_Recipe, {"data": data}, recipe or "command line").data
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    wanted = _decoded(_open_splits(options.path)["train"], options.index, options.tokenizer) if options.index is not None else ()
+    wanted = (
+        _decoded(_open_splits(options.path)["train"], options.index, options.tokenizer)
+        if options.index is not None
+        else ()
+    )
     for line in chain(_described(options.path, options.verify), wanted):
         print(line)
 
 
 def _open_splits(path: Path) -> dict[Split, Packs]:
     """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
-    length = None if path.is_dir() and not any(path.glob("*.bin")) else DataSettings.model_fields["length"].default
+    length = (
+        None
+        if path.is_dir() and not any(path.glob("*.bin"))
+        else DataSettings.model_fields["length"].default
+    )
     return {split: open_split() for split, open_split in find_splits(path, length).items()}
 
 
 def _described(path: Path, verify: bool) -> Iterator[str]:
     """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts."""
-    if not (path / MANIFEST).is_file() and (inside := sorted(file.parent for file in path.rglob(MANIFEST))):
+    if not (path / MANIFEST).is_file() and (
+        inside := sorted(file.parent for file in path.rglob(MANIFEST))
+    ):
         for each in inside:
             yield from _described(each, verify)
         return
     splits = _open_splits(path)
     first = splits["train"]
     yield f"{path}: {type(first).__name__} of {first.length:,} tokens"
-    recorded = ", ".join(f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None)
+    recorded = ", ".join(
+        f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None
+    )
     yield f"  tokenizer            {recorded or 'not recorded in this format'}"
     for split, packs in splits.items():
         yield f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}"
@@ -164,8 +215,16 @@ def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[s
     """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
     if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
-    stored = [file for folder in (packs.path, packs.path.parent / FIRST) if (file := folder / "tokenizer.json").is_file()]
-    tokenizer = load_tokenizer(tokenizer_name or str(stored[0])).tokenizer if tokenizer_name or stored else None
+    stored = [
+        file
+        for folder in (packs.path, packs.path.parent / FIRST)
+        if (file := folder / "tokenizer.json").is_file()
+    ]
+    tokenizer = (
+        load_tokenizer(tokenizer_name or str(stored[0])).tokenizer
+        if tokenizer_name or stored
+        else None
+    )
     pack, ends = packs[index], np.cumsum(packs[index].lengths).tolist()
     for begin, end in zip([0, *ends], ends, strict=False):
         yield f"──── document at {begin:,} · {end - begin:,} tokens ".ljust(100, "─")
@@ -173,7 +232,11 @@ def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[s
         if pack.trained is not None:
             shown["[trained on] "] = shown[""][pack.trained[begin:end]]
         for what, ids in shown.items():
-            yield what + (tokenizer.decode(ids, skip_special_tokens=False) if tokenizer else " ".join(map(str, ids)))
+            yield what + (
+                tokenizer.decode(ids, skip_special_tokens=False)
+                if tokenizer
+                else " ".join(map(str, ids))
+            )
     if ends[-1] < packs.length:
         yield f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─")
 

@@ -33,7 +33,8 @@ Split = Literal["train", "held_out"]
 
 IGNORE = -100  # the label of a token without a loss, which torch's and transformers' losses skip
 MANIFEST = "packs.json"
-FIRST = "part-00000000"  # in the folder of a stream: the packs that stay, to look at and to evaluate on
+# in the folder of a stream: the packs that stay, to look at and to evaluate on
+FIRST = "part-00000000"
 SHARD_BYTES = 512 * 2**20  # of a file, after which another begins
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 
@@ -42,16 +43,13 @@ _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 class Pack:
     """One row of training data, always `length` tokens wide."""
 
-    input_ids: np.ndarray  # [length] uint32; a read-only view into the file where the format allows it
+    # [length] uint32; a read-only view into the file where the format allows it
+    input_ids: np.ndarray
     lengths: np.ndarray  # [documents] int32, in order; the tokens after their sum are padding
-    first_position: int = 0  # position of the first token in its document; > 0 where it goes on from another pack
+    # position of the first token in its document; > 0 where it goes on from another pack
+    first_position: int = 0
     # [length] bool: which tokens are to be learnt, each as the label of the token before it; None: all
     trained: np.ndarray | None = None
-
-
-def same_or_ignored(labels: np.ndarray, tokens: np.ndarray) -> bool:
-    """Returns whether `labels` are the tokens themselves, not shifted, but for some that are `IGNORE`."""
-    return len(labels) == len(tokens) and bool(((labels == tokens) | (labels == IGNORE)).all())
 
 
 class Packs:
@@ -59,8 +57,10 @@ class Packs:
 
     path: Path
     length: int
-    fingerprint: str  # sha256 hex of what a model would see, in order: equal fingerprints mean equal training data
-    tokenizer: dict[str, Any] | None = None  # name, fingerprint, vocab_size, bos_id, eos_id, pad_id, where the format knows them
+    # sha256 hex of what a model would see, in order: equal fingerprints mean equal training data
+    fingerprint: str
+    # name, fingerprint, vocab_size, bos_id, eos_id, pad_id, where the format knows them
+    tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -115,7 +115,8 @@ class PackWriter(AbstractContextManager):
         self.path = Path(os.path.realpath(path))  # packs may lie on a large disk, and a link here
         self.length = length
         self.folder = self.path.with_name(f".{self.path.name}.partial")
-        shutil.rmtree(self.folder, ignore_errors=True)  # what a killed writer left; nothing there was ever complete
+        # what a killed writer left; nothing there was ever complete
+        shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         self._splits: dict[Split, _SplitWriter] = {}
 
@@ -130,12 +131,24 @@ class PackWriter(AbstractContextManager):
             self._splits[split] = _SplitWriter(self.folder / split, self.length, masked=masked)
         self._splits[split].append(packs)
 
-    def finish(self, *, settings: dict[str, Any], statistics: dict[str, Any], tokenizer: dict[str, Any] | None) -> dict[str, Any]:
+    def finish(
+        self,
+        *,
+        settings: dict[str, Any],
+        statistics: dict[str, Any],
+        tokenizer: dict[str, Any] | None,
+    ) -> dict[str, Any]:
         """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
         Raises InputError if no training pack was written, OSError where `path` is there and no empty folder."""
         if "train" not in self._splits:
-            raise InputError(f"{self.path}: no training pack was made; the source holds no text, or all of it is held out")
-        splits = {name: self._splits[name].finish() for name in ("train", "held_out") if name in self._splits}
+            raise InputError(
+                f"{self.path}: no training pack was made; the source holds no text, or all of it is held out"
+            )
+        splits = {
+            name: self._splits[name].finish()
+            for name in ("train", "held_out")
+            if name in self._splits
+        }
         manifest = {
             "version": 1,
             "length": self.length,
@@ -145,7 +158,8 @@ class PackWriter(AbstractContextManager):
             "splits": splits,
             "files": [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()],
         }
-        manifest = json.loads(json.dumps(manifest, default=str))  # as it will be read back, so that the checksum fits
+        # as it will be read back, so that the checksum fits
+        manifest = json.loads(json.dumps(manifest, default=str))
         text = json.dumps(manifest | {"checksum": hash_of(manifest)}, indent=1, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
         fsync_tree(self.folder)
@@ -162,7 +176,8 @@ class _SplitWriter:
         self.folder, self.length, self.masked = folder, length, masked
         self.packs = self.documents = self.tokens = 0
         self.shards: list[Path] = []
-        self.hashes = [hashlib.sha256() for _ in range(4 + masked)]  # by column: batches must not change the fingerprint
+        # by column: batches must not change the fingerprint
+        self.hashes = [hashlib.sha256() for _ in range(4 + masked)]
         self.stream: pa.ipc.RecordBatchStreamWriter | None = None
 
     def append(self, packs: Sequence[Pack]) -> None:
@@ -170,8 +185,14 @@ class _SplitWriter:
         lengths = np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False)
         offsets = np.append(0, np.cumsum([len(pack.lengths) for pack in packs])).astype(np.int32)
         firsts = np.array([pack.first_position for pack in packs], np.int32)
-        masks = [np.packbits(np.stack([pack.trained for pack in packs]), axis=1, bitorder="little")] if self.masked else []
-        for hasher, column in zip(self.hashes, (ids, lengths, np.diff(offsets), firsts, *masks), strict=True):
+        masks = (
+            [np.packbits(np.stack([pack.trained for pack in packs]), axis=1, bitorder="little")]
+            if self.masked
+            else []
+        )
+        for hasher, column in zip(
+            self.hashes, (ids, lengths, np.diff(offsets), firsts, *masks), strict=True
+        ):
             hasher.update(column)
         self.packs += len(packs)
         self.documents += len(lengths)
@@ -195,9 +216,16 @@ class _SplitWriter:
         """Returns the split's part of the manifest."""
         if self.stream is not None:
             self._close_shard()
-        content = {"length": self.length, "packs": self.packs, "columns": [hasher.hexdigest() for hasher in self.hashes]}
+        content = {
+            "length": self.length,
+            "packs": self.packs,
+            "columns": [hasher.hexdigest() for hasher in self.hashes],
+        }
         totals = {"packs": self.packs, "documents": self.documents, "tokens": self.tokens}
-        return totals | {"fingerprint": hash_of(content), "files": [_entry(path) for path in self.shards]}
+        return totals | {
+            "fingerprint": hash_of(content),
+            "files": [_entry(path) for path in self.shards],
+        }
 
     def _close_shard(self) -> None:
         self.stream.close()
@@ -221,7 +249,9 @@ class ArrowPacks(Packs):
         self.tokens: int = written["tokens"]  # without padding
         self._records = _records(written["files"], split)
         check_files(self.path, self._records, _REMEDY)
-        self._batches = [batch for record in self._records for batch in self._map(self.path / record.name)]
+        self._batches = [
+            batch for record in self._records for batch in self._map(self.path / record.name)
+        ]
         self._starts = [0, *accumulate(len(ids) for ids, *_ in self._batches)]
 
     def __len__(self) -> int:
@@ -231,11 +261,19 @@ class ArrowPacks(Packs):
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
         ids, lengths, offsets, first_positions, *masks = self._batches[number]
         row = index - self._starts[number]
-        mask = np.unpackbits(masks[0][row], count=self.length, bitorder="little").view(np.bool_) if masks else None
-        return Pack(ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]), mask)
+        mask = (
+            np.unpackbits(masks[0][row], count=self.length, bitorder="little").view(np.bool_)
+            if masks
+            else None
+        )
+        return Pack(
+            ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]), mask
+        )
 
     def verify(self) -> None:
-        check_files(self.path, self._records + _records(self.manifest["files"]), _REMEDY, hashed=True)
+        check_files(
+            self.path, self._records + _records(self.manifest["files"]), _REMEDY, hashed=True
+        )
 
     def _map(self, path: Path) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields for each record batch, as views of the file: ids [rows, length], lengths, offsets [rows + 1], first positions
@@ -257,7 +295,10 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
-    return [FileRecord(os.path.join(folder, file["name"]), file["bytes"], {"sha256": file["sha256"]}) for file in files]
+    return [
+        FileRecord(os.path.join(folder, file["name"]), file["bytes"], {"sha256": file["sha256"]})
+        for file in files
+    ]
 
 
 def _rows(values: np.ndarray) -> pa.Array:
@@ -267,4 +308,6 @@ def _rows(values: np.ndarray) -> pa.Array:
 
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
     """Returns the array's own memory as numpy sees it. (`to_numpy` does, and imports pandas where it is installed.)"""
-    return np.frombuffer(array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8)
+    return np.frombuffer(
+        array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8
+    )

@@ -37,10 +37,14 @@ class Microbatch:
     """The input of one forward and backward pass; T = packs * length. All tensors lie on the CPU, pinned if asked for."""
 
     input_ids: Tensor  # [1, T] int64
-    position_ids: Tensor  # [1, T] int64, from 0 in each document, or from first_position in a pack's first
+    # [1, T] int64, from 0 in each document, or from first_position in a pack's first
+    position_ids: Tensor
     labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
-    cu_seqlens: Tensor  # [bucket] int32: 0, the end of each document, then T up to the bucket's size
-    max_seqlen: int  # the pack length, which bounds every document; constant, since every other value would recompile
+    # [bucket] int32: 0, the end of each document, then T up to the bucket's size
+    cu_seqlens: Tensor
+    # the pack length, which bounds every document; constant, since every other value would
+    # recompile
+    max_seqlen: int
     valid_tokens: int  # labels that are not IGNORE
 
 
@@ -59,9 +63,12 @@ class StepBatches:
     epoch: float  # epochs consumed once this step is done
     # Once the step is done: epochs and share of each of several sources, and the place in a stream.
     sources: dict[str, float] = field(default_factory=dict)
+    places: range = range(0)  # of the step's packs in the stream, over all ranks
 
 
-def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False) -> Microbatch:
+def build_microbatch(
+    packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False
+) -> Microbatch:
     """Lay packs of one length end to end.
 
     The last token of a pack has no label. The last one of a document has none with `mask_boundaries`, and else predicts the next
@@ -72,7 +79,10 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
     total = len(packs) * length
     # Documents and padding tails cover the microbatch without a gap.
     tails = [length - int(pack.lengths.sum()) for pack in packs]
-    parts = [np.append(pack.lengths, tail) if tail else pack.lengths for pack, tail in zip(packs, tails, strict=True)]
+    parts = [
+        np.append(pack.lengths, tail) if tail else pack.lengths
+        for pack, tail in zip(packs, tails, strict=True)
+    ]
     sizes = np.concatenate(parts, dtype=np.int64)
     ends = np.cumsum(sizes)
     first_positions = np.zeros_like(sizes)
@@ -90,7 +100,9 @@ def build_microbatch(packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory
         if tail:  # from the last real token on, which would have to guess padding
             labels[end - min(tail + 1, length) : end] = IGNORE
 
-    offsets = np.full(-(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE, total, dtype=np.int32)
+    offsets = np.full(
+        -(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE, total, dtype=np.int32
+    )
     offsets[0] = 0
     offsets[1 : len(ends) + 1] = ends
     return Microbatch(
@@ -114,13 +126,19 @@ def sum_of_squares(lengths: np.ndarray) -> int:
     return int(lengths @ lengths)
 
 
-def count_valid_tokens(lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool) -> int:
+def count_valid_tokens(
+    lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool
+) -> int:
     """Labels of a pack with these document lengths, without building it: every token to be learnt is one but for the first of
     each document, or of the pack."""
     real = int(lengths.sum())
     if trained is None:
         return real - len(lengths) if mask_boundaries else max(real - 1, 0)
-    firsts = np.cumsum(lengths) - lengths if mask_boundaries else np.zeros(min(len(lengths), 1), np.int64)
+    firsts = (
+        np.cumsum(lengths) - lengths
+        if mask_boundaries
+        else np.zeros(min(len(lengths), 1), np.int64)
+    )
     return int(np.count_nonzero(trained[:real]) - np.count_nonzero(trained[firsts]))
 
 
@@ -132,19 +150,28 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     """
 
     def __init__(self, build: Callable[[int], T], numbers: Iterable[int], pin_memory: bool) -> None:
-        self.data_wait_ms = 0.0  # how long the last `next` waited for its result, and `ready` before it
+        # how long the last `next` waited for its result, and `ready` before it
+        self.data_wait_ms = 0.0
         self._waited_ms = 0.0  # by `ready`, since then
         self._build = build
         self._numbers = iter(numbers)
         setup = None
-        if pin_memory:  # pinning goes through a thread's device, and by default every rank would take memory of the first
-            setup = partial(torch.accelerator.set_device_index, torch.accelerator.current_device_index())
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch", initializer=setup)
+        # pinning goes through a thread's device, and by default every rank would take memory of the
+        # first
+        if pin_memory:
+            setup = partial(
+                torch.accelerator.set_device_index, torch.accelerator.current_device_index()
+            )
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="prefetch", initializer=setup
+        )
         self._pending: deque[Future[T]] = deque()
         self._submit(_AHEAD)
 
     def _submit(self, count: int) -> None:
-        self._pending.extend(self._thread.submit(self._build, number) for number in islice(self._numbers, count))
+        self._pending.extend(
+            self._thread.submit(self._build, number) for number in islice(self._numbers, count)
+        )
 
     def ready(self, seconds: float) -> bool:
         """Returns whether `next` would return, or raise, at once; waits for that, so many seconds at most."""
@@ -165,7 +192,10 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         started = time.perf_counter()
         future = self._pending.popleft()
         failed = future.exception() is not None  # waits
-        self.data_wait_ms, self._waited_ms = self._waited_ms + (time.perf_counter() - started) * 1e3, 0.0
+        self.data_wait_ms, self._waited_ms = (
+            self._waited_ms + (time.perf_counter() - started) * 1e3,
+            0.0,
+        )
         if failed:
             self.close()
         else:
@@ -191,15 +221,19 @@ class Batching:
     world_size: int
     mask_boundaries: bool
     pin_memory: bool = False
-    vocab_size: int | None = None  # if given, a token id beyond it is an InputError instead of a crash on the device
-    positions: int | None = None  # if given, so is a document that goes on from another pack beyond so many positions
+    # if given, a token id beyond it is an InputError instead of a crash on the device
+    vocab_size: int | None = None
+    # if given, so is a document that goes on from another pack beyond so many positions
+    positions: int | None = None
 
     def build(self, packs: Packs, indices: Sequence[int]) -> Microbatch:
         """The microbatch of these packs, filled up with blank ones: without documents and labels."""
         chosen = [read_pack(packs, index, self.vocab_size, self.positions) for index in indices]
         blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
         chosen += [blank] * (self.microbatch - len(chosen))
-        return build_microbatch(chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory)
+        return build_microbatch(
+            chosen, mask_boundaries=self.mask_boundaries, pin_memory=self.pin_memory
+        )
 
     def evaluation(self, packs: Packs, limit: int | None = None) -> Prefetch[Microbatch]:
         """This rank's part of one pass over all packs, or over the first `limit` packs, in order. Every rank gets equally many
@@ -236,14 +270,19 @@ class BatchStream(Batching):
         # Blanks cost nothing, so they are dealt last, to the lightest microbatches; one of blanks alone ends its rank's.
         mine = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
-            microbatches=[self.build(self.packs, [indices[i] for i in places if i < len(indices)]) for places in mine],
+            microbatches=[
+                self.build(self.packs, [indices[i] for i in places if i < len(indices)])
+                for places in mine
+            ],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(
-                count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=self.mask_boundaries) for pack in packs
+                count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=self.mask_boundaries)
+                for pack in packs
             ),
             sum_squared_lengths=sum(squares),
             epoch=self.order.epoch_of(number + 1),
             sources=self.order.figures(number + 1),
+            places=self.order.places_of_step(number),
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
@@ -251,7 +290,9 @@ class BatchStream(Batching):
         return Prefetch(self.step, range(start, stop), self.pin_memory)
 
 
-def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: int | None = None) -> Pack:
+def read_pack(
+    packs: Packs, index: int, vocab_size: int | None, positions: int | None = None
+) -> Pack:
     """Pack `index`. InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have, or where
     its first document goes on beyond so many `positions`."""
     pack = packs[index]
@@ -259,7 +300,11 @@ def read_pack(packs: Packs, index: int, vocab_size: int | None, positions: int |
         raise InputError(
             f"{packs.path}: pack {index} holds token id {highest}, and the model has {vocab_size} ids; take its own tokenizer"
         )
-    if positions and len(pack.lengths) and (end := pack.first_position + int(pack.lengths[0])) > positions:
+    if (
+        positions
+        and len(pack.lengths)
+        and (end := pack.first_position + int(pack.lengths[0])) > positions
+    ):
         raise InputError(
             f"{packs.path}: pack {index} goes on to position {end - 1:,}, the model knows {positions:,}; let positions restart"
         )

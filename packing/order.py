@@ -39,7 +39,8 @@ class Mixture:
     names: tuple[str, ...]  # ("",): a single source, without a name
     counts: tuple[int, ...]  # packs of each source
     weights: tuple[float, ...]  # share of the tokens that each source shall have; 1 together
-    tokens_per_pack: tuple[float, ...]  # real tokens in a pack of each source, without padding, on average
+    # real tokens in a pack of each source, without padding, on average
+    tokens_per_pack: tuple[float, ...]
 
     @classmethod
     def alone(cls, count: int) -> Mixture:
@@ -49,26 +50,44 @@ class Mixture:
     @property
     def share_of_packs(self) -> list[float]:
         """Each source's share of all packs, which sum to 1: its share of the tokens, divided by how full its packs are."""
-        packs = [weight / tokens for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)]
+        packs = [
+            weight / tokens
+            for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)
+        ]
         return [each / sum(packs) for each in packs]
 
     def packs_before(self, places: np.ndarray | int) -> list[np.ndarray]:
         """Returns for each source how many of the packs before each of `places` are of it; int64, the shape of `places`."""
         left, packs, shares = np.asarray(places, np.int64), [], self.share_of_packs
         for number, share in enumerate(shares):
-            rate = round(_PARTS * share / sum(shares[number:]))  # out of `_PARTS` that no source before takes; the last takes all
+            # out of `_PARTS` that no source before takes; the last takes all
+            rate = round(_PARTS * share / sum(shares[number:]))
             packs.append(left * rate // _PARTS)
             left = left - packs[-1]
         return packs
 
     def epochs(self, place: int) -> dict[str, float]:
         """Returns how often each source has been gone through before `place`."""
-        return {name: int(n) / count for name, n, count in zip(self.names, self.packs_before(place), self.counts, strict=True)}
+        return {
+            name: int(n) / count
+            for name, n, count in zip(
+                self.names, self.packs_before(place), self.counts, strict=True
+            )
+        }
 
     def shares(self, place: int) -> dict[str, float]:
         """The share of the tokens before `place` that came from each source; the weights themselves before the first."""
-        tokens = [int(n) * each for n, each in zip(self.packs_before(place), self.tokens_per_pack, strict=True)]
-        return dict(zip(self.names, (each / sum(tokens) for each in tokens) if any(tokens) else self.weights, strict=True))
+        tokens = [
+            int(n) * each
+            for n, each in zip(self.packs_before(place), self.tokens_per_pack, strict=True)
+        ]
+        return dict(
+            zip(
+                self.names,
+                (each / sum(tokens) for each in tokens) if any(tokens) else self.weights,
+                strict=True,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -81,7 +100,8 @@ class Order:
     mixture: Mixture
     packs_per_step: int
     seed: int
-    shift: int = 0  # packs by which step 0 is further on in the stream; below 0 after steps that were smaller
+    # packs by which step 0 is further on in the stream; below 0 after steps that were smaller
+    shift: int = 0
 
     def places_of_step(self, step: int) -> range:
         """The places in the stream of step `step`, from 0."""
@@ -101,12 +121,15 @@ class Order:
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
         """The packs that come at `places`, ascending int64, of the stream of source `number` alone."""
         key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
-        if self.mixture.names != ("",):  # sources of equal size must not go through their packs in the same order
+        # sources of equal size must not go through their packs in the same order
+        if self.mixture.names != ("",):
             key = splitmix64(splitmix64(key + np.uint64(number)))
         count = self.mixture.counts[number]
         epoch, within = np.divmod(places, count)
         # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
-        return sum(self.mixture.counts[:number]) + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
+        return sum(self.mixture.counts[:number]) + permute(
+            within, count, splitmix64(key + epoch.astype(np.uint64))
+        )
 
     def epoch_of(self, step: int) -> float:
         """Packs consumed when `step` starts, by how many there are. The epochs of several sources differ: `figures`."""
@@ -118,21 +141,38 @@ class Order:
             return {}
         place = self.places_of_step(step).start
         epochs, shares = self.mixture.epochs(place), self.mixture.shares(place)
-        return {f"{figure}/{name}": of[name] for figure, of in (("epoch", epochs), ("share", shares)) for name in epochs}
+        return {
+            f"{figure}/{name}": of[name]
+            for figure, of in (("epoch", epochs), ("share", shares))
+            for name in epochs
+        }
 
 
 class MixedPacks(JoinedPacks):
     """The packs of several sources, one source after another."""
 
-    def __init__(self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]
+    ) -> None:
         super().__init__(path, list(parts.values()))
         self.parts, self.weights = dict(parts), {name: weights[name] for name in parts}
         self.length = self.joined[0].length
         known = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
         self.tokenizer = (known or self.joined)[0].tokenizer  # MDS and token .bin know none
-        if other := next((packs for packs in known if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]), None):
-            raise InputError(f"{other.path}: made with another tokenizer than {known[0].path}; prepare them with the same")
-        content = [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
+        if other := next(
+            (
+                packs
+                for packs in known
+                if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]
+            ),
+            None,
+        ):
+            raise InputError(
+                f"{other.path}: made with another tokenizer than {known[0].path}; prepare them with the same"
+            )
+        content = [
+            [name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()
+        ]
         self.fingerprint = hash_of(content)
 
     def mixture(self) -> Mixture:
@@ -150,10 +190,14 @@ def _tokens_of(packs: Packs) -> float:
     """How many real tokens a pack has on average; where packs do not record their number, 1,000 of the packs are counted."""
     if isinstance(packs, ArrowPacks):
         return packs.tokens / len(packs)
-    return float(np.mean([int(packs[index].lengths.sum()) for index in evenly(len(packs), _SAMPLED_PACKS)]))
+    return float(
+        np.mean([int(packs[index].lengths.sum()) for index in evenly(len(packs), _SAMPLED_PACKS)])
+    )
 
 
-def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> list[list[list[int]]]:
+def spread(
+    costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int
+) -> list[list[list[int]]]:
     """Deal packs out to ranks and microbatches, equally many each, so that their costs are even; [rank][microbatch] -> indices.
 
     A pack's cost is the sum of its squared document lengths, to which its attention's is proportional; all else is equal.
@@ -178,7 +222,9 @@ def spread(costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int) -> 
     total = [0] * ranks
     for first in range(0, bins, ranks):
         lightest_first = sorted(range(ranks), key=total.__getitem__)
-        for rank, number in zip(lightest_first, costliest_first[first : first + ranks], strict=True):
+        for rank, number in zip(
+            lightest_first, costliest_first[first : first + ranks], strict=True
+        ):
             result[rank].append(sorted(dealt[number]))
             total[rank] += load[number]
     return result

@@ -21,7 +21,9 @@ from packing.records import UNTRAINED
 from packing.settings import DataSettings
 from packing.sources import Tokens
 
-SEED = 42  # of the documents' order and of the held-out choice; runs with seeds of their own share packs
+# of the documents' order and of the held-out choice; runs with seeds of their own share packs
+SEED = 42
+_MOST_UNKNOWN = 0.01  # share of the tokenizer's unknown token above which there is a warning
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
@@ -86,7 +88,14 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
 
 
 def materialise(
-    layout: Layout, first: int, last: int, tokens: np.ndarray, starts: np.ndarray, fill_id: int, *, masked: bool = False
+    layout: Layout,
+    first: int,
+    last: int,
+    tokens: np.ndarray,
+    starts: np.ndarray,
+    fill_id: int,
+    *,
+    masked: bool = False,
 ) -> list[Pack]:
     """Copy the tokens of packs `first` to `last` (exclusive) together; a short pack's tail is filled with `fill_id`.
 
@@ -113,7 +122,10 @@ def materialise(
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
     if not masked:
         return [Pack(ids, its) for ids, its in zip(rows, lengths, strict=True)]
-    return [Pack(ids & ~UNTRAINED, its, 0, ids < UNTRAINED) for ids, its in zip(rows, lengths, strict=True)]
+    return [
+        Pack(ids & ~UNTRAINED, its, 0, ids < UNTRAINED)
+        for ids, its in zip(rows, lengths, strict=True)
+    ]
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -140,14 +152,18 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     tightest after the first, so it takes all; and so does every pack with as much room. The result is that of placing one by one.
     """
     packs_with: dict[int, list[int]] = {}  # the open packs, by how many more tokens each can hold
-    existing = 0  # bit r is set: some pack has room for exactly r tokens. The lowest set bit from a size on is the tightest.
+    # bit r is set: some pack has room for exactly r tokens. The lowest set bit from a size on is
+    # the tightest.
+    existing = 0
     pack_of = np.arange(len(sizes))
     # Spare room fits 16 bits for packs of up to 65,535 tokens, where numpy's stable sort is a radix sort, hence linear.
     spare = (capacity - sizes).astype(np.min_scalar_type(capacity))
     longest_first = np.argsort(spare, kind="stable")
     spares, counts = np.unique(spare, return_counts=True)
     packs, at = 0, 0
-    for size, count in zip((capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True):
+    for size, count in zip(
+        (capacity - spares.astype(np.int64)).tolist(), counts.tolist(), strict=True
+    ):
         while count:
             fitting = existing >> size
             room = size + (fitting & -fitting).bit_length() - 1 if fitting else capacity
@@ -163,7 +179,10 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
             placed = min(count, each * len(chosen))
             pack_of[longest_first[at : at + placed]] = np.repeat(chosen, each)[:placed]
             in_last = placed - each * (len(chosen) - 1)
-            for left, some in ((room - each * size, chosen[:-1]), (room - in_last * size, chosen[-1:])):
+            for left, some in (
+                (room - each * size, chosen[:-1]),
+                (room - in_last * size, chosen[-1:]),
+            ):
                 if left and some:
                     packs_with.setdefault(left, []).extend(some)
                     existing |= 1 << left
@@ -178,35 +197,52 @@ class Arranged:
     def __init__(self, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> None:
         """`one_file`: a document is a text file, and of a single one the tail is held out."""
         self.tokens, self.settings, lengths = tokens, settings, tokens.lengths
+        self.masked = settings.masks or tokens.counts.trained < tokens.counts.tokens
         alone = one_file and len(lengths) == 1 and settings.held_out
         tail = max(1, round(int(lengths[0]) * settings.held_out)) if alone else 0
         if tail:
             lengths = np.array([lengths[0] - tail, tail])
-        self.begins = np.cumsum(lengths) - lengths  # [pieces] int64, where each begins among the tokens
+        # [pieces] int64, where each begins among the tokens
+        self.begins = np.cumsum(lengths) - lengths
         # Of each split, the documents in the order in which they are packed.
-        self.places = {"train": np.array([0]), "held_out": np.array([1])} if tail else split_documents(len(lengths), settings)
+        self.places = (
+            {"train": np.array([0]), "held_out": np.array([1])}
+            if tail
+            else split_documents(len(lengths), settings)
+        )
         lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
-        self.layouts = {split: lay_out(lengths[order], settings.length) for split, order in self.places.items()}
+        self.layouts = {
+            split: lay_out(lengths[order], settings.length) for split, order in self.places.items()
+        }
 
     def bytes(self) -> int:
         """Returns what the packs take on disk, but for less than a thousandth."""
-        length, masks = self.settings.length, self.settings.masks
+        length, masks = self.settings.length, self.masked
         return sum(
-            4 * (len(layout) * (length + 2) + len(layout.document)) + masks * len(layout) * -(-length // 8)
+            4 * (len(layout) * (length + 2) + len(layout.document))
+            + masks * len(layout) * -(-length // 8)
             for layout in self.layouts.values()
         )
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
         """Write the packs of `split`."""
-        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.settings.masks
-        starts, step = self.begins[self.places[split]], max(1, _PACKS_TOKENS // self.settings.length)
+        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.masked
+        starts, step = (
+            self.begins[self.places[split]],
+            max(1, _PACKS_TOKENS // self.settings.length),
+        )
         for first in range(0, len(layout), step):
             last = min(first + step, len(layout))
-            writer.add(split, *materialise(layout, first, last, tokens, starts, padding, masked=masked))
+            writer.add(
+                split, *materialise(layout, first, last, tokens, starts, padding, masked=masked)
+            )
 
     def statistics(self) -> dict[str, Any]:
         """Returns what the manifest says of all of it."""
         counts, packs = self.tokens.counts, sum(map(len, self.layouts.values()))
+        unknown = f"{counts.unknown / counts.tokens:.2%} of all"
+        if counts.unknown > _MOST_UNKNOWN * counts.tokens:
+            unknown += "; warning: the tokenizer lacks this text, name another"
         return {
             "documents": counts.documents,
             "tokens": counts.tokens,
@@ -218,7 +254,9 @@ class Arranged:
             "empty_documents": counts.empty,
             "median_document": int(np.median(self.tokens.lengths)),
             "longest_document": int(self.tokens.lengths.max()),
-            **({"trained_tokens": counts.trained} if self.settings.masks else {}),
+            **({"trained_tokens": counts.trained} if self.masked else {}),
+            **({"unknown_tokens": unknown} if counts.unknown else {}),
+            **({"columns_not_read": ", ".join(counts.unread)} if counts.unread else {}),
         }
 
 
@@ -231,6 +269,8 @@ def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarra
     shuffled = permute(np.arange(count), count, SEED)
     held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
     if held_out >= count:
-        raise InputError(f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0")
+        raise InputError(
+            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; set it to 0"
+        )
     parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
     return {split: part for split, part in parts.items() if len(part)}

@@ -27,7 +27,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, replace_file, write_json
@@ -41,7 +40,7 @@ from packing.settings import DataSettings, SourceSettings
 from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, open_source, tokenize
 from packing.store import all_parts, find_splits, folder_of, is_there, training_parts
 from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
-from packing.tokenizer import load_tokenizer
+from packing.tokenizer import TextTokenizer, load_tokenizer
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
 _TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
@@ -57,20 +56,61 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 
     Every process may call it: it takes a lock, and who gets it second finds the work done. InputError for what cannot be used and
     for a full disk.
+
+    On a file system without locks, the first rank of a launch prepares and the other ranks wait
+    for its packs. A second command raises InputError.
     """
     if not settings.prepares:
-        raise InputError("data.source and data.tokenizer are not set, so there is nothing to prepare packs from")
+        raise InputError(
+            "data.source and data.tokenizer are not set, so there is nothing to prepare packs from"
+        )
     for part in all_parts(settings):
         if part.source is None:  # packs that exist
             continue
         if not holds_packs_of(part):  # before any file is touched: packs may be on a read-only disk
             lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
-            with locked(lock, lambda holder: say(f"waiting for {holder}, which prepares the same packs", progress)):
+            with (
+                locked(
+                    lock,
+                    lambda holder: say(f"waiting for {holder} to prepare the packs", progress),
+                ) as has_locks,
+                ExitStack() as claimed,
+            ):
+                if not has_locks:
+                    _claim(part, claimed)
                 if not holds_packs_of(part):
-                    say(summary(_make_first(part, settings, progress) if part.stream else make_packs(part, progress)), progress)
+                    say(
+                        summary(
+                            _make_first(part, settings, progress)
+                            if part.stream
+                            else make_packs(part, progress)
+                        ),
+                        progress,
+                    )
                     continue
         say(f"{part.packs}: already prepared with these settings", progress)
     return settings.packs
+
+
+def _claim(part: DataSettings, claimed: ExitStack) -> None:
+    """Stand in for the lock on the packs of `part` where the file system has no locks.
+
+    The first rank of a launch makes a folder, which only one process can, and removes it when
+    `claimed` ends. A killed process leaves it behind. Another rank returns once the packs exist.
+    Raises InputError if the folder exists.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        while not holds_packs_of(part):
+            time.sleep(LOOK)
+        return
+    claim = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
+    with refusing(
+        (FileExistsError,),
+        f"{claim}: says that a process prepares these packs, as this file system has no locks",
+        "wait for it; if it was killed, remove this folder and start again",
+    ):
+        claim.mkdir()
+    claimed.callback(claim.rmdir)
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
@@ -86,16 +126,24 @@ def holds_packs_of(settings: DataSettings) -> bool:
     if not is_there(packs):
         return False
     if not (packs / MANIFEST).is_file():
-        raise InputError(f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder")
+        raise InputError(
+            f"{packs}: exists and holds no packs that were prepared; set data.packs to another folder"
+        )
     manifest = read_manifest(packs)
     before, now = dict(manifest["settings"]), content_settings(settings)
-    if os.path.realpath(before["source"]) == os.path.realpath(now["source"]):  # one file or dataset, however it is spelled
+    # one file or dataset, however it is spelled
+    if os.path.realpath(before["source"]) == os.path.realpath(now["source"]):
         now["source"] = before["source"]
     # Packs travel without their tokenizer. Where it is here, its content counts, and no name.
     if before["tokenizer"] != now["tokenizer"] or Path(str(settings.tokenizer)).exists():
-        before["tokenizer"], now["tokenizer"] = manifest["tokenizer"]["fingerprint"], load_tokenizer(now["tokenizer"]).fingerprint
+        before["tokenizer"], now["tokenizer"] = (
+            manifest["tokenizer"]["fingerprint"],
+            load_tokenizer(now["tokenizer"]).fingerprint,
+        )
     if different := differences(before, now):
-        raise InputError(f"{packs}: prepared with other settings ({different}); set another data.packs, or remove this folder")
+        raise InputError(
+            f"{packs}: prepared with other settings ({different}); set another data.packs, or remove this folder"
+        )
     return True
 
 
@@ -111,18 +159,31 @@ def check_sources(settings: DataSettings) -> None:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """`name: before -> now` for every key whose value differs."""
     names = dict.fromkeys([*before, *now])
-    return "; ".join(f"{name}: {before.get(name)} -> {now.get(name)}" for name in names if before.get(name) != now.get(name))
+    return "; ".join(
+        f"{name}: {before.get(name)} -> {now.get(name)}"
+        for name in names
+        if before.get(name) != now.get(name)
+    )
 
 
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise, from where an earlier run stopped, lay out the packs of both splits and write them; returns the manifest."""
-    kept, processes = settings.packs.absolute().parent / f".{settings.packs.name}.tokens", usable_cores()
+    kept, processes = (
+        settings.packs.absolute().parent / f".{settings.packs.name}.tokens",
+        usable_cores(),
+    )
     left = f"mend that and run this again: what is tokenised is kept in {kept}"
-    with PackMaker(settings, processes) as maker, refusing((OSError,), str(settings.packs), left):
+    with (
+        PackMaker(settings, processes) as maker,
+        refusing((OSError, MemoryError), str(settings.packs), left),
+    ):
         log = TokenLog(kept, maker.key())
         if not log.complete:
             first = log.counts.documents + 1
-            say(f"reading {maker.source.description} with {processes} processes, from document {first:,} on", progress)
+            say(
+                f"reading {maker.source.description} with {processes} processes, from document {first:,} on",
+                progress,
+            )
             with Progress("tokenising", "tokens", progress, initial=log.counts.tokens) as line, log:
                 for result in maker.tokenize(maker.source.chunks(log.place)):
                     log.append(result)
@@ -130,7 +191,9 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
                 check_counts(settings, log.counts)
                 if log.key != maker.key():
                     log.counts, log.place = Counts(), {}  # they are of neither text
-                    raise InputError(f"data.source: {settings.source}: changed while it was read; start again once it is whole")
+                    raise InputError(
+                        f"data.source: {settings.source}: changed while it was read; start again once it is whole"
+                    )
                 log.complete = True
         with Progress("packing", shown=progress):
             manifest = maker.write(settings.packs, maker.arrange(log.tokens()))
@@ -148,22 +211,36 @@ class PackMaker(AbstractContextManager):
         self.settings, self.processes = settings, processes
         self.tokenizer = load_tokenizer(str(settings.tokenizer))
         self.records = records_of(settings, self.tokenizer)
+        known = self.tokenizer.tokenizer.token_to_id("<|im_start|>") is not None
+        if settings.chat_template == "chatml" and not known:
+            say("warning: data.chat_template: chatml: <|im_start|> is several tokens here")
         self.source = open_source(settings, self.records)
         # Workers load the tokenizer: handing one to a worker that dies meanwhile, more than a pipe holds, would never end.
-        self._pool = ProcessPoolExecutor(processes, START, _begin, (settings,))
+        with _apart_from_the_caller():  # the pool starts multiprocessing's resource tracker
+            self._pool = ProcessPoolExecutor(processes, START, _begin, (settings,))
 
     def __exit__(self, *exception: object) -> None:
-        self._pool._result_queue._writer.close()  # or a result that is broken off would be waited for
-        for worker in list((self._pool._processes or {}).values()):  # nobody takes what they are at; Python 3.14: `kill_workers`
+        # or a result that is broken off would be waited for
+        self._pool._result_queue._writer.close()
+        # nobody takes what they are at; Python 3.14: `kill_workers`
+        for worker in list((self._pool._processes or {}).values()):
             worker.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def key(self) -> dict[str, Any]:
         """What tokens follow from. Not `on_bad_line`: after a bad line hours into the work, `skip` goes on from that line."""
         content = content_settings(self.settings)
-        key = {name: content[name] for name in _TOKEN_KEYS if name not in ("on_bad_line", "source", "tokenizer")}
-        key |= {"source files": self.source.identity, "tokenizer fingerprint": self.tokenizer.fingerprint}
-        return key | {"records": sha256(repr(self.records).encode()).hexdigest()}  # with the content of a chat template's file
+        key = {
+            name: content[name]
+            for name in _TOKEN_KEYS
+            if name not in ("on_bad_line", "source", "tokenizer")
+        }
+        key |= {
+            "source files": self.source.identity,
+            "tokenizer fingerprint": self.tokenizer.fingerprint,
+        }
+        # with the content of a chat template's file
+        return key | {"records": sha256(repr(self.records).encode()).hexdigest()}
 
     def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
         """Results in the order of `chunks`, up to 3 chunks a worker ahead. Raises the InputError of the first bad record."""
@@ -177,14 +254,18 @@ class PackMaker(AbstractContextManager):
             while waiting:
                 yield waiting.popleft().result()
         except BrokenProcessPool:
-            raise InputError("a tokenizer process died: if memory ran out, use fewer cores (taskset). The work is kept") from None
+            raise InputError(
+                "a tokenizer process died: if memory ran out, use fewer cores (taskset). The work is kept"
+            ) from None
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out packs. held_out: set a part apart as the settings say."""
         settings = self.settings if held_out else self.settings.model_copy(update={"held_out": 0.0})
         return Arranged(tokens, settings, one_file=self.source.kind == "text")
 
-    def write(self, path: Path, arranged: Arranged, part: tuple[PartStart, PartStart] | None = None) -> dict[str, Any]:
+    def write(
+        self, path: Path, arranged: Arranged, part: tuple[PartStart, PartStart] | None = None
+    ) -> dict[str, Any]:
         """Write packs to the folder `path` and return their manifest. part: of a stream, where it and the next one begin; parts
         behind the first have neither held-out packs nor the tokenizer."""
         whole = part is None or part[0].number == 0
@@ -192,16 +273,22 @@ class PackMaker(AbstractContextManager):
             for split in arranged.layouts if whole else ("train",):
                 arranged.write(writer, split, self.tokenizer.padding)
             if whole:
-                (writer.folder / "tokenizer.json").write_text(self.tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8")
+                (writer.folder / "tokenizer.json").write_text(
+                    self.tokenizer.tokenizer.to_str(pretty=True), encoding="utf-8"
+                )
             if whole and isinstance(self.records, ChatColumns):
                 (writer.folder / CHAT_TEMPLATE).write_text(self.records.template, encoding="utf-8")
             place = {"stream": {"start": asdict(part[0]), "after": asdict(part[1])}} if part else {}
             content = content_settings(self.settings)
-            return writer.finish(settings=content, statistics=arranged.statistics() | place, tokenizer=self.tokenizer.describe())
+            return writer.finish(
+                settings=content,
+                statistics=arranged.statistics() | place,
+                tokenizer=self.tokenizer.describe(),
+            )
 
 
 START = multiprocessing.get_context("spawn")
-_how: tuple[Tokenizer, Records, DataSettings] | None = None  # in a worker, how it tokenises
+_how: tuple[TextTokenizer, Records, DataSettings] | None = None  # in a worker, how it tokenises
 
 
 @contextmanager
@@ -223,10 +310,12 @@ def _begin(settings: DataSettings) -> None:
     global _how
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # threads of a worker would compete with the other workers
+    # threads of a worker would compete with the other workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     loaded = load_tokenizer(str(settings.tokenizer))
-    loaded.tokenizer.post_processor = None  # it would add special tokens that nobody asks for, and take blanks out of offsets
-    _how = loaded.tokenizer, records_of(settings, loaded), settings
+    # it would add special tokens that nobody asks for, and take blanks out of offsets
+    loaded.tokenizer.post_processor = None
+    _how = loaded, records_of(settings, loaded), settings
 
 
 def _tokenize(chunk: Chunk) -> Tokens:
@@ -254,13 +343,20 @@ class TokenLog(AbstractContextManager):
                     f"{folder}: holds {state['counts']['tokens']:,} tokens made with other settings or text ({different}); set "
                     f"them back, set data.packs to another folder, or {remedy}"
                 )
-            self.counts, self.place, self.complete = Counts(**state["counts"]), state["place"], state["complete"]
+            self.counts, self.place, self.complete = (
+                Counts(**state["counts"]),
+                state["place"],
+                state["complete"],
+            )
         folder.mkdir(parents=True, exist_ok=True)
         self._cut()
 
     def _cut(self) -> None:
         """Leave what is complete: a killed process, or a full disk, has broken off what it appended."""
-        for name, size in (("tokens.bin", 4 * self.counts.tokens), ("lengths.bin", 8 * self.counts.documents)):
+        for name, size in (
+            ("tokens.bin", 4 * self.counts.tokens),
+            ("lengths.bin", 8 * self.counts.documents),
+        ):
             with open(self.folder / name, "ab") as file:
                 file.truncate(size)
 
@@ -277,7 +373,12 @@ class TokenLog(AbstractContextManager):
         """Flush what was appended, and vouch for it."""
         self._cut()
         fsync_tree(self.folder)
-        state = {"key": self.key, "counts": asdict(self.counts), "place": self.place, "complete": self.complete}
+        state = {
+            "key": self.key,
+            "counts": asdict(self.counts),
+            "place": self.place,
+            "complete": self.complete,
+        }
         write_json(self.folder / _PROGRESS, state)
         self._committed = time.monotonic()
 
@@ -293,14 +394,28 @@ class TokenLog(AbstractContextManager):
 def check_counts(settings: DataSettings, counts: Counts) -> None:
     """InputError where a source holds no text."""
     if not counts.documents:
-        skipped = f" and {counts.skipped:,} malformed (first: {counts.first_skipped})" if counts.skipped else ""
-        raise InputError(f"data.source: {settings.source}: holds no text: {plural(counts.empty, 'empty record')}{skipped}")
+        skipped = (
+            f" and {counts.skipped:,} malformed (first: {counts.first_skipped})"
+            if counts.skipped
+            else ""
+        )
+        raise InputError(
+            f"data.source: {settings.source}: holds no text: {plural(counts.empty, 'empty record')}{skipped}"
+        )
 
 
 def summary(manifest: dict[str, Any]) -> str:
     """The lines that `prepare` ends with."""
-    numbers = {**manifest["statistics"], "tokenizer": (manifest["tokenizer"] or {}).get("name"), "stream": None}
-    written = {name: f"{value:,}" if isinstance(value, int) else value for name, value in numbers.items() if value}
+    numbers = {
+        **manifest["statistics"],
+        "tokenizer": (manifest["tokenizer"] or {}).get("name"),
+        "stream": None,
+    }
+    written = {
+        name: f"{value:,}" if isinstance(value, int) else value
+        for name, value in numbers.items()
+        if value
+    }
     return "\n".join(f"  {name.replace('_', ' '):<20} {value}" for name, value in written.items())
 
 
@@ -322,25 +437,37 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
     check_counts(maker.settings, tokens.counts)
     # What is held out of the text's beginning is so each time that the text is gone through.
     arranged = maker.arrange(tokens, held_out=start.number == 0 or epoch > start.epoch)
-    return arranged, PartStart(start.number + 1, epoch, tokens.after, start.first + len(arranged.layouts["train"]))
+    return arranged, PartStart(
+        start.number + 1, epoch, tokens.after, start.first + len(arranged.layouts["train"])
+    )
 
 
 def _fill(maker: PackMaker, place: Place) -> Tokens:
     """Tokenise from `place` on until a part is full or the source is over."""
     results = [Tokens(np.zeros(0, np.uint32), np.zeros(0, np.int64), Counts(), place)]
     done, window = 0, maker.settings.stream.window
-    for result in maker.tokenize(maker.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))):
+    for result in maker.tokenize(
+        maker.source.chunks(place, min(CHUNK_BYTES, max(_LEAST_CHUNK, window)))
+    ):
         results.append(result)
         done += result.counts.tokens
         if done >= window:
             break
-    tokens, lengths = (np.concatenate(arrays) for arrays in zip(*((each.tokens, each.lengths) for each in results), strict=True))
-    return Tokens(tokens, lengths, sum((each.counts for each in results), Counts()), results[-1].after)
+    tokens, lengths = (
+        np.concatenate(arrays)
+        for arrays in zip(*((each.tokens, each.lengths) for each in results), strict=True)
+    )
+    return Tokens(
+        tokens, lengths, sum((each.counts for each in results), Counts()), results[-1].after
+    )
 
 
 def _make_first(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
     check_disk(settings)
-    with PackMaker(part, usable_cores(2 * len(settings.shares))) as maker, Progress("packing the first part", shown=progress):
+    with (
+        PackMaker(part, usable_cores(2 * len(settings.shares))) as maker,
+        Progress("packing the first part", shown=progress),
+    ):
         say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
         arranged, after = make_part(maker, PartStart())
         return maker.write(part.packs / FIRST, arranged, (PartStart(), after))
@@ -365,7 +492,8 @@ def pack_ahead(
     """
     weights, limit = dict(zip(makers, settings.shares, strict=True)), settings.stream.disk_gb * 1e9
     nexts = dict(starts)  # of the parts that are still to be made
-    behind: dict[Path, tuple[str, int]] = {}  # of each part on disk, its source and the first pack of the next part
+    # of each part on disk, its source and the first pack of the next part
+    behind: dict[Path, tuple[str, int]] = {}
     for name, maker in makers.items():  # what is there from before, one part after another
         with suppress(InputError):  # damaged: it is made again
             while part := read_part(maker.settings.packs, nexts[name]):
@@ -382,7 +510,11 @@ def pack_ahead(
         size = round(1.002 * arranged.bytes()) + 2**16  # with what lies beside its packs
         while True:
             now = dict(reading)
-            for path in [path for path, (source, end) in behind.items() if end < now[source][0] and path.name != FIRST]:
+            for path in [
+                path
+                for path, (source, end) in behind.items()
+                if end < now[source][0] and path.name != FIRST
+            ]:
                 _remove(path)
                 del behind[path]
             if (needed := bytes_below(settings.packs) + size) <= limit:
@@ -415,8 +547,16 @@ def serve() -> None:
         with ExitStack() as stack:
             parts = training_parts(settings)
             processes = usable_cores(2 * len(parts))  # half of the cores: the run needs some, too
-            makers = {name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()}
-            for made in pack_ahead(settings, makers, {name: PartStart(**each) for name, each in starts.items()}, reading):
+            makers = {
+                name: stack.enter_context(PackMaker(part, processes))
+                for name, part in parts.items()
+            }
+            for made in pack_ahead(
+                settings,
+                makers,
+                {name: PartStart(**each) for name, each in starts.items()},
+                reading,
+            ):
                 time.sleep(0 if made else LOOK)
     except (InputError, OSError) as error:
         replace_file(settings.packs / FAILED, str(error).encode())

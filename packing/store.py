@@ -10,7 +10,16 @@ from pathlib import Path
 import numpy as np
 
 from foundation.errors import InputError
-from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs, Split, checked_index, read_manifest
+from packing.arrow import (
+    FIRST,
+    MANIFEST,
+    ArrowPacks,
+    Pack,
+    Packs,
+    Split,
+    checked_index,
+    read_manifest,
+)
 from packing.order import MixedPacks, splitmix64
 from packing.other_formats import INDEX, MDSPacks, TokenBin
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
@@ -30,11 +39,15 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
     for each in settings.sources:
         name = each.name or Path(str(each.source)).name.split(".")[0]
         if not SOURCE_NAME.match(name) or name in parts:
-            raise InputError(f"data.sources: {each.source}: its packs and figures need a `name` of their own; set it")
+            raise InputError(
+                f"data.sources: {each.source}: its packs and figures need a `name` of their own; set it"
+            )
         parts[name] = _part(settings, each, settings.packs / name)
         if stream := parts[name].stream:
             window = max(settings.length, round(stream.window * each.weight))
-            parts[name] = parts[name].model_copy(update={"streaming": stream.model_copy(update={"window": window})})
+            parts[name] = parts[name].model_copy(
+                update={"streaming": stream.model_copy(update={"window": window})}
+            )
     return parts
 
 
@@ -44,7 +57,8 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
     part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
-    if part.stream:  # what is evaluated on is packed before the run; a dataset of the hub without a download
+    # what is evaluated on is packed before the run; a dataset of the hub without a download
+    if part.stream:
         part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
     return part
 
@@ -52,7 +66,9 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
 def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
     """`settings` with the source that `own` names, and packs of its own."""
     values = {key: getattr(own, key) for key in SourceSettings.model_fields}
-    return settings.model_copy(update={**values, "sources": None, "validation": None, "packs": packs})
+    return settings.model_copy(
+        update={**values, "sources": None, "validation": None, "packs": packs}
+    )
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
@@ -93,8 +109,16 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
         return StreamedPacks(settings, parts)
     if not settings.sources:
         return _open_source(parts[""], split)
-    opened = {name: packs for name, part in parts.items() if (packs := _open_source(part, split)) is not None}
-    return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True))) if opened else None
+    opened = {
+        name: packs
+        for name, part in parts.items()
+        if (packs := _open_source(part, split)) is not None
+    }
+    return (
+        MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
+        if opened
+        else None
+    )
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
@@ -123,16 +147,22 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
     elif (size or 0) > vocab_size:
         wrong = f"a vocabulary of {size} tokens ({name}), and the model has {vocab_size}"
     if wrong:
-        raise InputError(f"{packs.path}: made with {wrong}; prepare the packs with the model's tokenizer (`data.tokenizer`)")
+        raise InputError(
+            f"{packs.path}: made with {wrong}; prepare the packs with the model's tokenizer (`data.tokenizer`)"
+        )
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
     """The training or held-out part of `packs`; the packs whose indices have the smallest hashes are held out."""
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
-        raise InputError(f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train on; set it to 0")
+        raise InputError(
+            f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train on; set it to 0"
+        )
     chosen = np.zeros(len(packs), bool)
-    chosen[np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]] = True
+    chosen[
+        np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]
+    ] = True
     return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))
 
 
@@ -142,7 +172,9 @@ class PartOfPacks(Packs):
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
         self._packs, self._indices = packs, indices
         self.path, self.length, self.tokenizer = packs.path, packs.length, packs.tokenizer
-        self.fingerprint = hashlib.sha256(packs.fingerprint.encode() + indices.astype("<i8").tobytes()).hexdigest()
+        self.fingerprint = hashlib.sha256(
+            packs.fingerprint.encode() + indices.astype("<i8").tobytes()
+        ).hexdigest()
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -151,9 +183,12 @@ class PartOfPacks(Packs):
         return self._packs[int(self._indices[checked_index(index, len(self))])]
 
 
-def find_splits(path: Path, length: int | None, tokenizer: str | None = None) -> dict[Split, partial[Packs]]:
+def find_splits(
+    path: Path, length: int | None, tokenizer: str | None = None
+) -> dict[Split, partial[Packs]]:
     """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on. `length`
-    is for formats that do not say it, and so is the `tokenizer`, whose EOS token ends a document."""
+    is for formats that do not say it. So is the `tokenizer`: its EOS token ends a document of packs
+    that do not say where one ends."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
@@ -163,16 +198,33 @@ def find_splits(path: Path, length: int | None, tokenizer: str | None = None) ->
         """How to open the first of `places` that has packs: a token file, an MDS folder, or a folder of such folders."""
         for place in places:
             if place.suffix == ".bin" and place.is_file():
-                return partial(TokenBin, place, length, load_tokenizer(tokenizer).special.get("eos") if tokenizer else None)
-            inside = sorted(index.parent for index in place.glob(f"*/{INDEX}") if index.parent.name not in _HELD_OUT_NAMES)
+                return partial(
+                    TokenBin,
+                    place,
+                    length,
+                    load_tokenizer(tokenizer).special.get("eos") if tokenizer else None,
+                )
+            inside = sorted(
+                index.parent
+                for index in place.glob(f"*/{INDEX}")
+                if index.parent.name not in _HELD_OUT_NAMES
+            )
             if folders := [place] if (place / INDEX).is_file() else inside:
-                return partial(MDSPacks, folders, path, length)
+                return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
     if train := first_of(path / "train", path / "train.bin"):
-        held_out = first_of(*(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin")))
+        held_out = first_of(
+            *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin"))
+        )
         return {"train": train} | ({"held_out": held_out} if held_out else {})
     if alone := first_of(path):
         return {"train": alone}
-    several = "; those of several sources are named by `data.sources`" if any(path.glob(f"*/{MANIFEST}")) else ""
-    raise InputError(f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{several}; {_MAKE}")
+    several = (
+        "; those of several sources are named by `data.sources`"
+        if any(path.glob(f"*/{MANIFEST}"))
+        else ""
+    )
+    raise InputError(
+        f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{several}; {_MAKE}"
+    )

@@ -69,7 +69,11 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
         return None
     packs = ArrowPacks(path)
     made = packs.manifest["statistics"]["stream"]
-    return Part(start, PartStart(**made["after"]), packs) if PartStart(**made["start"]) == start else None
+    return (
+        Part(start, PartStart(**made["after"]), packs)
+        if PartStart(**made["start"]) == start
+        else None
+    )
 
 
 class SourceStream:
@@ -85,7 +89,10 @@ class SourceStream:
     def begin(self, record: dict[str, Any] | None) -> None:
         """Close the parts that are open, and read from the one of this `record` on; None: from the first. Such a record is what
         a checkpoint keeps, so that a resume makes the part again and knows it."""
-        self.record = record or {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
+        self.record = record or {
+            "start": asdict(PartStart()),
+            "fingerprint": self.sample.fingerprint,
+        }
         self._parts: list[Part] = []  # that are open, one after another
 
     def part_of(self, place: int) -> Part:
@@ -100,7 +107,10 @@ class SourceStream:
     def _open(self, start: PartStart) -> Part:
         while (part := read_part(self.folder, start)) is None:
             self._wait()
-        if asdict(start) == self.record["start"] and part.packs.fingerprint != self.record["fingerprint"]:
+        if (
+            asdict(start) == self.record["start"]
+            and part.packs.fingerprint != self.record["fingerprint"]
+        ):
             raise InputError(
                 f"{part.packs.path}: is not the part that was trained on, so its text has changed. Put the text back as it was, "
                 "of a hub's dataset by `name@revision`, and remove this folder; or set another data.packs and run_dir"
@@ -113,7 +123,10 @@ class SourceStream:
         """Close the parts before the one with the last pack before `place`: nobody reads them any more."""
         with self._lock:
             if read := [part for part in self._parts if part.start.first < place]:
-                self.record = {"start": asdict(read[-1].start), "fingerprint": read[-1].packs.fingerprint}
+                self.record = {
+                    "start": asdict(read[-1].start),
+                    "fingerprint": read[-1].packs.fingerprint,
+                }
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 
@@ -123,7 +136,10 @@ def bytes_below(folder: Path) -> int:
 
 def check_disk(settings: DataSettings) -> None:
     """InputError where the disk has less space than the packs may take, what they take already included."""
-    limit, free = settings.stream.disk_gb, (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
+    limit, free = (
+        settings.stream.disk_gb,
+        (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9,
+    )
     if limit > free:
         raise InputError(
             f"data.streaming.disk_gb: {limit:g}: {settings.packs} has room for {free:.3g} GB; lower it, or take another disk"
@@ -142,7 +158,9 @@ class PackerProcess(ExitStack):
         self._process: subprocess.Popen[str] | None = None
 
         def refuse(holder: str) -> None:
-            raise InputError(f"{settings.packs}: another run, {holder}, trains on this stream; wait, or set another data.packs")
+            raise InputError(
+                f"{settings.packs}: another run, {holder}, trains on this stream; wait, or set another data.packs"
+            )
 
         self.enter_context(locked(settings.packs / ".lock", refuse))
         self.callback(self._end_process)
@@ -152,10 +170,18 @@ class PackerProcess(ExitStack):
         """Make the parts of each source from the start that is named, and no others. It is the `asdict` of a `PartStart`."""
         self._end_process()
         (self._settings.packs / FAILED).unlink(missing_ok=True)
-        path = os.pathsep.join(filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]))
+        path = os.pathsep.join(
+            filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
+        )
         self._process = subprocess.Popen(
             # It ends in the midst of its work, and what frees its semaphores then would warn of them.
-            [sys.executable, "-P", "-Wignore:resource_tracker", "-c", "from packing.prepare import serve; serve()"],
+            [
+                sys.executable,
+                "-P",
+                "-Wignore:resource_tracker",
+                "-c",
+                "from packing.prepare import serve; serve()",
+            ],
             stdin=subprocess.PIPE,
             text=True,
             env=os.environ | {"PYTHONPATH": path},
@@ -173,7 +199,11 @@ class PackerProcess(ExitStack):
         """Where it has ended, leave why in the file `FAILED`, for all that wait for parts."""
         failed, status = self._settings.packs / FAILED, self._process.poll()
         if status is not None and not failed.exists():
-            why = f"signal {-status}: if memory ran out, set a smaller window" if status < 0 else f"status {status}; it says why"
+            why = (
+                f"signal {-status}: if memory ran out, set a smaller window"
+                if status < 0
+                else f"status {status}; it says why"
+            )
             text = f"the process that makes the packs of the stream has ended with {why}. Start the same command again"
             replace_file(failed, f"{self._settings.packs}: {text}".encode())
 
@@ -197,10 +227,13 @@ class StreamedPacks(Packs):
         self.path = settings.packs
         self.sources = {name: SourceStream(part.packs, self._wait) for name, part in parts.items()}
         self.weights = dict(zip(parts, settings.shares, strict=True))
-        self.samples = {name: each.sample for name, each in self.sources.items()}  # those packs of each that stay on disk
+        # those packs of each that stay on disk
+        self.samples = {name: each.sample for name, each in self.sources.items()}
         first = next(iter(self.samples.values()))
         self.length, self.tokenizer = first.length, first.tokenizer
-        content = [[name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()]
+        content = [
+            [name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()
+        ]
         windows = [part.stream.window for part in parts.values()]
         self.fingerprint = hash_of([content, windows])
         self.packing: PackerProcess | None = None
@@ -210,7 +243,9 @@ class StreamedPacks(Packs):
     def mixture(self) -> Mixture:
         """Which places of the stream of all packs belong to which source."""
         tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
-        return Mixture(tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens)
+        return Mixture(
+            tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens
+        )
 
     def order(self, packs_per_step: int, seed: int, shift: int = 0) -> Order:
         """The order in which a run trains on these packs, its step 0 `shift` packs further on."""
@@ -247,7 +282,10 @@ class StreamedPacks(Packs):
     def reads(self, places: range) -> None:
         """The next step reads the packs at `places` of the stream of all sources, and no process reads what is before."""
         self._leaving.clear()
-        begins, ends = ([int(n) for n in self.mixture.packs_before(place)] for place in (places.start, places.stop))
+        begins, ends = (
+            [int(n) for n in self.mixture.packs_before(place)]
+            for place in (places.start, places.stop)
+        )
         for source, begin in zip(self.sources.values(), begins, strict=True):
             source.release(begin)
         if self.packing is not None:
@@ -292,11 +330,21 @@ class StreamOrder(Order):
         figures: dict[str, float] = {}
         for name, part in self._reached(step).items():
             of = f"/{name}" if name else ""
-            figures |= {f"part{of}": part.start.number} | ({f"epoch{of}": float(part.after.epoch)} if name else {})
-        shares = self.mixture.shares(self.places_of_step(step).start) if len(self.packs.sources) > 1 else {}
+            figures |= {f"part{of}": part.start.number} | (
+                {f"epoch{of}": float(part.after.epoch)} if name else {}
+            )
+        shares = (
+            self.mixture.shares(self.places_of_step(step).start)
+            if len(self.packs.sources) > 1
+            else {}
+        )
         return figures | {f"share/{name}": share for name, share in shares.items()}
 
     def _reached(self, step: int) -> dict[str, Part]:
         """Returns for each source the part with its last pack before `step`, or its first part where there is no such pack."""
-        before = zip(self.packs.sources.items(), self.mixture.packs_before(self.places_of_step(step).start), strict=True)
+        before = zip(
+            self.packs.sources.items(),
+            self.mixture.packs_before(self.places_of_step(step).start),
+            strict=True,
+        )
         return {name: source.part_of(max(int(n) - 1, 0)) for (name, source), n in before}

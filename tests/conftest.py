@@ -33,7 +33,10 @@ settings.register_profile("shared machine", deadline=None, derandomize=True, max
 settings.load_profile("shared machine")
 
 # Whoever starts the tests in the background, or under nohup, lets them ignore signals, and what they start would inherit that.
-for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
@@ -43,7 +46,9 @@ gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--write-golden", action="store_true", help="write tests/golden/expected.json anew")
+    parser.addoption(
+        "--write-golden", action="store_true", help="write tests/golden/expected.json anew"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -51,7 +56,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def late(item: pytest.Item) -> tuple[bool, bool]:
         module = item.getparent(pytest.Module)
-        return item.get_closest_marker("long") is None, module is None or module.get_closest_marker("multi") is None
+        return item.get_closest_marker("long") is None, module is None or module.get_closest_marker(
+            "multi"
+        ) is None
 
     items.sort(key=late)
 
@@ -111,7 +118,9 @@ def write_packs(folder: Path, length: int, multiple: int = 1) -> Path:
             for _ in range(count):
                 cuts = np.sort(rng.choice(np.arange(multiple, length, multiple), 3, replace=False))
                 lengths = np.diff([0, *cuts, length])
-                tokens = np.concatenate([(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths])
+                tokens = np.concatenate(
+                    [(rng.integers(VOCABULARY) + np.arange(n)) % VOCABULARY for n in lengths]
+                )
                 writer.add(split, Pack(tokens.astype(np.uint32), lengths.astype(np.int32)))
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return folder
@@ -120,9 +129,16 @@ def write_packs(folder: Path, length: int, multiple: int = 1) -> Path:
 @pytest.fixture
 def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dict[str, Any]:
     """One whose every linear fits every recipe; emulated where the device has none of them."""
-    config = small_recipe["model"]["config"] | {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "head_dim": 32}
+    config = small_recipe["model"]["config"] | {
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+    }
     return small_recipe | {
-        "model": {"config": config | {"num_key_value_heads": 4, "max_position_embeddings": BLOCK_LENGTH}},
+        "model": {
+            "config": config | {"num_key_value_heads": 4, "max_position_embeddings": BLOCK_LENGTH}
+        },
         "data": {"packs": str(block_packs), "length": BLOCK_LENGTH},
         "batch": {"tokens": 8 * BLOCK_LENGTH, "microbatch": 2},
         "precision": "current",
@@ -174,7 +190,9 @@ def references() -> Path:
     it: there, transformers would find them and load them into every run."""
     folder = Path(os.environ.get("REFERENCES", ROOT / ".venv" / "references"))
     if not folder.is_dir():
-        pytest.skip(f"needs the packages of requirements-references.txt in {folder}: `make test` installs them")
+        pytest.skip(
+            f"needs the packages of requirements-references.txt in {folder}: `make test` installs them"
+        )
     return folder
 
 
@@ -183,7 +201,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 6 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)], capture_output=True
+    ).returncode:
         pytest.skip("mounting a small file system needs root")
     yield path
     subprocess.run(["umount", str(path)], check=True)
@@ -211,7 +231,9 @@ class Finished:
         return self.err.partition("error: ")[2].rstrip("\n")
 
     def records(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()
+        ]
 
     def steps(self) -> list[dict[str, Any]]:
         return [record for record in self.records() if "loss" in record]
@@ -246,11 +268,16 @@ def flip(path: Path, position: int = -1) -> None:
     data, before = bytearray(path.read_bytes()), path.stat().st_mtime_ns
     data[position] ^= 1
     path.write_bytes(data)
-    os.utime(path, ns=(before, before + 10**9))  # clocks of file systems tick slower than a test writes twice
+    # clocks of file systems tick slower than a test writes twice
+    os.utime(path, ns=(before, before + 10**9))
 
 
 def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
-    named = (argument.removeprefix("run_dir=") for argument in arguments if argument.startswith("run_dir="))
+    named = (
+        argument.removeprefix("run_dir=")
+        for argument in arguments
+        if argument.startswith("run_dir=")
+    )
     return Path(next(named, recipe["run_dir"]))
 
 
@@ -260,11 +287,23 @@ def start_in_processes() -> Callable[..., Finished]:
     where these are given; further keywords are environment variables."""
 
     def run(
-        recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str] | None = None, **environment: str
+        recipe: dict[str, Any],
+        folder: Path,
+        *arguments: str,
+        launch: list[str] | None = None,
+        **environment: str,
     ) -> Finished:
         accelerate = [] if launch is None else ["-m", "accelerate.commands.launch", *launch]
-        command = [sys.executable, *accelerate, "train_accelerate.py", str(write_recipe(recipe, folder)), *arguments]
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
+        command = [
+            sys.executable,
+            *accelerate,
+            "train_accelerate.py",
+            str(write_recipe(recipe, folder)),
+            *arguments,
+        ]
+        clean = {
+            key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")
+        }
         environment = clean | {"OMP_NUM_THREADS": "1"} | environment
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         return Finished(done.returncode, done.stdout, done.stderr, run_dir_of(recipe, arguments))
@@ -276,10 +315,14 @@ def start_in_processes() -> Callable[..., Finished]:
 def start_as_ranks() -> Callable[..., Finished]:
     """As `start_in_processes` with these options of `accelerate launch`, in two forked `processes` by default; tests/ranks.py."""
 
-    def run(recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any) -> Finished:
+    def run(
+        recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any
+    ) -> Finished:
         from tests.ranks import start_ranks
 
-        ended = start_ranks([str(write_recipe(recipe, folder)), *arguments], launch, folder, **options)
+        ended = start_ranks(
+            [str(write_recipe(recipe, folder)), *arguments], launch, folder, **options
+        )
         return Finished(*ended, run_dir_of(recipe, arguments))
 
     return run
@@ -298,17 +341,22 @@ def start_here() -> Callable[..., Finished]:
     def run(recipe: dict[str, Any], folder: Path, *settings: str) -> Finished:
         out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
         arguments = [str(write_recipe(recipe, folder)), *settings]
-        warnings = logging.StreamHandler(err)  # where the launcher finds logging set up, as it is under pytest, it adds none
+        # where the launcher finds logging set up, as it is under pytest, it adds none
+        warnings = logging.StreamHandler(err)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            patch.setattr(train_accelerate, "picture_of_run", lambda run: b"")  # drawing takes longer than such a run
+            # drawing takes longer than such a run
+            patch.setattr(train_accelerate, "picture_of_run", lambda run: b"")
             patch.setenv("ACCELERATE_USE_CPU", "true")
-            AcceleratorState._reset_state(reset_partial_state=True)  # accelerate keeps its state in the process
+            # accelerate keeps its state in the process
+            AcceleratorState._reset_state(reset_partial_state=True)
             torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts
             logging.getLogger().addHandler(warnings)
             try:
                 if "evaluate" in arguments:
-                    status = pretrain.main(["evaluate", *(each for each in arguments if each != "evaluate")])
+                    status = pretrain.main(
+                        ["evaluate", *(each for each in arguments if each != "evaluate")]
+                    )
                 else:
                     status = train_accelerate.main()
             finally:
@@ -316,20 +364,28 @@ def start_here() -> Callable[..., Finished]:
                 torch.set_num_threads(threads)
                 AcceleratorState._reset_state(reset_partial_state=True)
         if status == 0:
-            gc.freeze()  # a run collects garbage at its end; what is left stays, and the next ones look through it no more
+            # a run collects garbage at its end; what is left stays, and the next ones look through
+            # it no more
+            gc.freeze()
         return Finished(status, out.getvalue(), err.getvalue(), run_dir_of(recipe, settings))
 
     return run
 
 
 @pytest.fixture
-def train(start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+def train(
+    start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
+) -> Callable[..., Finished]:
     """Run the launcher on a recipe, `small_recipe` if none is given, as a user starts it, and wait for its end."""
-    return lambda *arguments, recipe=None, **options: start_in_processes(recipe or small_recipe, tmp_path, *arguments, **options)
+    return lambda *arguments, recipe=None, **options: start_in_processes(
+        recipe or small_recipe, tmp_path, *arguments, **options
+    )
 
 
 @pytest.fixture
-def train_here(start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Finished]:
+def train_here(
+    start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
+) -> Callable[..., Finished]:
     """As `train`, in this process."""
     return lambda *arguments, recipe=None: start_here(recipe or small_recipe, tmp_path, *arguments)
 

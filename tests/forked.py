@@ -10,7 +10,12 @@ import gc
 import importlib
 import sys
 
-IMPORTED_LATE = ("torch.distributed.fsdp", "pretrain.metrics.trackers", "numpy.ctypeslib", "numpy.ma")
+IMPORTED_LATE = (
+    "torch.distributed.fsdp",
+    "pretrain.metrics.trackers",
+    "numpy.ctypeslib",
+    "numpy.ma",
+)
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
 
 gc.disable()

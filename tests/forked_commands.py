@@ -37,7 +37,10 @@ def forking(*folders: Path) -> dict[str, str]:
     """The environment, but for accelerate's variables, under which commands are forked. `folders`: others whose `sitecustomize`
     is run first."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
-    paths = {"PYTHONPATH": os.pathsep.join(map(str, (SITE, *folders))), "FORKED_COMMANDS": _server()}
+    paths = {
+        "PYTHONPATH": os.pathsep.join(map(str, (SITE, *folders))),
+        "FORKED_COMMANDS": _server(),
+    }
     return kept | {"OMP_NUM_THREADS": "1"} | paths
 
 

@@ -59,9 +59,13 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):
             os.closerange(below + 1, above)
-        for name in (None, *logging.root.manager.loggerDict):  # transformers' too write to pytest's files, which are closed here
+        # transformers' too write to pytest's files, which are closed here
+        for name in (None, *logging.root.manager.loggerDict):
             logging.getLogger(name).handlers.clear()
-        sys.stdin, sys.stdout, sys.stderr = (open(fd, mode, closefd=False) for fd, mode in enumerate("rww"))  # noqa: SIM115
+        sys.stdin, sys.stdout, sys.stderr = (
+            open(fd, mode, closefd=False)  # noqa: SIM115
+            for fd, mode in enumerate("rww")
+        )
         exec(arguments[-1])
     finally:
         os._exit(0)
@@ -86,7 +90,9 @@ class LauncherProcess:
 
     def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
         self._connection, theirs = fork_context.Pipe()
-        self._process = fork_context.Process(target=_launch, args=(arguments, log, moments, theirs), daemon=True)
+        self._process = fork_context.Process(
+            target=_launch, args=(arguments, log, moments, theirs), daemon=True
+        )
         self._process.start()
         theirs.close()
         self.pid: int = self._process.pid
@@ -105,7 +111,9 @@ class LauncherProcess:
         """Return once `condition` holds, which the process is to bring about; fails where it ends before or waits for good."""
         end = time.monotonic() + 120
         while not condition():
-            assert self._process.is_alive() and time.monotonic() < end, "the process ended before, or stands still"
+            assert self._process.is_alive() and time.monotonic() < end, (
+                "the process ended before, or stands still"
+            )
             time.sleep(0.01)
 
     def end(self) -> int:
@@ -115,7 +123,10 @@ class LauncherProcess:
 
 
 def become_launcher(
-    arguments: Sequence[str], logs: tuple[Path, Path], environment: dict[str, str], main: Callable[[], int | None] | None = None
+    arguments: Sequence[str],
+    logs: tuple[Path, Path],
+    environment: dict[str, str],
+    main: Callable[[], int | None] | None = None,
 ) -> None:
     """What a forked process does: run the launcher, or `main` in its place, on a CPU, and exit with its status. `logs`: what it
     appends stdout and stderr to."""
@@ -134,12 +145,16 @@ def become_launcher(
     sys.exit((main or train_accelerate.main)())
 
 
-def _launch(arguments: Sequence[str], log: Path, moments: Sequence[Moment], connection: Connection) -> None:
+def _launch(
+    arguments: Sequence[str], log: Path, moments: Sequence[Moment], connection: Connection
+) -> None:
     waiting = list(moments)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
         for moment in waiting:
-            if event == moment.event and any(isinstance(v, str | Path) and re.search(moment.what, str(v)) for v in values):
+            if event == moment.event and any(
+                isinstance(v, str | Path) and re.search(moment.what, str(v)) for v in values
+            ):
                 waiting.remove(moment)
                 if moment.signal is not None:
                     os.kill(os.getpid(), moment.signal)
@@ -152,7 +167,9 @@ def _launch(arguments: Sequence[str], log: Path, moments: Sequence[Moment], conn
 
     write = JsonlTracker.log
 
-    def log_and_tell(tracker: JsonlTracker, values: dict[str, Any], *args: Any, **options: Any) -> None:
+    def log_and_tell(
+        tracker: JsonlTracker, values: dict[str, Any], *args: Any, **options: Any
+    ) -> None:
         write(tracker, values, *args, **options)
         if "loss" in values:
             sys.audit("logged", str(values["step"]))

@@ -34,22 +34,29 @@ def start_ranks(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # no rank opens a store of its own: this process has it, as torchrun does
+        # no rank opens a store of its own: this process has it, as torchrun does
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     shared, logs = environment_under(options) | group, (folder / "ranks.out", folder / "ranks.err")
     for log in logs:
         log.write_text("")
     each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    started = [fork_context.Process(target=become_launcher, args=(arguments, logs, environment, main)) for environment in each]
+    started = [
+        fork_context.Process(target=become_launcher, args=(arguments, logs, environment, main))
+        for environment in each
+    ]
     try:
         for process in started:
             process.start()
         for process in started:
             process.join()
     finally:
-        for process in started:  # after a Ctrl-C, of which a process that stands still learns nothing
+        # after a Ctrl-C, of which a process that stands still learns nothing
+        for process in started:
             process.kill()
-    worst = max(process.exitcode or 0 for process in started) or min(process.exitcode or 0 for process in started)
+    worst = max(process.exitcode or 0 for process in started) or min(
+        process.exitcode or 0 for process in started
+    )
     return worst, *(log.read_text() for log in logs)
 
 
@@ -61,7 +68,11 @@ def environment_under(options: Sequence[str]) -> dict[str, str]:
     arguments = launch_command_parser().parse_args([*options, "train_accelerate.py"])
     arguments, *_ = _validate_launch_command(arguments)
     several = arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm
-    environment = prepare_multi_gpu_env(arguments) if several else prepare_simple_launcher_cmd_env(arguments)[1]
+    environment = (
+        prepare_multi_gpu_env(arguments)
+        if several
+        else prepare_simple_launcher_cmd_env(arguments)[1]
+    )
     return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 
 
@@ -71,10 +82,14 @@ def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with fork_context.Pool(2) as pool:
-        return pool.starmap(_as_rank, [(function, rank, store.port, arguments) for rank in range(2)], chunksize=1)
+        return pool.starmap(
+            _as_rank, [(function, rank, store.port, arguments) for rank in range(2)], chunksize=1
+        )
 
 
-def _as_rank(function: Callable[..., Any], rank: int, port: int, arguments: tuple[object, ...]) -> Any:
+def _as_rank(
+    function: Callable[..., Any], rank: int, port: int, arguments: tuple[object, ...]
+) -> Any:
     import torch
     import torch.distributed as dist
 

@@ -33,14 +33,24 @@ def precision_of(path: Path) -> str:
     return unquantized.get(str(written["mixed_precision"])) or written["fp8_config"]["recipe"]
 
 
-ONE_DEVICE = {path.stem: precision_of(path) for path in CONFIGS if not path.stem.startswith(TOPOLOGIES)}
-SEVERAL_IN_FP8 = {path.stem: precision_of(path) for path in CONFIGS if path.stem.startswith(TOPOLOGIES) and "fp8" in path.stem}
+ONE_DEVICE = {
+    path.stem: precision_of(path) for path in CONFIGS if not path.stem.startswith(TOPOLOGIES)
+}
+SEVERAL_IN_FP8 = {
+    path.stem: precision_of(path)
+    for path in CONFIGS
+    if path.stem.startswith(TOPOLOGIES) and "fp8" in path.stem
+}
 
 
 def test_every_precision_and_every_topology_is_shipped():
     assert {path.stem for path in CONFIGS} >= {"ddp", "fsdp2", "hsdp", "zero"}
     assert sorted(ONE_DEVICE.values()) == sorted(PRECISIONS)
-    assert all(name.endswith(precision) for name, precision in ONE_DEVICE.items() if PRECISIONS[precision].quantized)
+    assert all(
+        name.endswith(precision)
+        for name, precision in ONE_DEVICE.items()
+        if PRECISIONS[precision].quantized
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -49,7 +59,8 @@ def test_accelerates_own_loader_reads_the_file_and_every_nested_key_of_it(path: 
     assert isinstance(config, ClusterConfig)
     assert config.num_processes >= 1
     assert config.dynamo_config == {}, "the launcher compiles by itself"
-    known = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}  # no option of its own
+    # no option of its own
+    known = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}
     assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
 
 
@@ -59,15 +70,23 @@ def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
 ):
     """As far as the launcher goes with precision before it looks at the device."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
+    # without a library it stops
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     several = ["--num_machines", "1", "--num_processes", "2"] if name in SEVERAL_IN_FP8 else []
     environment = environment_under(["--config_file", str(by_name(name)), *several])
     assert "ACCELERATE_MIXED_PRECISION" in environment
     recipe = with_precision(load_recipe(tmp_path / "recipe.yaml"), environment)
     assert recipe.precision == precision
-    assert [key for key in environment if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"] == []
+    assert [
+        key
+        for key in environment
+        if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"
+    ] == []
     backend = yaml.safe_load(by_name(name).read_text()).get("fp8_config", {}).get("backend", "TE")
-    assert recipe.fp8_config.model_dump() == LowPrecisionSettings(backend=backend).resolved(precision).model_dump()
+    assert (
+        recipe.fp8_config.model_dump()
+        == LowPrecisionSettings(backend=backend).resolved(precision).model_dump()
+    )
 
 
 @pytest.mark.multi
@@ -80,13 +99,23 @@ def test_a_file_of_topology_and_precision_trains_what_its_name_says(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """On two processes of this CPU, emulated. Golden runs have the other topologies."""
-    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library it stops
-    config = low_precision_recipe["model"]["config"] | {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64}
-    recipe = low_precision_recipe | {"model": {"config": config}, "batch": {"tokens": 4 * 128, "microbatch": 1}}
+    # without a library it stops
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
+    config = low_precision_recipe["model"]["config"] | {
+        "num_hidden_layers": 1,
+        "hidden_size": 64,
+        "intermediate_size": 64,
+    }
+    recipe = low_precision_recipe | {
+        "model": {"config": config},
+        "batch": {"tokens": 4 * 128, "microbatch": 1},
+    }
     recipe |= {"train": {"steps": 2}, "checkpoint": {"at_end": False}}
     del recipe["precision"], recipe["evaluate"]
     finished = start_as_ranks(recipe, tmp_path, launch=["--config_file", str(by_name(name))])
     assert finished.status == 0, finished
     audit = finished.audit()
     assert audit["precision"] == SEVERAL_IN_FP8[name] and audit["confirmed_in_step"] == 2
-    assert {each["effective"] for each in audit["products"] if each["name"] != "lm_head"} == {SEVERAL_IN_FP8[name]}
+    assert {each["effective"] for each in audit["products"] if each["name"] != "lm_head"} == {
+        SEVERAL_IN_FP8[name]
+    }

@@ -11,10 +11,16 @@ from pretrain.__main__ import COMMANDS, main
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_mistyped_option_is_one_line_and_exit_status_2(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_option_is_one_line_and_exit_status_2(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main([command, "--bogus"]) == 2
     message = capsys.readouterr().err
-    assert message.startswith("error: command line: ") and "--help" in message and message.count("\n") == 1
+    assert (
+        message.startswith("error: command line: ")
+        and "--help" in message
+        and message.count("\n") == 1
+    )
 
 
 def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:

@@ -24,10 +24,14 @@ from packing.arrow import IGNORE
 from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 
-triton = pytest.importorskip("triton", minversion="3.9", reason="earlier ones ask the driver for other things")
+triton = pytest.importorskip(
+    "triton", minversion="3.9", reason="earlier ones ask the driver for other things"
+)
 pytestmark = [
     pytest.mark.long,
-    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled"),
+    pytest.mark.skipif(
+        triton.knobs.runtime.interpret, reason="kernels are interpreted, not compiled"
+    ),
 ]
 
 from triton.runtime import driver  # noqa: E402
@@ -60,11 +64,20 @@ class NoGPU:
     def get_device_properties(self, device: int) -> dict[str, int]:
         return {"max_shared_mem": SHARED_MEMORY}
 
-    def load_binary(self, name: str, code: bytes, shared: int, device: int) -> tuple[None, None, int, int, int]:
+    def load_binary(
+        self, name: str, code: bytes, shared: int, device: int
+    ) -> tuple[None, None, int, int, int]:
         file = self.folder / f"{name}.cubin"
         file.write_bytes(code)
-        said = subprocess.run([self.tools / "cuobjdump", "-res-usage", file], check=True, capture_output=True, text=True).stdout
-        registers, stack, local = (int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK", "LOCAL"))
+        said = subprocess.run(
+            [self.tools / "cuobjdump", "-res-usage", file],
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        registers, stack, local = (
+            int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK", "LOCAL")
+        )
         self.spilled[name] = max(self.spilled.get(name, 0), stack + local)
         return None, None, registers, stack + local, 1024
 
@@ -80,7 +93,13 @@ def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
     """Where a tensor is written with one scale: delayed scaling's, and current scaling's."""
     from pretrain.model.fused.fp8_tile import TensorScaled
 
-    one, codes = torch.ones(1), (torch.zeros(rows, columns, dtype=torch.uint8), torch.zeros(columns, rows, dtype=torch.uint8))
+    one, codes = (
+        torch.ones(1),
+        (
+            torch.zeros(rows, columns, dtype=torch.uint8),
+            torch.zeros(columns, rows, dtype=torch.uint8),
+        ),
+    )
     yield TensorScaled(fp8, *codes, one, scale=one, amax=one)
     yield TensorScaled(fp8, *codes, one, amax=one, used=one)
 
@@ -89,9 +108,13 @@ def activation(kernel: Any) -> None:
     hidden, gradient = bf16(TOKENS, 2 * WIDTH), bf16(TOKENS, WIDTH)
     kernel.swiglu(hidden)
     kernel.swiglu_backward(gradient, hidden)
-    for activated, d_hidden in zip(by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, 2 * WIDTH, E5M2), strict=True):
+    for activated, d_hidden in zip(
+        by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, 2 * WIDTH, E5M2), strict=True
+    ):
         kernel.write_swiglu(hidden, activated)
-        again = SimpleNamespace(**vars(activated) | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None})
+        again = SimpleNamespace(
+            **vars(activated) | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None}
+        )
         kernel.write_swiglu_backward(gradient, hidden, d_hidden, again)
 
 
@@ -104,9 +127,16 @@ def norm(kernel: Any) -> None:
 
 def rotation(kernel: Any) -> None:
     for heads, normed in ((Heads(16, 8, 128), True), (Heads(14, 2, 64), False)):
-        qkv, angles, group = bf16(TOKENS, heads.width), bf16(TOKENS, heads.dim), heads.query // heads.kv
+        qkv, angles, group = (
+            bf16(TOKENS, heads.width),
+            bf16(TOKENS, heads.dim),
+            heads.query // heads.kv,
+        )
         norms = HeadNorms(bf16(heads.dim), bf16(heads.dim), 1e-6) if normed else None
-        gradients = [bf16(TOKENS, heads.query, heads.dim), *(bf16(TOKENS, heads.kv, group, heads.dim) for _ in range(2))]
+        gradients = [
+            bf16(TOKENS, heads.query, heads.dim),
+            *(bf16(TOKENS, heads.kv, group, heads.dim) for _ in range(2)),
+        ]
         inputs = (*gradients, qkv if normed else None, angles, angles, heads, norms)
         kernel.rotate(qkv, angles, angles, heads, norms)
         kernel.rotate_backward(*inputs)
@@ -126,12 +156,18 @@ def update(kernel: Any) -> None:
     for weight, moment in ((BF16, FP32), (BF16, BF16), (FP32, FP32)):
         remainder = torch.zeros(4096, dtype=torch.int16) if weight == BF16 else None
         moments = (torch.zeros(4096, dtype=moment) for _ in range(2))
-        parameter = ParameterTensors(torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments)
+        parameter = ParameterTensors(
+            torch.zeros(4096, dtype=weight), remainder, torch.zeros(4096), *moments
+        )
         kernel.update_by_kernel([(parameter, hyper)], None)
 
 
 def experts(kernel: Any) -> None:
-    rows, weights, place = bf16(2 * TOKENS, HIDDEN), torch.zeros(TOKENS, 2), torch.zeros(2 * TOKENS, dtype=torch.int64)
+    rows, weights, place = (
+        bf16(2 * TOKENS, HIDDEN),
+        torch.zeros(TOKENS, 2),
+        torch.zeros(2 * TOKENS, dtype=torch.int64),
+    )
     for each in (weights, None):
         kernel.combine(rows, place, each, TOKENS)
     kernel.combine_backward(bf16(TOKENS, HIDDEN), rows, place, weights)
@@ -149,9 +185,20 @@ LAUNCHES = {
 
 def launched_in(file: Path) -> set[str]:
     """The names of the kernels in `file`, told from its source: the functions of Triton that no other of them calls."""
-    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
-    kernels = {each.name: each for each in functions if "triton.jit" in map(ast.unparse, each.decorator_list)}
-    inside = [node for kernel in kernels.values() for node in ast.walk(kernel) if isinstance(node, ast.Call)]
+    functions = [
+        node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
+    ]
+    kernels = {
+        each.name: each
+        for each in functions
+        if "triton.jit" in map(ast.unparse, each.decorator_list)
+    }
+    inside = [
+        node
+        for kernel in kernels.values()
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Call)
+    ]
     return kernels.keys() - {ast.unparse(call.func) for call in inside}
 
 
@@ -161,6 +208,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(
 ) -> None:
     monkeypatch.setattr(driver, "_active", gpu := NoGPU(tmp_path))
     kernel = importlib.import_module(f"pretrain.{name}")
-    LAUNCHES[name](kernel)  # Triton itself refuses a kernel that wants more shared memory than there is
+    # Triton itself refuses a kernel that wants more shared memory than there is
+    LAUNCHES[name](kernel)
     assert set(gpu.spilled) == launched_in(Path(kernel.__file__))
     assert not any(gpu.spilled.values()), gpu.spilled

@@ -24,18 +24,31 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "train_accelerate.py"):
         shutil.copy(ROOT / name, source)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-deps", "--no-index"]
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--disable-pip-version-check",
+        "--quiet",
+        "install",
+        "--no-deps",
+        "--no-index",
+    ]
     command = [*pip, "--no-build-isolation", "--no-compile", "--target", str(target), "."]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return target
 
 
-def test_one_command_has_all_commands_and_runs_them_from_anywhere(installed: Path, small_packs: Path, tmp_path: Path):
+def test_one_command_has_all_commands_and_runs_them_from_anywhere(
+    installed: Path, small_packs: Path, tmp_path: Path
+):
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(installed / "bin" / "low-precision"), *arguments]
         environment = os.environ | {"PYTHONPATH": str(installed)}
-        return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
 
     helped = run("--help")
     assert helped.returncode == 0 and "usage: low-precision COMMAND" in helped.stdout
@@ -43,11 +56,19 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(installed: Pat
     inspected = run("inspect", str(small_packs))
     assert inspected.returncode == 0 and "120 packs" in inspected.stdout, inspected.stderr
     refused = run("report", "nothing")
-    assert (refused.returncode, refused.stderr.count("error: ")) == (2, 1) and "nothing" in refused.stderr
+    assert (refused.returncode, refused.stderr.count("error: ")) == (
+        2,
+        1,
+    ) and "nothing" in refused.stderr
     assert (installed / "train_accelerate.py").is_file(), "which a matrix starts"
 
 
 def test_every_file_of_the_packages_is_installed(installed: Path):
-    files = [path for name in PACKAGES for path in (ROOT / name).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path
+        for name in PACKAGES
+        for path in (ROOT / name).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     names = [path.relative_to(ROOT) for path in files]
     assert [name for name in names if not (installed / name).is_file()] == []

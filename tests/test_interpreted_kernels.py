@@ -11,7 +11,15 @@ import pytest
 
 from tests.conftest import ROOT
 
-INTERPRETED = ["softmax", "norm", "activation_kernel", "rotary", "triton_arithmetic", "exact_adamw", "experts_kernel"]
+INTERPRETED = [
+    "softmax",
+    "norm",
+    "activation_kernel",
+    "rotary",
+    "triton_arithmetic",
+    "exact_adamw",
+    "experts_kernel",
+]
 
 
 @pytest.mark.long
@@ -21,7 +29,11 @@ def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references() -> Non
     files = [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED]
     command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:xdist", *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    finished = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600)
+    finished = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=600
+    )
     assert finished.returncode == 0, finished.stdout + finished.stderr
     for file in files:
-        assert re.search(rf"^{re.escape(file)}::.* PASSED", finished.stdout, re.MULTILINE), finished.stdout
+        assert re.search(rf"^{re.escape(file)}::.* PASSED", finished.stdout, re.MULTILINE), (
+            finished.stdout
+        )

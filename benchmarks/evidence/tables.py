@@ -39,12 +39,18 @@ from pretrain.compare.differences import (
 )
 
 RESULTS = Path("benchmarks/results/loss")
-PAGE, ANSWER, PICTURE = Path("benchmarks/evidence/results.md"), Path("docs/evidence.md"), Path("docs/evidence.png")
+PAGE, ANSWER, PICTURE = (
+    Path("benchmarks/evidence/results.md"),
+    Path("docs/evidence.md"),
+    Path("docs/evidence.png"),
+)
 SCALES = ("14m", "14m_lr2", "35m", "35m_once", "111m", "111m_five_times", "continued")
 BASELINE = "bf16"
 LAST_STEPS = 100  # whose mean is a run's training loss
 # Whose equivalence was to be tested before any of them ran; all other cells are estimates.
-TESTED = tuple(f"{cell}_branch" for cell in ("delayed", "delayed_head", "current", "block", "mxfp8"))
+TESTED = tuple(
+    f"{cell}_branch" for cell in ("delayed", "delayed_head", "current", "block", "mxfp8")
+)
 # The rows of the answer: a scale, a cell, and what it is called; and what a scale is called.
 ROWS = (
     ("14m", "delayed_branch", "FP8, delayed scaling"),
@@ -63,7 +69,12 @@ ROWS = (
     ("35m_once", "delayed_branch", "FP8, delayed scaling"),
     ("111m", "delayed_branch", "FP8, delayed scaling"),
 )
-SIZES = {"14m": "14 million", "35m": "35 million", "35m_once": "35 million, new text", "111m": "112 million"}
+SIZES = {
+    "14m": "14 million",
+    "35m": "35 million",
+    "35m_once": "35 million, new text",
+    "111m": "112 million",
+}
 
 Run = Mapping[str, Any]
 Measure = Callable[[Run], float | None]  # a figure of a run, None where it has none
@@ -94,7 +105,10 @@ class Scale:
 
     @classmethod
     def read(cls, name: str) -> Scale:
-        lines = [json.loads(line) for line in (RESULTS / f"h200_evidence_{name}.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line)
+            for line in (RESULTS / f"h200_evidence_{name}.jsonl").read_text().splitlines()
+        ]
         runs = tuple(line for line in lines if "run" in line)
         return cls(name, {line["session"]: line for line in lines if "run" not in line}, runs)
 
@@ -132,7 +146,10 @@ class Scale:
         above = {} if self.broken(cell) else self.above_baseline(cell, measure)
         if not above:
             return None
-        return replace(SeedDifference.of(above, dict.fromkeys(above, 0.0)), baseline=self.level(measure, iter(above)))
+        return replace(
+            SeedDifference.of(above, dict.fromkeys(above, 0.0)),
+            baseline=self.level(measure, iter(above)),
+        )
 
 
 def share(difference: SeedDifference | None) -> str:
@@ -170,12 +187,20 @@ class Endpoint:
 
     @classmethod
     def of(cls, scales: Mapping[str, Scale], measure: Measure) -> Endpoint:
-        differences = {(name, cell): scale.difference(cell, measure) for name, scale in scales.items() for cell in scale.cells}
+        differences = {
+            (name, cell): scale.difference(cell, measure)
+            for name, scale in scales.items()
+            for cell in scale.cells
+        }
         tested = {
-            key: each for key, each in differences.items() if key[1] in TESTED and each and len(each.by_seed) >= FEWEST_SEEDS
+            key: each
+            for key, each in differences.items()
+            if key[1] in TESTED and each and len(each.by_seed) >= FEWEST_SEEDS
         }
         p = {key: p_values(each) for key, each in tested.items()}
-        equivalence, zero = (holm({key: values[test] for key, values in p.items()}) for test in (0, 1))
+        equivalence, zero = (
+            holm({key: values[test] for key, values in p.items()}) for test in (0, 1)
+        )
         words = {key: WORSE if each.mean > 0 else BETTER for key, each in tested.items()}
         words |= {key: CANNOT_TELL for key in tested if zero[key] >= 1 - CONFIDENCE}
         words |= {key: EQUIVALENT for key in tested if equivalence[key] < 1 - CONFIDENCE}
@@ -187,18 +212,50 @@ class Endpoint:
         if difference is None:
             return "broke off"
         seeds = len(difference.by_seed)
-        return self.words.get((scale, cell), "estimate" if seeds >= FEWEST_SEEDS else f"{seeds} seeds: no interval")
+        return self.words.get(
+            (scale, cell), "estimate" if seeds >= FEWEST_SEEDS else f"{seeds} seeds: no interval"
+        )
 
 
 def cells_table(scale: Scale, served: Endpoint, training: Endpoint) -> str:
     """Every cell of a scale beside the baseline, whose own losses stand in the first row."""
-    header = ["cell", "seeds", "served in BF16", "verdict", "as trained", "training loss", "its verdict", "KL", "last word"]
-    levels = [f"{scale.level(measure):.4f}" for measure in (served_loss, trained_loss, training_loss)]
+    header = [
+        "cell",
+        "seeds",
+        "served in BF16",
+        "verdict",
+        "as trained",
+        "training loss",
+        "its verdict",
+        "KL",
+        "last word",
+    ]
+    levels = [
+        f"{scale.level(measure):.4f}" for measure in (served_loss, trained_loss, training_loss)
+    ]
     words = [run["final"].get("last_word_accuracy") for run in scale.of(BASELINE)]
     seeds = {run["seed"] for run in scale.of(BASELINE)}
     last_word = or_dash(mean(words), "{:.1%}".format)
-    rows = [[BASELINE, str(len(seeds)), levels[0], "baseline", levels[1], levels[2], "baseline", "1", last_word]]
-    between = mean([value for session in scale.sessions.values() for value in session["kl_between_baseline_seeds"]])
+    rows = [
+        [
+            BASELINE,
+            str(len(seeds)),
+            levels[0],
+            "baseline",
+            levels[1],
+            levels[2],
+            "baseline",
+            "1",
+            last_word,
+        ]
+    ]
+    between = mean(
+        [
+            value
+            for session in scale.sessions.values()
+            for value in session["kl_between_baseline_seeds"]
+        ]
+    )
     for cell in scale.cells:
         if cell == BASELINE:
             continue
@@ -213,7 +270,10 @@ def cells_table(scale: Scale, served: Endpoint, training: Endpoint) -> str:
                 share(training.differences[scale.name, cell]),
                 training.verdict(scale.name, cell),
                 f"{distance / between:.2f}" if distance is not None and between else UNKNOWN,
-                or_dash(mean([run["final"].get("last_word_accuracy") for run in scale.of(cell)]), "{:.1%}".format),
+                or_dash(
+                    mean([run["final"].get("last_word_accuracy") for run in scale.of(cell)]),
+                    "{:.1%}".format,
+                ),
             ]
         )
     return markdown(header, rows)
@@ -227,7 +287,14 @@ def mean(values: list[float | None]) -> float | None:
 def answer_table(scales: Mapping[str, Scale]) -> str:
     """The rows of docs/evidence.md."""
     served, training = Endpoint.of(scales, served_loss), Endpoint.of(scales, training_loss)
-    header = ["above BF16", "parameters", "tokens a parameter", "seeds", "served in BF16", "verdict"]
+    header = [
+        "above BF16",
+        "parameters",
+        "tokens a parameter",
+        "seeds",
+        "served in BF16",
+        "verdict",
+    ]
     header += ["as trained", "training loss", "its verdict"]
     rows = []
     for name, cell, label in ROWS:
@@ -235,7 +302,13 @@ def answer_table(scales: Mapping[str, Scale]) -> str:
         as_trained = share(scales[name].difference(cell, trained_loss))
         words = served.verdict(name, cell), training.verdict(name, cell)
         session = scales[name].sessions[1]
-        row = [label, SIZES[name], f"{session['tokens'] / session['parameters']:.0f}", str(len(ours.by_seed)), share(ours)]
+        row = [
+            label,
+            SIZES[name],
+            f"{session['tokens'] / session['parameters']:.0f}",
+            str(len(ours.by_seed)),
+            share(ours),
+        ]
         rows.append([*row, words[0], as_trained, share(theirs), words[1]])
     return markdown(header, rows)
 
@@ -244,7 +317,10 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
     """PNG of the column "served in BF16" of the answer: each mean at its value, with its 95 % interval, beside the margin."""
     from matplotlib.figure import Figure  # half a second, which only drawing should cost
 
-    served, styles = Endpoint.of(scales, served_loss), {EQUIVALENT: ("#0072B2", "#0072B2"), CANNOT_TELL: ("#D55E00", "#D55E00")}
+    served, styles = (
+        Endpoint.of(scales, served_loss),
+        {EQUIVALENT: ("#0072B2", "#0072B2"), CANNOT_TELL: ("#D55E00", "#D55E00")},
+    )
     figure = Figure(figsize=(10, 5.2), dpi=110, layout="constrained")
     axes = figure.subplots()
     axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
@@ -253,9 +329,19 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
         difference, word = served.differences[name, cell], served.verdict(name, cell)
         percent, (colour, face) = 100 / difference.baseline, styles.get(word, ("#555555", "white"))
         mean, half = percent * difference.mean, percent * difference.half_width()
-        axes.errorbar(mean, place, xerr=half, fmt="o", color=colour, markerfacecolor=face, capsize=3)
+        axes.errorbar(
+            mean, place, xerr=half, fmt="o", color=colour, markerfacecolor=face, capsize=3
+        )
         text = f"{share(difference)}, {len(difference.by_seed)} seeds: {word}"
-        axes.annotate(text, (1, place), (6, 0), ("axes fraction", "data"), textcoords="offset points", va="center", color=colour)
+        axes.annotate(
+            text,
+            (1, place),
+            (6, 0),
+            ("axes fraction", "data"),
+            textcoords="offset points",
+            va="center",
+            color=colour,
+        )
     axes.set_yticks(range(len(ROWS)), [f"{SIZES[scale]}: {label}" for scale, _, label in ROWS])
     axes.invert_yaxis()
     axes.set_xlabel(

@@ -29,6 +29,12 @@ def build(task: Task) -> Way:
         inputs = task.inputs(batch)
         labels = inputs.pop("labels")
         # Autocast and FP8 are in the forward that `prepare` has wrapped.
-        return prepared(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=step_tokens, use_cache=False).loss
+        return prepared(
+            **inputs,
+            labels=labels,
+            shift_labels=labels,
+            num_items_in_batch=step_tokens,
+            use_cache=False,
+        ).loss
 
     return Way(prepared, optimizer, loss, backward=accelerator.backward)

@@ -33,7 +33,9 @@ class Entry:
         """Which of the machine's limits it is measured against: that of the units its products run on."""
         if self.precision in ("fp32", "bf16"):
             return self.precision
-        return "fp8+head" if any("linear+head" in override for override in self.overrides) else "fp8"
+        return (
+            "fp8+head" if any("linear+head" in override for override in self.overrides) else "fp8"
+        )
 
     @property
     def loses_updates(self) -> bool:
@@ -51,7 +53,9 @@ class Model:
     whole_documents: bool = False  # each pack is one
 
 
-def other(name: str, label: str, module: str, precision: str, weights: str, packs: int | None = None) -> Entry:
+def other(
+    name: str, label: str, module: str, precision: str, weights: str, packs: int | None = None
+) -> Entry:
     return Entry(name, label, precision, weights, module=f"benchmarks.ways.{module}", packs=packs)
 
 
@@ -76,7 +80,13 @@ OTHERS = (
     other("reference_bf16", "the reference: te.Linear + Liger", "reference", "delayed", "bf16"),
     other("accelerate_fp8", "accelerate's own FP8 path", "accelerate_fp8", "delayed", "fp32"),
     other("torchao", "torchtitan's float8: torchao, compiled", "torchao_float8", "current", "fp32"),
-    other("torchao_bf16", "torchtitan's float8: torchao, compiled", "torchao_float8", "current", "bf16"),
+    other(
+        "torchao_bf16",
+        "torchtitan's float8: torchao, compiled",
+        "torchao_float8",
+        "current",
+        "bf16",
+    ),
 )
 
 OURS = {
@@ -120,6 +130,8 @@ GPU, CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.ya
 MODELS = {
     "qwen3_1_7b": Model(Path("benchmarks/qwen3_1_7b.yaml"), GPU, (*OTHERS, *ours(OURS))),
     "llama_8b": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B)),
-    "llama_8b_whole": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B), whole_documents=True),
+    "llama_8b_whole": Model(
+        Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B), whole_documents=True
+    ),
     "tiny": Model(Path("benchmarks/tiny.yaml"), CPU, (*OTHERS, *ours(OURS_TINY))),
 }

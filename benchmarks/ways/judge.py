@@ -17,7 +17,8 @@ from typing import Any
 from benchmarks.ways.entries import Entry
 
 COMPARED = 4  # steps whose gradient norms are compared
-FALL = 0.1  # nats that the last step's loss may be off, which plain BF16 weights exceed at the second step
+# nats that the last step's loss may be off, which plain BF16 weights exceed at the second step
+FALL = 0.1
 
 RIGHT, WRONG, LOSES, UNKNOWN = "right", "wrong", "loses updates", "not judged"
 
@@ -32,7 +33,9 @@ TOLERANCES = {
 }
 
 
-def judge(entry: Entry, measured: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> tuple[str, list[str]]:
+def judge(
+    entry: Entry, measured: Mapping[str, Any], baseline: Mapping[str, Any] | None
+) -> tuple[str, list[str]]:
     """One of RIGHT, WRONG, LOSES and UNKNOWN, and why.
 
     `measured` and `baseline`, of ways that have run, hold the losses and gradient norms of every step and, except of ours, the
@@ -49,11 +52,17 @@ def judge(entry: Entry, measured: Mapping[str, Any], baseline: Mapping[str, Any]
     tolerance = TOLERANCES[entry.precision]
     first = measured["losses"][0] - baseline["losses"][0]
     if abs(first) > tolerance["loss"]:
-        reasons.append(f"first loss {first:+.4f} off eager's {baseline['losses'][0]:.4f}, {tolerance['loss']:g} allowed")
+        reasons.append(
+            f"first loss {first:+.4f} off eager's {baseline['losses'][0]:.4f}, {tolerance['loss']:g} allowed"
+        )
     # Weights that lose updates are elsewhere after the first, and their gradients are those of that place.
-    ratio = norm_ratio(measured, baseline, 1 if entry.loses_updates and entry.precision != "delayed" else COMPARED)
+    ratio = norm_ratio(
+        measured, baseline, 1 if entry.loses_updates and entry.precision != "delayed" else COMPARED
+    )
     if abs(ratio - 1) > tolerance["gradient_norm"]:
-        reasons.append(f"gradient norm {ratio:.2f} times eager's, {100 * tolerance['gradient_norm']:.0f} % off allowed")
+        reasons.append(
+            f"gradient norm {ratio:.2f} times eager's, {100 * tolerance['gradient_norm']:.0f} % off allowed"
+        )
     if reasons:
         return WRONG, reasons
     step = min(len(measured["losses"]), len(baseline["losses"])) - 1
@@ -67,16 +76,21 @@ def judge(entry: Entry, measured: Mapping[str, Any], baseline: Mapping[str, Any]
 def untrained(measured: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[str]:
     """Parameters that no optimizer updates, and parameters that the model has not: a head untied from the embedding is both."""
     parameters, reasons = measured.get("parameters"), []
-    if parameters is None:  # ours proves before its first step that all are trained, and counts none
+    # ours proves before its first step that all are trained, and counts none
+    if parameters is None:
         return reasons
     if left := parameters - measured["updated_parameters"]:
         reasons.append(f"{left:,} parameters are in no optimizer")
     if baseline and parameters != baseline["parameters"]:
-        reasons.append(f"{parameters:,} parameters where the model has {baseline['parameters']:,}: another model")
+        reasons.append(
+            f"{parameters:,} parameters where the model has {baseline['parameters']:,}: another model"
+        )
     return reasons
 
 
 def norm_ratio(measured: Mapping[str, Any], baseline: Mapping[str, Any], steps: int) -> float:
     """Median over the first steps of this way's gradient norm over the baseline's."""
-    pairs = zip(measured["gradient_norms"][:steps], baseline["gradient_norms"][:steps], strict=False)
+    pairs = zip(
+        measured["gradient_norms"][:steps], baseline["gradient_norms"][:steps], strict=False
+    )
     return statistics.median(ours / theirs for ours, theirs in pairs)

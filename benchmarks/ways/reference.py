@@ -22,7 +22,9 @@ def build(task: Task) -> Way:
     from transformer_engine.common.recipe import DelayedScaling, Format
 
     hf = task.hugging_face_model()
-    _apply_liger_kernel_to_instance(model=hf, rope=False, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True)
+    _apply_liger_kernel_to_instance(
+        model=hf, rope=False, swiglu=True, rms_norm=True, fused_linear_cross_entropy=True
+    )
     convert_linears(hf)
     recipe = DelayedScaling(margin=0, fp8_format=Format.E4M3)
 
@@ -50,7 +52,11 @@ def convert_linears(module: nn.Module) -> None:
             continue
         weight, bias = child.weight, child.bias
         linear = te.Linear(
-            child.in_features, child.out_features, bias=bias is not None, params_dtype=weight.dtype, device=weight.device
+            child.in_features,
+            child.out_features,
+            bias=bias is not None,
+            params_dtype=weight.dtype,
+            device=weight.device,
         )
         with torch.no_grad():
             linear.weight.copy_(weight)

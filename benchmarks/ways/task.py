@@ -48,7 +48,14 @@ class Task:
         """The launcher's draw: drawn in FP32 from the recipe's seed, then rounded to the dtype of the weights."""
         dtype = torch.float32 if self.weights == "fp32" else torch.bfloat16
         settings, seed = self.recipe.model, self.recipe.seed
-        hf = model.build(settings, self.config, weights=dtype, seed=seed, device=self.device, backend=self.attention)
+        hf = model.build(
+            settings,
+            self.config,
+            weights=dtype,
+            seed=seed,
+            device=self.device,
+            backend=self.attention,
+        )
         return hf.train()
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
@@ -85,7 +92,9 @@ class Task:
         """What the Hugging Face model's forward takes: ids, positions, labels, and where documents begin and end."""
         inputs = inputs_of(batch, self.device)
         if self.attention == "packed_sdpa":
-            inputs["document_mask"] = attention.document_mask(inputs["cu_seqlens"], batch.max_seqlen, batch.input_ids.shape[1])
+            inputs["document_mask"] = attention.document_mask(
+                inputs["cu_seqlens"], batch.max_seqlen, batch.input_ids.shape[1]
+            )
         return inputs
 
 
@@ -112,14 +121,22 @@ class Builder(Protocol):
     def build(self, task: Task) -> Way: ...
 
 
-def hugging_face_loss(task: Task, forward: Callable[..., Any]) -> Callable[[Microbatch, int], Tensor]:
+def hugging_face_loss(
+    task: Task, forward: Callable[..., Any]
+) -> Callable[[Microbatch, int], Tensor]:
     """The loss as transformers computes it itself: all logits of the microbatch, in FP32, and torch's cross-entropy."""
 
     def loss(batch: Microbatch, step_tokens: int) -> Tensor:
         inputs = task.inputs(batch)
         labels = inputs.pop("labels")  # shifted already, with document boundaries masked
         with task.autocast():
-            output = forward(**inputs, labels=labels, shift_labels=labels, num_items_in_batch=step_tokens, use_cache=False)
+            output = forward(
+                **inputs,
+                labels=labels,
+                shift_labels=labels,
+                num_items_in_batch=step_tokens,
+                use_cache=False,
+            )
         return output.loss
 
     return loss

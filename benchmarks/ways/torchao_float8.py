@@ -24,7 +24,9 @@ def build(task: Task) -> Way:
 
     hf = task.hugging_face_model()
     tensorwise = Float8LinearConfig.from_recipe_name("tensorwise")
-    convert_to_float8_training(hf, config=tensorwise, module_filter_fn=lambda _, name: "lm_head" not in name)
+    convert_to_float8_training(
+        hf, config=tensorwise, module_filter_fn=lambda _, name: "lm_head" not in name
+    )
     for layer in decoder_layers(hf).values():
         layer.compile(fullgraph=True)
     cross_entropy = torch.compile(sum_of_losses)

@@ -35,15 +35,22 @@ def main() -> None:
         task = Task(load_recipe(arguments.recipe, arguments.overrides), device, arguments.weights)
         try:
             result = train(builder.build(task), task, arguments.microbatch, arguments.steps)
-        except torch.OutOfMemoryError as error:  # the caller tries again in a fresh process, with a smaller microbatch
+        # the caller tries again in a fresh process, with a smaller microbatch
+        except torch.OutOfMemoryError as error:
             result = {"status": "out of memory", "reason": str(error).partition(". ")[0]}
     print(json.dumps(result), flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("module", help="a module with `obstacle` and `build`, such as benchmarks.ways.hf_eager")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "module", help="a module with `obstacle` and `build`, such as benchmarks.ways.hf_eager"
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="over the recipe's settings"
+    )
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--microbatch", type=int, required=True, help="packs in one forward pass")
@@ -53,7 +60,10 @@ def parse_arguments() -> argparse.Namespace:
 
 def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     """Train `steps` steps, the very packs and learning rates of the launcher's; figures of every step."""
-    recipe, figures = task.recipe, {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []}
+    recipe, figures = (
+        task.recipe,
+        {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []},
+    )
     parameters = {id(p): p for p in way.model.parameters() if p.requires_grad}
     updated = {id(p): p for group in way.optimizer.param_groups for p in group["params"]}
     with task.batches(microbatch).steps(0, steps) as batches:
@@ -63,7 +73,9 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
             set_learning_rate(way.optimizer, rate)
             loss, norm = train_step(way, next(batches), recipe.optimizer.clip, task.device)
             seconds = time.perf_counter() - began
-            for key, value in zip(figures, (loss, norm, seconds * 1e3, batches.data_wait_ms), strict=True):
+            for key, value in zip(
+                figures, (loss, norm, seconds * 1e3, batches.data_wait_ms), strict=True
+            ):
                 figures[key].append(value)
     return {
         "status": "ok",
@@ -74,14 +86,18 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
     }
 
 
-def train_step(way: Way, batches: StepBatches, clip: float | None, device: torch.device) -> tuple[float, float]:
+def train_step(
+    way: Way, batches: StepBatches, clip: float | None, device: torch.device
+) -> tuple[float, float]:
     """Forward and backward over all microbatches, clip, update; the step's mean loss and the norm before clipping."""
     losses = []
     for batch in batches.microbatches:
         loss = way.loss(batch, batches.valid_tokens)
         way.backward(loss)
         losses.append(loss.detach().float())
-    norm = nn.utils.clip_grad_norm_(way.model.parameters(), clip if clip is not None else float("inf"))
+    norm = nn.utils.clip_grad_norm_(
+        way.model.parameters(), clip if clip is not None else float("inf")
+    )
     way.optimizer.step()
     way.optimizer.zero_grad(set_to_none=True)
     figures = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()

@@ -34,13 +34,22 @@ from foundation.files import PARTIAL, FileRecord, find_damage, free_bytes
 from foundation.reading import load_object, one_line
 from foundation.units import GIB, memory
 from pretrain.checkpoint import format as on_disk
-from pretrain.checkpoint.format import Manifest, TensorEntry, read_manifest, step_folder, step_folders, step_of, write_tensors
+from pretrain.checkpoint.format import (
+    Manifest,
+    TensorEntry,
+    read_manifest,
+    step_folder,
+    step_folders,
+    step_of,
+    write_tensors,
+)
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.gradients import local_part
 
 THREADS = 4  # hashing and writing release the interpreter lock; the cores are the training's
 ALIGNMENT = 64  # bytes; a view in any dtype needs its width at most
 GROUPS = Path("/sys/fs/cgroup")  # of Linux's control groups, version 2
+PIECE = 2**24  # values whose bits are added up at once, as 64-bit copies
 SHARE = 0.8  # of the memory that is free: the rest is for who else works on the machine
 _SEEN_WITHIN = 5.0  # seconds: a network disk may show a new file late
 _log = logging.getLogger(__name__)
@@ -61,11 +70,16 @@ class Checkpoints:
         self.folder, self.keep, self.before = folder, keep, before
         self.rank, self.world_size = 0, 1
         if torch.distributed.is_initialized():
-            self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+            self.rank, self.world_size = (
+                torch.distributed.get_rank(),
+                torch.distributed.get_world_size(),
+            )
         self.damaged: set[Path] = set()  # seen by newest()
-        self._complete: Path | None = None  # what the tensors in memory were last saved to, wholly, or loaded from
+        # what the tensors in memory were last saved to, wholly, or loaded from
+        self._complete: Path | None = None
         self.latest: Path | None = None  # the same, or what is being written
-        self._intact: Path | None = None  # whose bytes were compared with their hashes: load() need not hash it again
+        # whose bytes were compared with their hashes: load() need not hash it again
+        self._intact: Path | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._staging = Staging()
         self._pending: PendingSave | None = None
@@ -95,27 +109,38 @@ class Checkpoints:
         before stays.
         """
         began, final = time.perf_counter(), step_folder(self.folder, step)
-        self.wait()  # for a slower save before this one, which counts as a part of the time that training stops
+        # for a slower save before this one, which counts as a part of the time that training stops
+        self.wait()
         if final != self._complete:
-            if self.rank == 0:  # what a writer left that died; nobody writes before the exchange below
+            # what a writer left that died; nobody writes before the exchange below
+            if self.rank == 0:
                 shutil.rmtree(on_disk.partial_folder(final), ignore_errors=True)
             files, index = self._lay_out(model, optimizer)
             copies = self._staging.copy(files) if behind else None
-            stopped = f"; training stopped for {time.perf_counter() - began:.2g} s" if copies else ""
+            stopped = (
+                f"; training stopped for {time.perf_counter() - began:.2g} s" if copies else ""
+            )
 
             def complete(records: list[FileRecord]) -> None:
                 if self.rank == 0:
-                    on_disk.complete(final, Manifest(step, self.world_size, records, **index), state_json)
+                    on_disk.complete(
+                        final, Manifest(step, self.world_size, records, **index), state_json
+                    )
                     self._prune(final, spared)
                     say(f"saved {final} in {time.perf_counter() - began:.3g} s{stopped}")
 
             state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
-            written = self._thread.submit(write_part, on_disk.partial_folder(final), copies or files)
+            written = self._thread.submit(
+                write_part, on_disk.partial_folder(final), copies or files
+            )
             self._pending, self.latest = PendingSave(final, written, complete), final
             if self.world_size == 1:
                 self._pending.completed = self._thread.submit(lambda: complete(written.result()))
             if behind and copies is None:
-                _log.warning("rank %d: host memory has no room for copies, so training stops while it writes", self.rank)
+                _log.warning(
+                    "rank %d: host memory has no room for copies, so training stops while it writes",
+                    self.rank,
+                )
                 self._pending.written.exception()
         elif self.rank == 0:
             self._prune(final, spared)  # it may be another one that is spared now
@@ -123,12 +148,24 @@ class Checkpoints:
             self.wait()
         return final
 
-    def _lay_out(self, model: Tensors, optimizer: Tensors) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
+    def _lay_out(
+        self, model: Tensors, optimizer: Tensors
+    ) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
         """What this rank writes, by file, and where all ranks write all tensors."""
         groups = {"model": model, "optimizer": optimizer}
-        blocks = {kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()} for kind, group in groups.items()}
+        blocks = {
+            kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()}
+            for kind, group in groups.items()
+        }
         offers = from_all_ranks(blocks)
-        index = {kind: on_disk.lay_out(kind, [offer[kind] for offer in offers]) for kind in groups}
+        index = {
+            kind: on_disk.lay_out(
+                kind,
+                [offer[kind] for offer in offers],
+                checksums(group),
+            )
+            for kind, group in groups.items()
+        }
         files: dict[str, dict[str, Tensor]] = {}
         for kind, group in groups.items():
             mine = on_disk.rank_stem(kind, self.rank, self.world_size)
@@ -150,7 +187,9 @@ class Checkpoints:
             written = pending.written.done() and not pending.written.exception()
             parts = from_all_ranks(pending.written.result() if written else None)
             if None not in parts:
-                pending.completed = self._thread.submit(pending.complete, [record for part in parts for record in part])
+                pending.completed = self._thread.submit(
+                    pending.complete, [record for part in parts for record in part]
+                )
 
     def wait(self) -> None:
         """Return when the save under way, if there is one, is complete. InputError on all ranks where it has failed on any."""
@@ -163,7 +202,11 @@ class Checkpoints:
             self.latest = self._complete
             if self.rank == 0:
                 shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
-            before = f"{self._complete} is untouched" if self._complete else "no earlier checkpoint was touched"
+            before = (
+                f"{self._complete} is untouched"
+                if self._complete
+                else "no earlier checkpoint was touched"
+            )
             raise InputError(
                 f"{self.folder}: step {step_of(pending.final)} could not be saved: {reasons[0]}; {before}. There are "
                 f"{memory(free_bytes(self.folder) / GIB)} free; make room, or set a `run_dir` on another disk, and start again"
@@ -174,7 +217,9 @@ class Checkpoints:
     def _failures(self, future: Future[Any]) -> list[str]:
         """The reason of each rank whose `future` has failed, whatever with. Waits for all of them."""
         error = future.exception()
-        return [reason for reason in from_all_ranks(error and f"{one_line(error, named=True)} (rank {self.rank})") if reason]
+        named = type(error) is not InputError
+        reason = error and f"{one_line(error, named=named)} (rank {self.rank})"
+        return [reason for reason in from_all_ranks(reason) if reason]
 
     def close(self) -> None:
         """Return when no thread of this process writes any more. For a process that may end by an error: not collective."""
@@ -185,9 +230,19 @@ class Checkpoints:
     def _prune(self, newest: Path, spared: int | None) -> None:
         """Remove all but the `keep` newest checkpoints, that of step `spared` and the newest up to step `before`, when `newest`
         is what was saved last; the first rank's. Damaged checkpoints are neither removed nor counted."""
-        steps = [path for path in step_folders(self.folder) if step_of(path) <= step_of(newest) and path not in self.damaged]
-        early = next((path for path in steps if self.before is not None and step_of(path) <= self.before), None)
-        on_disk.remove(self.folder, [path for path in steps[self.keep :] if path != early and step_of(path) != spared])
+        steps = [
+            path
+            for path in step_folders(self.folder)
+            if step_of(path) <= step_of(newest) and path not in self.damaged
+        ]
+        early = next(
+            (path for path in steps if self.before is not None and step_of(path) <= self.before),
+            None,
+        )
+        on_disk.remove(
+            self.folder,
+            [path for path in steps[self.keep :] if path != early and step_of(path) != spared],
+        )
 
     def abandon_newer(self, step: int) -> None:
         """Set every checkpoint after `step` aside, for a run that goes on from `step`: otherwise the next automatic resume would
@@ -195,7 +250,12 @@ class Checkpoints:
         self.wait()
         if self.rank == 0:
             for path in [path for path in step_folders(self.folder) if step_of(path) > step]:
-                _log.warning("%s was renamed to %s: the run goes on from step %d", path, on_disk.set_aside(path).name, step)
+                _log.warning(
+                    "%s was renamed to %s: the run goes on from step %d",
+                    path,
+                    on_disk.set_aside(path).name,
+                    step,
+                )
         from_all_ranks(None)  # nobody looks before all have their names
 
     def newest(self, *, before: int | None = None) -> Path | None:
@@ -203,7 +263,9 @@ class Checkpoints:
         none. A damaged one is reported through `logging`, kept in `damaged` and left where it is; then the one before it is
         tried."""
         self.wait()
-        steps = from_all_ranks([step_of(path) for path in step_folders(self.folder)] if self.rank == 0 else [])[0]
+        steps = from_all_ranks(
+            [step_of(path) for path in step_folders(self.folder)] if self.rank == 0 else []
+        )[0]
         for step in [step for step in steps if before is None or step < before]:
             path = step_folder(self.folder, step)
             problems = self._verify(path)
@@ -211,7 +273,11 @@ class Checkpoints:
                 return path
             self.damaged.add(path)
             if self.rank == 0:
-                _log.warning("%s is DAMAGED and is not used; trying the one before it. %s", path, "; ".join(problems))
+                _log.warning(
+                    "%s is DAMAGED and is not used; trying the one before it. %s",
+                    path,
+                    "; ".join(problems),
+                )
         return None
 
     def owns(self, path: Path) -> bool:
@@ -225,7 +291,9 @@ class Checkpoints:
         self._require_intact(path)
         return load_object(path / on_disk.STATE, "resume from another checkpoint")
 
-    def load(self, path: Path, model: Tensors, optimizer: Tensors, *, left_out: Collection[str] = ()) -> None:
+    def load(
+        self, path: Path, model: Tensors, optimizer: Tensors, *, left_out: Collection[str] = ()
+    ) -> None:
         """Copy the checkpoint at `path` into the given tensors, in place and whatever their sharding. `left_out`: names of the
         optimizer's that it may hold beside them.
 
@@ -235,8 +303,13 @@ class Checkpoints:
         """
         self._require_intact(path)
         manifest = read_manifest(path)
-        of_optimizer = {name: entry for name, entry in manifest.optimizer.items() if name not in left_out}
-        if problems := [*on_disk.mismatches(manifest.model, model), *on_disk.mismatches(of_optimizer, optimizer)]:
+        of_optimizer = {
+            name: entry for name, entry in manifest.optimizer.items() if name not in left_out
+        }
+        if problems := [
+            *on_disk.mismatches(manifest.model, model),
+            *on_disk.mismatches(of_optimizer, optimizer),
+        ]:
             remedy = "Take the recipe that it was made by, or another checkpoint; to begin anew, set another `run_dir`"
             raise InputError(f"{path}: does not fit this run: {'; '.join(problems[:5])}. {remedy}")
         on_disk.load_tensors(path, manifest.model, model)
@@ -256,7 +329,9 @@ class Checkpoints:
             problems = find_damage(path, files[self.rank :: self.world_size])
         except InputError as error:
             problems = [str(error)]
-        problems = list(dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank))
+        problems = list(
+            dict.fromkeys(problem for rank in from_all_ranks(problems) for problem in rank)
+        )
         self._intact = None if problems else path
         return problems
 
@@ -273,19 +348,34 @@ class Staging:
 
     def copy(self, files: Files) -> dict[str, dict[str, Tensor]] | None:
         """The tensors as they are now, on the host; valid until the next copy. None where the host has no room for them."""
-        needed = sum(_rounded(tensor.nbytes) for group in files.values() for tensor in group.values())
-        device = next((tensor.device for group in files.values() for tensor in group.values() if tensor.is_cuda), None)
+        needed = sum(
+            _rounded(tensor.nbytes) for group in files.values() for tensor in group.values()
+        )
+        device = next(
+            (
+                tensor.device
+                for group in files.values()
+                for tensor in group.values()
+                if tensor.is_cuda
+            ),
+            None,
+        )
         if self._memory.numel() < needed:
             if needed * int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > SHARE * free_memory():
                 return None
-            self._memory = torch.zeros(needed, dtype=torch.uint8)  # written to, so that the pages are there
+            # written to, so that the pages are there
+            self._memory = torch.zeros(needed, dtype=torch.uint8)
             if device:
                 _pin(self._memory)
         copies: dict[str, dict[str, Tensor]] = {file: {} for file in files}
         start = 0
         for file, group in files.items():
             for name, tensor in group.items():
-                place = self._memory[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                place = (
+                    self._memory[start : start + tensor.nbytes]
+                    .view(tensor.dtype)
+                    .view(tensor.shape)
+                )
                 copies[file][name] = place.copy_(tensor.detach(), non_blocking=True)
                 start += _rounded(tensor.nbytes)
         if device:
@@ -298,11 +388,17 @@ def free_memory() -> int:
     and Kubernetes limit a job so, and kill what takes more."""
     free = psutil.virtual_memory().available
     with suppress(OSError):  # no Linux
-        group = GROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip("/")
-        for folder in (group, *group.parents):  # the groups around it hold it, too; a container sees the last as its own
+        group = GROUPS / Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2].lstrip(
+            "/"
+        )
+        # the groups around it hold it, too; a container sees the last as its own
+        for folder in (group, *group.parents):
             with suppress(OSError, ValueError):  # without a limit
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                given_back = int(statistics["active_file"]) + int(statistics["inactive_file"])  # by the kernel, before it kills
+                statistics = dict(
+                    line.split() for line in (folder / "memory.stat").read_text().splitlines()
+                )
+                # by the kernel, before it kills
+                given_back = int(statistics["active_file"]) + int(statistics["inactive_file"])
                 used = int((folder / "memory.current").read_text()) - given_back
                 free = min(free, int((folder / "memory.max").read_text()) - used)
     return free
@@ -316,9 +412,12 @@ def _pin(buffer: Tensor) -> None:
     """Registered and not taken from torch's allocator, which rounds 20 GiB up to 32."""
     cudart, address = torch.cuda.cudart(), buffer.data_ptr()
     if int(cudart.cudaHostRegister(address, buffer.numel(), 1)) != 0:
-        _log.warning("the copy of a checkpoint cannot be pinned in host memory; a save stops training for longer")
+        _log.warning(
+            "the copy of a checkpoint cannot be pinned in host memory; a save stops training for longer"
+        )
     else:
-        weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False  # CUDA may be gone by then
+        # CUDA may be gone by then
+        weakref.finalize(buffer, cudart.cudaHostUnregister, address).atexit = False
 
 
 @dataclass
@@ -327,8 +426,10 @@ class PendingSave:
 
     final: Path
     written: Future[list[FileRecord]]  # this rank's files, when they are on the disk
-    complete: Callable[[list[FileRecord]], None]  # with the files of all ranks, in the first rank's thread
-    completed: Future[None] | None = None  # done when the checkpoint has its name, on the other ranks at once
+    # with the files of all ranks, in the first rank's thread
+    complete: Callable[[list[FileRecord]], None]
+    # done when the checkpoint has its name, on the other ranks at once
+    completed: Future[None] | None = None
 
 
 def write_part(partial: Path, files: Files) -> list[FileRecord]:
@@ -336,6 +437,35 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
     partial.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(THREADS, thread_name_prefix="saving") as threads:
         return list(threads.map(lambda name: write_tensors(partial / name, files[name]), files))
+
+
+# ── The live tensors ──────────────────────────────────────────────────────────────────────────────
+
+
+def checksums(tensors: Tensors) -> dict[str, int]:
+    """Return the sum of each tensor's bit patterns modulo 2^64. Collective.
+
+    The sum is the same for every sharding. Replicas count once, unless their bits differ.
+    """
+    ranks = from_all_ranks(
+        {
+            name: (on_disk.block_of(tensor).offset, sum_of_bits(tensor))  # which identify a block
+            for name, tensor in tensors.items()
+        }
+    )
+    return {
+        name: sum(bits for _, bits in {blocks[name] for blocks in ranks}) % 2**64
+        for name in tensors  # a set has each block once
+    }
+
+
+def sum_of_bits(tensor: Tensor) -> int:
+    """Return the sum of the bit patterns, as integers, in this process's part of a tensor.
+
+    The host waits for the device.
+    """
+    bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
+    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE))
 
 
 # ── The disk ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -346,7 +476,13 @@ def bytes_needed(model: Tensors, optimizer: Tensors) -> int:
 
     A DTensor counts whole, a replicated one once.
     """
-    return sum(tensor.numel() * tensor.element_size() for tensor in (*model.values(), *optimizer.values())) + 2**20
+    return (
+        sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in (*model.values(), *optimizer.values())
+        )
+        + 2**20
+    )
 
 
 def check_space(folder: Path, needed: int) -> None:
@@ -365,10 +501,15 @@ def require_shared(folder: Path) -> None:
     if torch.distributed.get_rank() == 0:
         token.touch()
     from_all_ranks(None)  # it is there
-    while not (seen := folder.is_dir() and token.name in os.listdir(folder)) and time.monotonic() < end:
+    while (
+        not (seen := folder.is_dir() and token.name in os.listdir(folder))
+        and time.monotonic() < end
+    ):
         time.sleep(0.05)
     blind = [host for host in from_all_ranks(None if seen else socket.gethostname()) if host]
     if torch.distributed.get_rank() == 0:
         token.unlink()
     if blind:
-        raise InputError(f"{folder}: {blind[0]} does not see the folder of the first machine; put it on a disk that all share")
+        raise InputError(
+            f"{folder}: {blind[0]} does not see the folder of the first machine; put it on a disk that all share"
+        )

@@ -12,7 +12,8 @@
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
      "files":     [{"name": "model-00000-of-00002-part-000.safetensors", "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
-     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "pieces": [
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "checksum": 33292288,
+                                         "pieces": [
                       {"file": "model-00000-of-00002-part-000.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
      "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
@@ -30,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -54,9 +56,22 @@ from pretrain.model.gradients import local_part
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 PARTIAL_STEP, ABANDONED_STEP = ".partial-", "abandoned-"
-PART_BYTES = 2 * 2**30  # of a file, which its last block may exceed: enough files to keep the hashing threads busy
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
-DTYPES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+# of a file, which its last block may exceed: enough files to keep the hashing threads busy
+PART_BYTES = 2 * 2**30
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+}
+DTYPES |= {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
 _log = logging.getLogger(__name__)
 
@@ -75,7 +90,11 @@ def step_of(folder: Path) -> int:
 
 def step_folders(parent: Path) -> list[Path]:
     """All folders in `parent` that are named like a checkpoint, newest first."""
-    return sorted((path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)), key=step_of, reverse=True)
+    return sorted(
+        (path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)),
+        key=step_of,
+        reverse=True,
+    )
 
 
 def newest_in(source: Path) -> Path:
@@ -91,10 +110,15 @@ def partial_folder(final: Path) -> Path:
 def complete(final: Path, manifest: Manifest, state: bytes) -> None:
     """Write the state and, last, the manifest beside the files that the manifest has, and let the checkpoint appear as `final`;
     what had that name is set aside. Raises OSError."""
-    partial, record = partial_folder(final), FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
+    partial, record = (
+        partial_folder(final),
+        FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()}),
+    )
     write_file(partial / STATE, state)
     content = {"format": FORMAT, **asdict(replace(manifest, files=[*manifest.files, record]))}
-    write_file(partial / MANIFEST, json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode())
+    write_file(
+        partial / MANIFEST, json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode()
+    )
     fsync(partial)
     if final.exists():
         set_aside(final)
@@ -141,6 +165,7 @@ class TensorEntry:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    checksum: int | None = None  # of the live tensor; None in checkpoints of earlier versions
 
 
 @dataclass(frozen=True)
@@ -155,10 +180,18 @@ class Manifest:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
     path = folder / MANIFEST
-    content = load_object(path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run")
+    content = load_object(
+        path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run"
+    )
     if content.pop("sha256", None) != hash_of(content):
         raise InputError(f"{path}: its content does not match its own SHA-256; the file is damaged")
-    return TypeAdapter(Manifest).validate_python(content)
+    manifest = TypeAdapter(Manifest).validate_python(content)
+    files = {record.name for record in manifest.files}
+    for name, entry in (*manifest.model.items(), *manifest.optimizer.items()):
+        values = sum(math.prod(piece.shape) for piece in entry.pieces if piece.file in files)
+        if values != math.prod(entry.shape):
+            raise InputError(f"{path}: the pieces of {name} in its files do not fill the tensor")
+    return manifest
 
 
 # ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -180,9 +213,12 @@ def block_of(tensor: Tensor) -> ShardBlock:
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
-        (chunk,) = tensor.__create_chunk_list__()  # torch's own description, for its checkpoints; refuses Partial placements
+        # torch's own description, for its checkpoints; refuses Partial placements
+        (chunk,) = tensor.__create_chunk_list__()
         offset = tuple(chunk.offsets)
-    return ShardBlock(DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.nbytes)
+    return ShardBlock(
+        DTYPE_NAMES[local.dtype], tuple(tensor.shape), offset, tuple(local.shape), local.nbytes
+    )
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
@@ -190,7 +226,11 @@ def rank_stem(kind: str, rank: int, world_size: int) -> str:
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
-def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorEntry]:
+def lay_out(
+    kind: str,
+    offers: list[dict[str, ShardBlock]],
+    checksums: Mapping[str, int | None],
+) -> dict[str, TensorEntry]:
     """The index of a checkpoint: which rank writes each block into which file. Each distinct block is for one of the ranks that
     hold it, the largest first for the one with least to write (LPT), which begins a new file after each PART_BYTES.
 
@@ -210,7 +250,15 @@ def lay_out(kind: str, offers: list[dict[str, ShardBlock]]) -> dict[str, TensorE
             file = f"{rank_stem(kind, rank, len(offers))}-part-{written[rank] // PART_BYTES:03d}.safetensors"
             pieces[name].append(Piece(file, block.offset, block.shape))
             written[rank] += block.bytes
-    return {name: TensorEntry(whole[name].dtype, whole[name].global_shape, tuple(parts)) for name, parts in pieces.items()}
+    return {
+        name: TensorEntry(
+            whole[name].dtype,
+            whole[name].global_shape,
+            tuple(parts),
+            checksums[name],
+        )
+        for name, parts in pieces.items()
+    }
 
 
 # ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -220,7 +268,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256. Neither
     writing nor hashing holds Python's lock. InputError where the disk is full."""
     with refusing((SafetensorError,), f"{path}: cannot be written"):
-        save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
+            path,
+            metadata={"format": "pt"},
+        )
     by_umask(path)
     fsync(path)
     return FileRecord(path.name, path.stat().st_size, {"sha256": hash_file(path)})
@@ -238,27 +290,36 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     problems += [f"only it has {name}" for name in sorted(index.keys() - targets.keys())]
     for name in sorted(targets.keys() & index.keys()):
         saved, dtype, wanted = index[name], DTYPES[index[name].dtype], targets[name]
-        alike = dtype == wanted.dtype or (dtype.is_floating_point and wanted.dtype.is_floating_point)
+        alike = dtype == wanted.dtype or (
+            dtype.is_floating_point and wanted.dtype.is_floating_point
+        )
         if saved.shape != tuple(wanted.shape) or not alike:
             ours = f"{DTYPE_NAMES[wanted.dtype]} {list(wanted.shape)}"
             problems.append(f"{name} is {saved.dtype} {list(saved.shape)} there and {ours} here")
     return problems
 
 
-def load_tensors(folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> None:
+def load_tensors(
+    folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]
+) -> None:
     """Fill `targets`, of any sharding and without mismatches, from the checkpoint in `folder`, converted to their dtypes.
 
     Files are mapped, not loaded: a rank touches only the bytes of its own part.
     """
     with ExitStack() as stack, torch.no_grad():
-        open_file = cache(lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu")))
+        open_file = cache(
+            lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
+        )
         for name, target in targets.items():
             mine, local = block_of(target), local_part(target)
             for piece in index[name].pieces:
                 if overlap := _overlap(piece, mine):
                     (where, here), file = overlap, open_file(piece.file)
-                    is_whole = where == tuple(slice(0, size) for size in piece.shape)  # without dimensions there are no slices
-                    local[here].copy_(file.get_tensor(name) if is_whole else file.get_slice(name)[where])
+                    # without dimensions there are no slices
+                    is_whole = where == tuple(slice(0, size) for size in piece.shape)
+                    local[here].copy_(
+                        file.get_tensor(name) if is_whole else file.get_slice(name)[where]
+                    )
 
 
 def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[slice, ...]] | None:
@@ -267,4 +328,7 @@ def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[s
     where = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sizes]
     if any(start >= stop for start, stop in where):
         return None
-    return [tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True)) for each in (one, other)]
+    return [
+        tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True))
+        for each in (one, other)
+    ]

@@ -23,6 +23,7 @@ class TrainState:
     left_out: int = 0  # steps' packs that rollbacks have passed over
     # Packs by which the text is further on than so many steps are, where an earlier run's steps had more; below 0 where fewer.
     shift: int = 0
+    place: int = 0  # in the stream of packs, where the next step begins
 
     @property
     def finished(self) -> bool:
@@ -33,12 +34,13 @@ class TrainState:
         """Which steps of the stream of packs are trained on from here to the horizon: the first, and the end."""
         return self.step + self.left_out, self.steps + self.left_out
 
-    def advance(self, *, tokens: int, valid_tokens: int, skipped: bool = False) -> None:
-        """Count one step that took `tokens` over all ranks."""
+    def advance(self, *, tokens: int, valid_tokens: int, place: int, skipped: bool = False) -> None:
+        """Count one step of `tokens` over all ranks, whose packs end at `place` in the stream."""
         self.step += 1
         self.tokens += tokens
         self.valid_tokens += valid_tokens
         self.skipped_steps += skipped
+        self.place = place
 
 
 # What a run has trained otherwise than its recipe says now, as each checkpoint and environment.json have it: in order the steps
@@ -50,8 +52,11 @@ NO_PAST: dict[str, Any] = {"changed": [], "left_out": 0}
 def changed_keys(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The keys whose values differ between two identities: flat mappings of dotted settings and fingerprints. A missing key
     equals one that is None."""
-    current = json.loads(json.dumps(current))  # the saved one went through JSON, where tuples become lists
-    return [key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)]
+    # the saved one went through JSON, where tuples become lists
+    current = json.loads(json.dumps(current))
+    return [
+        key for key in sorted(saved.keys() | current.keys()) if saved.get(key) != current.get(key)
+    ]
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:

@@ -13,9 +13,22 @@ from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, 
 from pretrain.metrics.run_record import RunRecord
 
 # Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
-COLOURS = ("#1F77B4", "#FF7F0E", "#2CA02C", "#D62728", "#9467BD", "#8C564B", "#E377C2", "#7F7F7F", "#BCBD22", "#17BECF")
+COLOURS = (
+    "#1F77B4",
+    "#FF7F0E",
+    "#2CA02C",
+    "#D62728",
+    "#9467BD",
+    "#8C564B",
+    "#E377C2",
+    "#7F7F7F",
+    "#BCBD22",
+    "#17BECF",
+)
 DASHES = ("solid", "dash", "dot", "dashdot")
-TOLERANCE = 0.01  # nats a token that a run may end above its baseline and still count as equal, unless `--gate` says otherwise
+# nats a token that a run may end above its baseline and still count as equal, unless `--gate` says
+# otherwise
+TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -54,20 +67,32 @@ class Standing:
     @cached_property
     def gap(self) -> Gap | None:
         """The difference of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why."""
-        return None if self.is_baseline or self.not_paired else Gap.over(ends_of(self.differences), self.comparisons)
+        return (
+            None
+            if self.is_baseline or self.not_paired
+            else Gap.over(ends_of(self.differences), self.comparisons)
+        )
 
     @property
     def verdict(self) -> str:
         if self.run.broke_off:
             return self.run.broke_off
-        return self.gap.place(self.tolerance) if self.gap else "baseline" if self.is_baseline else "not paired"
+        return (
+            self.gap.place(self.tolerance)
+            if self.gap
+            else "baseline"
+            if self.is_baseline
+            else "not paired"
+        )
 
     @property
     def held_out_gap(self) -> float | None:
         """The held-out loss minus the baseline's, where both were evaluated last in the same step, on the same packs."""
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
-        (ours, our_losses), (theirs, their_losses) = (run.curve("held_out_loss") for run in (self.run, self.base))
+        (ours, our_losses), (theirs, their_losses) = (
+            run.curve("held_out_loss") for run in (self.run, self.base)
+        )
         at_one_step = len(ours) and len(theirs) and ours[-1] == theirs[-1]
         return float(our_losses[-1] - their_losses[-1]) if at_one_step else None
 
@@ -76,7 +101,12 @@ class Standing:
         """Over the baseline's, on a machine of the same kind: else a machine's speed would pass for a precision's. Versions of
         software may differ, as what they change may be what is compared."""
         ours, theirs = own_speed(self.run), own_speed(self.base)
-        known = ours and theirs and not self.is_baseline and machine_of(self.base) == machine_of(self.run)
+        known = (
+            ours
+            and theirs
+            and not self.is_baseline
+            and machine_of(self.base) == machine_of(self.run)
+        )
         return ours / theirs if known else None
 
 
@@ -89,9 +119,21 @@ class RunComparison:
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """`runs`: comparable, the baseline first."""
         standings = []
-        for place, (run, label) in enumerate(zip(runs, unique_names([run.name for run in runs], runs), strict=True)):
+        for place, (run, label) in enumerate(
+            zip(runs, unique_names([run.name for run in runs], runs), strict=True)
+        ):
             dash = DASHES[place // len(COLOURS) % len(DASHES)]
-            standings.append(Standing(run, runs[0], label, COLOURS[place % len(COLOURS)], dash, tolerance, len(runs) - 1))
+            standings.append(
+                Standing(
+                    run,
+                    runs[0],
+                    label,
+                    COLOURS[place % len(COLOURS)],
+                    dash,
+                    tolerance,
+                    len(runs) - 1,
+                )
+            )
         return cls(standings, tolerance)
 
     @property
@@ -106,7 +148,9 @@ class RunComparison:
         """The verdicts, each with its runs; of a run alone its name."""
         others = {each.label: each.verdict for each in self.standings[1:]}
         base = self.baseline.label
-        return f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(others)}." if others else base
+        return (
+            f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(others)}." if others else base
+        )
 
     def notes(self, *, over_seeds: bool = False) -> list[str]:
         """What has to be said beside the tables. `over_seeds`: runs are paired in a table of their own."""
@@ -118,23 +162,35 @@ class RunComparison:
             elif each.not_paired and not over_seeds:
                 notes.append(f"{each.label} is not paired with {base}: {each.not_paired}.")
             changes = [f"`{key}` was {values}" for key, values in each.run.changed_settings.items()]
-            notes += [f"{each.label} was not trained by one recipe: {'; '.join(changes)}."] if changes else []
+            notes += (
+                [f"{each.label} was not trained by one recipe: {'; '.join(changes)}."]
+                if changes
+                else []
+            )
         if any(run.side_by_side for run in runs):
             notes.append("No speed stands beside a run that shared its machine with others.")
         evaluated = [run for run in runs if "held_out_loss" in run.summary]
         if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
-            notes.append("Held-out losses are of different text, so they do not say which run is better.")
+            notes.append(
+                "Held-out losses are of different text, so they do not say which run is better."
+            )
         return notes
 
 
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
     """What each of `runs` is called, or its whole path where two are called the same."""
-    return [name if names.count(name) == 1 else str(run.path) for name, run in zip(names, runs, strict=True)]
+    return [
+        name if names.count(name) == 1 else str(run.path)
+        for name, run in zip(names, runs, strict=True)
+    ]
 
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
     """Each verdict and what has it, from verdicts by name."""
-    names = {verdict: [name for name, own in verdicts.items() if own == verdict] for verdict in verdicts.values()}
+    names = {
+        verdict: [name for name, own in verdicts.items() if own == verdict]
+        for verdict in verdicts.values()
+    }
     return "; ".join(f"{verdict}: {', '.join(those)}" for verdict, those in names.items())
 
 
@@ -146,5 +202,9 @@ def own_speed(run: RunRecord) -> float | None:
 def machine_of(run: RunRecord) -> str:
     """What a run's speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the cores."""
     processes, name = run.devices
-    on_cpu = f", {run.environment.get('cpu_cores')} cores, {run.environment.get('system')}" if name == "CPU" else ""
+    on_cpu = (
+        f", {run.environment.get('cpu_cores')} cores, {run.environment.get('system')}"
+        if name == "CPU"
+        else ""
+    )
     return f"{processes} × {name}{on_cpu}"

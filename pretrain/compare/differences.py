@@ -19,9 +19,12 @@ CONFIDENCE = 0.95  # of every interval that is shown
 FEWEST_SEEDS = 3  # for an interval: that of two is nearly four times as wide as that of three
 MARGIN = 0.003  # of the baseline's loss, within which a difference counts as none
 EQUIVALENCE = 0.90  # the interval of two one-sided tests at 5 % each
-MIXED_OVER = 10.0  # variance of means, in squared spreads, over which a sequential test mixes: narrowest at five to eight seeds
+# variance of means, in squared spreads, over which a sequential test mixes: narrowest at five to
+# eight seeds
+MIXED_OVER = 10.0
 _STEP = 2.0**-40  # of quantiles, which are found to it
 EQUIVALENT, WORSE, BETTER, CANNOT_TELL = "equivalent", "worse", "better", "cannot tell"
+WITHIN_MARGIN, BEYOND_MARGIN = ", within the margin", " by more than the margin"  # after "worse"
 
 
 def within(t: float, freedom: int) -> float:
@@ -38,7 +41,9 @@ def within(t: float, freedom: int) -> float:
 
 def t_quantile(freedom: int, confidence: float) -> float:
     """What a variable with `freedom` degrees stays within with the probability `confidence`, below 1: 2.776 for 4 and 0.95."""
-    return _STEP * bisect_left(range(2**62), confidence, key=lambda steps: within(_STEP * steps, freedom))
+    return _STEP * bisect_left(
+        range(2**62), confidence, key=lambda steps: within(_STEP * steps, freedom)
+    )
 
 
 def half_width(values: np.ndarray, confidence: float = CONFIDENCE) -> float:
@@ -68,7 +73,9 @@ class Gap:
 
     mean: float
     half_width: float | None  # of its interval at CONFIDENCE; None below FEWEST_STEPS
-    cautious: float  # half of the interval that holds for all comparisons together (Bonferroni); 0 below FEWEST_STEPS
+    # half of the interval that holds for all comparisons together (Bonferroni); 0 below
+    # FEWEST_STEPS
+    cautious: float
     steps: int
 
     @classmethod
@@ -76,7 +83,9 @@ class Gap:
         """What `differences` of one step or more come to, in one of so many `comparisons`."""
         steps, half, cautious = len(differences), None, 0.0
         if steps >= FEWEST_STEPS:
-            half, cautious = (half_width(differences, 1 - (1 - CONFIDENCE) / each) for each in (1, comparisons))
+            half, cautious = (
+                half_width(differences, 1 - (1 - CONFIDENCE) / each) for each in (1, comparisons)
+            )
         return cls(float(differences.mean()), half, cautious, steps)
 
     @property
@@ -101,7 +110,9 @@ class SeedDifference:
     baseline: float
 
     @classmethod
-    def of(cls, losses: Mapping[int, float], baseline: Mapping[int, float]) -> SeedDifference | None:
+    def of(
+        cls, losses: Mapping[int, float], baseline: Mapping[int, float]
+    ) -> SeedDifference | None:
         """Returns the difference over the seeds that both have; None where there are none. All losses are finite."""
         seeds = sorted(losses.keys() & baseline.keys())
         if not seeds:
@@ -118,14 +129,21 @@ class SeedDifference:
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
-        variance = math.fsum((value - self.mean) ** 2 for value in self.by_seed.values()) / (number - 1)
+        variance = math.fsum((value - self.mean) ** 2 for value in self.by_seed.values()) / (
+            number - 1
+        )
         return t_quantile(number - 1, confidence) * math.sqrt(variance / number)
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str | None:
-        """ "equivalent" where the interval at EQUIVALENCE lies within ± `margin` of the baseline's loss; else "worse" or "better"
-        where that at CONFIDENCE over all `comparisons` made together (Bonferroni) lies on one side of zero, or "cannot tell".
-        None for fewer than FEWEST_SEEDS."""
-        half, whole = self.half_width(EQUIVALENCE), self.half_width(1 - (1 - CONFIDENCE) / comparisons)
+        """Return the verdict of one look: None for fewer than FEWEST_SEEDS.
+
+        Against the margin, a share of the baseline's loss, the interval at EQUIVALENCE is used.
+        Against zero it is the interval at CONFIDENCE over all `comparisons` (Bonferroni).
+        """
+        half, whole = (
+            self.half_width(EQUIVALENCE),
+            self.half_width(1 - (1 - CONFIDENCE) / comparisons),
+        )
         return None if half is None or whole is None else self._word(half, whole, margin)
 
     def anytime_half_width(self, error: float) -> float | None:
@@ -144,16 +162,39 @@ class SeedDifference:
         squares = math.fsum((value - self.mean) ** 2 for value in self.by_seed.values())
         spread = 1 + number * MIXED_OVER
         bound = (math.sqrt(spread) / error) ** (2 / number)
-        return math.sqrt(squares * (bound - 1) / (number * (1 - bound / spread))) if bound < spread else None
+        return (
+            math.sqrt(squares * (bound - 1) / (number * (1 - bound / spread)))
+            if bound < spread
+            else None
+        )
 
     def anytime_verdict(self, margin: float, error: float) -> str:
-        """As `verdict` by `anytime_half_width`, whatever the number of seeds. Against the margin these are two one-sided tests at
-        `error` each, so the interval at twice that; against zero it is the interval at `error`."""
+        """Return the verdict by `anytime_half_width`, which holds after every number of seeds.
+
+        Equivalence is two one-sided tests at `error` each, so their interval is the one at twice
+        `error`. The verdict is "cannot tell" until the interval at `error` is finite.
+        """
         half, whole = self.anytime_half_width(2 * error), self.anytime_half_width(error)
-        return CANNOT_TELL if half is None else self._word(half, math.inf if whole is None else whole, margin)
+        return CANNOT_TELL if half is None or whole is None else self._word(half, whole, margin)
 
     def _word(self, half: float, whole: float, margin: float) -> str:
-        """What the mean's two intervals tell: `half` of the one held against the margin, `whole` of the one against zero."""
-        if abs(self.mean) + half < margin * abs(self.baseline):
-            return EQUIVALENT
-        return CANNOT_TELL if abs(self.mean) <= whole else WORSE if self.mean > 0 else BETTER
+        """Return the verdict of two intervals of the mean, by their half-widths.
+
+        The interval `half` is tested for lying within the margin, and `whole` for excluding zero
+        or the margin. Both tests count: a difference can be "worse, within the margin".
+        """
+        distance, tolerance = abs(self.mean), margin * abs(self.baseline)
+        direction = WORSE if self.mean > 0 else BETTER
+        if distance + half < tolerance:
+            return EQUIVALENT if distance <= whole else direction + WITHIN_MARGIN
+        if distance - whole > tolerance:
+            return direction + BEYOND_MARGIN
+        return CANNOT_TELL if distance <= whole else direction
+
+
+def fewest_seeds(error: float) -> int:
+    """Return the least number of seeds for which `anytime_half_width` at `error` is finite."""
+    seeds = FEWEST_SEEDS
+    while SeedDifference(dict.fromkeys(range(seeds), 0.0), 1.0).anytime_half_width(error) is None:
+        seeds += 1
+    return seeds

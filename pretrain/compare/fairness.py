@@ -15,7 +15,14 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.settings import parse
 from pretrain.checkpoint.state import changed_keys
-from pretrain.metrics.run_record import HELD_OUT_PACKS, RunRecord, at_the_end, in_a_word, kind, same_measure
+from pretrain.metrics.run_record import (
+    HELD_OUT_PACKS,
+    RunRecord,
+    at_the_end,
+    in_a_word,
+    kind,
+    same_measure,
+)
 from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import SOURCE, identity_of
 from pretrain.settings.recipe import Recipe
@@ -44,11 +51,19 @@ def training_of(run: RunRecord) -> dict[str, Any]:
     Raises InputError naming the run whose files do not say which data it was.
     """
     if run.data_fingerprint is None:
-        raise InputError(f"{run.path}: its files have no `data_fingerprint`, so it cannot be compared; train it again")
+        raise InputError(
+            f"{run.path}: its files have no `data_fingerprint`, so it cannot be compared; train it again"
+        )
     recipe = recipe_of(run)
-    identity = identity_of(recipe, run.data_fingerprint) | run.source_config | {"evaluate.packs": recipe.evaluate.packs}
+    identity = (
+        identity_of(recipe, run.data_fingerprint)
+        | run.source_config
+        | {"evaluate.packs": recipe.evaluate.packs}
+    )
     # A run that changed its precision on a resume counts as neither.
-    return {key: value for key, value in identity.items() if not key.startswith(COMPARED)} | run.changed_settings
+    return {
+        key: value for key, value in identity.items() if not key.startswith(COMPARED)
+    } | run.changed_settings
 
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
@@ -57,7 +72,10 @@ def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]
     changed = changed_keys(*trainings)
     if "model.source" in changed:  # which says it in a word
         changed = [key for key in changed if not key.startswith(SOURCE)]
-    flat = [settings_of(run) | training for run, training in zip((first, second), trainings, strict=True)]
+    flat = [
+        settings_of(run) | training
+        for run, training in zip((first, second), trainings, strict=True)
+    ]
     return {key: tuple(in_a_word(key, values.get(key)) for values in flat) for key in changed}
 
 
@@ -75,9 +93,13 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
     `vary` has a name that is no key or section of a recipe."""
     keys = {key for run in runs for key in settings_of(run)}
     if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
-        raise InputError(f"--vary {unknown[0]}: a recipe has no such key or section; docs/settings.md has all")
+        raise InputError(
+            f"--vary {unknown[0]}: a recipe has no such key or section; docs/settings.md has all"
+        )
     for run in runs[1:]:
-        if unfair := {key: both for key, both in differing(runs[0], run).items() if not is_varied(key, vary)}:
+        if unfair := {
+            key: both for key, both in differing(runs[0], run).items() if not is_varied(key, vary)
+        }:
             raise InputError(
                 f"{runs[0].path} and {run.path} differ in more than precision and weights: {in_words(unfair)}; report each "
                 f"alone, train one again or, if that is what you compare, add {' '.join(f'--vary {key}' for key in unfair)}"
@@ -87,11 +109,18 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
 def keys_told_apart_by(runs: Sequence[RunRecord]) -> list[str]:
     """The keys that have to stand beside precision and weights to tell runs apart: the optimizer's dtypes, options in which runs
     of one precision differ, and what is varied."""
-    keys = dict.fromkeys(key for run in runs for key in settings_of(run) if key.startswith(COMPARED[2:]) and key not in _WHERE)
+    keys = dict.fromkeys(
+        key
+        for run in runs
+        for key in settings_of(run)
+        if key.startswith(COMPARED[2:]) and key not in _WHERE
+    )
 
     def tells(key: str) -> bool:
         alike = [run.precision if key.startswith("fp8_config.") else None for run in runs]
-        return len({(precision, str(option(run, key))) for precision, run in zip(alike, runs, strict=True)}) > len(set(alike))
+        return len(
+            {(precision, str(option(run, key))) for precision, run in zip(alike, runs, strict=True)}
+        ) > len(set(alike))
 
     varied = (key for run in runs[1:] for key in differing(runs[0], run))
     return list(dict.fromkeys([*filter(tells, keys), *varied]))
@@ -105,7 +134,9 @@ def option(run: RunRecord, key: str) -> Any:
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     """Why step n of one cannot be held against step n of the other; None where it can."""
-    other_text = {key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)}
+    other_text = {
+        key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)
+    }
     if other_text:
         return f"their steps see other text: {in_words(other_text)}"
     (ours, our_tokens), (theirs, their_tokens) = first.curve("tokens"), second.curve("tokens")
@@ -114,13 +145,22 @@ def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
         return "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
     if len(common) and _passed_over(first, common[0]) != _passed_over(second, common[0]):
         return "their steps see other text: a rollback has passed over packs in one of them"
-    return None if len(loss_differences(first, second)[0]) else "they have no step with a finite loss in common"
+    return (
+        None
+        if len(loss_differences(first, second)[0])
+        else "they have no step with a finite loss in common"
+    )
 
 
 def _passed_over(run: RunRecord, first_step: int) -> list[tuple[int, int]]:
     """How many steps' packs had been passed over in rollbacks by `first_step`, and at each later one."""
-    rollbacks = [(record["step"], record["left_out"]) for record in run.metrics if kind(record) == "rollback"]
-    before = [run.past["left_out"], *(left_out for step, left_out in rollbacks if step <= first_step)]
+    rollbacks = [
+        (record["step"], record["left_out"]) for record in run.metrics if kind(record) == "rollback"
+    ]
+    before = [
+        run.past["left_out"],
+        *(left_out for step, left_out in rollbacks if step <= first_step),
+    ]
     return [(first_step, before[-1]), *(each for each in rollbacks if each[0] > first_step)]
 
 

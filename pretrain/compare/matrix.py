@@ -33,7 +33,14 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     for place, cell in enumerate(cells):
         if run := cell.record():
             kind = not cell.is_finished(), "held_out_loss" not in run.summary
-            entries.append((kind, run.summary.get("held_out_loss", run.summary.get(LOSS_KEY, math.inf)), place, run))
+            entries.append(
+                (
+                    kind,
+                    run.summary.get("held_out_loss", run.summary.get(LOSS_KEY, math.inf)),
+                    place,
+                    run,
+                )
+            )
     ranks, best = [], (None, 0.0)
     for kind, loss, place, run in sorted(entries, key=lambda entry: entry[:2]):
         best = best if kind == best[0] and loss - best[1] <= TOLERANCE else (kind, loss)
@@ -53,11 +60,15 @@ def write_report(matrix: Matrix) -> str:
     folders = {cell.run_dir for cell in finished}
     runs = [run for run in ranked(matrix.cells) if run.path in folders or "halted" in run.summary]
     vary = dict.fromkeys(text.partition("=")[0] for cell in matrix.cells for text in cell.overrides)
-    report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"])
+    report = Report.over(
+        sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary, "data.fingerprint"]
+    )
     report.write(page := page_of(matrix))
     parts = [*report.tables(), f"Written: {page}"]
     if not own:
-        parts.append(f"The baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place.")
+        parts.append(
+            f"The baseline {matrix.baseline.name} is not finished: {baseline.name} stands in its place."
+        )
     if missing := len(matrix.cells) - len(runs):
         parts.append(f"{missing} of {len(matrix.cells)} cells are not finished and not in it.")
     return "\n\n".join(parts)
@@ -70,18 +81,26 @@ def page_of(matrix: Matrix) -> Path:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     options = parse_arguments(arguments)
-    changes = {key: value for key in ("at_once", "gpus", "processes") if (value := getattr(options, key)) is not None}
+    changes = {
+        key: value
+        for key in ("at_once", "gpus", "processes")
+        if (value := getattr(options, key)) is not None
+    }
     matrix = load_matrix(options.matrix, options.overrides, **changes)
     cells = matrix.only(options.only)
     if options.cell is not None:
         if options.cell >= len(cells):
-            raise InputError(f"command line: --cell {options.cell}: no such cell; they are counted from 0 to {len(cells) - 1}")
+            raise InputError(
+                f"command line: --cell {options.cell}: no such cell; they are counted from 0 to {len(cells) - 1}"
+            )
         cells = [cells[options.cell]]
     if options.count:
         print(len(cells))
     elif options.dry_run:
         for cell in cells:
-            print(f"# {cell.name}{' (finished)' if cell.is_finished() else ''}\n{shlex.join(command_of(matrix, cell))}")
+            print(
+                f"# {cell.name}{' (finished)' if cell.is_finished() else ''}\n{shlex.join(command_of(matrix, cell))}"
+            )
     else:
         return carry_out(matrix, cells, single=options.cell is not None)
     return 0
@@ -95,9 +114,14 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
     with lock, StopRequest(passed_on=True) as stop:
         if not single:
             check_replaceable(page_of(matrix), f"{matrix.path}, its report")
-            say(f"{sum(cell.is_finished() for cell in cells)} of {len(cells)} cells are finished already")
+            say(
+                f"{sum(cell.is_finished() for cell in cells)} of {len(cells)} cells are finished already"
+            )
         outcomes = run_all(matrix, cells, stop)
-        rows = [[each.cell.name, each.status, or_dash(each.seconds, duration), str(each.cell.run_dir)] for each in outcomes]
+        rows = [
+            [each.cell.name, each.status, or_dash(each.seconds, duration), str(each.cell.run_dir)]
+            for each in outcomes
+        ]
         say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")
         if not single:
             say(write_report(matrix))
@@ -107,12 +131,31 @@ def carry_out(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = CommandParser(prog="python -m pretrain matrix", description="Run every cell of a comparison and report on it.")
+    parser = CommandParser(
+        prog="python -m pretrain matrix",
+        description="Run every cell of a comparison and report on it.",
+    )
     add = parser.add_argument
     add("matrix", type=Path, help="what is compared: a YAML file, see recipes/matrices/")
-    add("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
-    add("--only", action="append", default=[], metavar="key=value", help="run these cells only; may be repeated")
-    add("--cell", type=int, metavar="N", help="run one cell alone, of those picked the N-th from 0, as an array of jobs does")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="over the recipe's settings, in every cell",
+    )
+    add(
+        "--only",
+        action="append",
+        default=[],
+        metavar="key=value",
+        help="run these cells only; may be repeated",
+    )
+    add(
+        "--cell",
+        type=int,
+        metavar="N",
+        help="run one cell alone, of those picked the N-th from 0, as an array of jobs does",
+    )
     add("--at-once", type=int, metavar="N", help="cells side by side")
     add("--gpus", type=int, metavar="N", help="GPUs of this machine to spread the cells over")
     add("--processes", type=int, metavar="N", help="processes of each cell")

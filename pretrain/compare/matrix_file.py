@@ -26,16 +26,35 @@ from pretrain.metrics.run_folder import MATRIX_FILE
 from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.settings import label
-from pretrain.settings.config import begin_of, filled_in, flatten, in_a_name, load_recipe, parse_overrides, settings_without
+from pretrain.settings.config import (
+    begin_of,
+    filled_in,
+    flatten,
+    in_a_name,
+    load_recipe,
+    parse_overrides,
+    settings_without,
+)
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
 Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
-Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]  # any keys of a recipe, each with its values
+# any keys of a recipe, each with its values
+Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
 CELL = "cell"  # in the values of a cell of a group: what its settings are called
-_WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")  # keys whose values need no key beside them in a cell's name
+# keys whose values need no key beside them in a cell's name
+_WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")
 # Settings that change neither what is trained, nor its speed, nor how it is measured.
-_IDLE = ("name", "run_dir", "log.", "checkpoint.", "health.", "parity", "evaluate.every", "evaluate.samples")
+_IDLE = (
+    "name",
+    "run_dir",
+    "log.",
+    "checkpoint.",
+    "health.",
+    "parity",
+    "evaluate.every",
+    "evaluate.samples",
+)
 
 
 class MatrixGroup(Settings):
@@ -51,8 +70,10 @@ class LaunchSettings(Settings):
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
     recipe: FilePath  # the base
     accelerate: FilePath  # how the runs are launched; `precision` in a cell overrides the file's
-    overrides: Values = Field(default_factory=dict)  # over the recipe, in every cell that does not set the key itself
-    gpus: PositiveCount | None = None  # GPUs of this machine to spread the runs over, one for each process; none: each sees all
+    # over the recipe, in every cell that does not set the key itself
+    overrides: Values = Field(default_factory=dict)
+    # GPUs of this machine to spread the runs over, one for each process; none: each sees all
+    gpus: PositiveCount | None = None
     processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
 
 
@@ -66,8 +87,10 @@ class CellSettings(Settings):
 class MatrixSettings(LaunchSettings, CellSettings):
     """What a matrix file can hold."""
 
-    groups: list[MatrixGroup] = Field(default_factory=list)  # named cells, each under every combination of its group's axes
-    baseline: Values | None = None  # the cell that the report compares the others to; none: the first
+    # named cells, each under every combination of its group's axes
+    groups: list[MatrixGroup] = Field(default_factory=list)
+    # the cell that the report compares the others to; none: the first
+    baseline: Values | None = None
     run_dir: PathText = "runs/{matrix}/{cell}"
     # Runs side by side; none: one for each group of `gpus`, else one. Runs that share a device are for losses, never for speeds.
     at_once: PositiveCount | None = None
@@ -78,7 +101,8 @@ class Cell:
     """A run of the matrix: a command line and a folder. `recipe` is what its launcher will see, its precision decided."""
 
     name: str
-    values: Values  # by which it is told from others: what it sets, or in a group its name and the axes' values
+    # by which it is told from others: what it sets, or in a group its name and the axes' values
+    values: Values
     overrides: tuple[str, ...]  # for the launcher's command line, `run_dir` among them
     recipe: Recipe
     run_dir: Path
@@ -101,7 +125,9 @@ class Cell:
     @property
     def settings(self) -> Values:
         """The settings that decide which training this is, on which text, how it is measured and how fast it is."""
-        return settings_without(self.recipe, (*_IDLE, "data.packs") if self.recipe.data.prepares else _IDLE)
+        return settings_without(
+            self.recipe, (*_IDLE, "data.packs") if self.recipe.data.prepares else _IDLE
+        )
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
@@ -159,10 +185,16 @@ class Matrix:
         """The cells that `key=value` filters pick: any of the values given for a key, and every key. InputError for none."""
         keys = {text.partition("=")[0] for text in filters}
         with_keys = [cell for cell in self.cells if keys <= cell.values.keys()]
-        chosen = [cell for cell in with_keys if {f"{key}={_text(key, cell.values[key])}" for key in keys} <= {*filters}]
+        chosen = [
+            cell
+            for cell in with_keys
+            if {f"{key}={_text(key, cell.values[key])}" for key in keys} <= {*filters}
+        ]
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
-            raise InputError(f"command line: --only {' '.join(filters)} picks none of the cells {names}")
+            raise InputError(
+                f"command line: --only {' '.join(filters)} picks none of the cells {names}"
+            )
         return chosen
 
 
@@ -172,24 +204,36 @@ def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any)
 
     Raises InputError naming the file and the key or cell.
     """
-    return make_matrix(str(path), parse(MatrixSettings, load_yaml(path) | changes, str(path)), overrides)
+    return make_matrix(
+        str(path), parse(MatrixSettings, load_yaml(path) | changes, str(path)), overrides
+    )
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:
     """Work out the cells of `settings`, which messages call `path`."""
     file = load_yaml(settings.accelerate)
-    several = str(file.get("distributed_type", "NO")).upper() not in ("NO", "FALSE")  # a bare NO is false in YAML
-    processes = settings.processes or (file.get("num_processes") if several else 1)  # None: accelerate will count the GPUs
+    # a bare NO is false in YAML
+    several = str(file.get("distributed_type", "NO")).upper() not in ("NO", "FALSE")
+    # None: accelerate will count the GPUs
+    processes = settings.processes or (file.get("num_processes") if several else 1)
     if settings.gpus and settings.gpus < (processes or 1):
-        raise InputError(f"{path}: `gpus: {settings.gpus}` are fewer than the {processes} processes of a run; lower `processes`")
-    precision = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision", "no"))}  # as `accelerate launch` passes it on
-    precision |= {f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in (file.get("fp8_config") or {}).items()}
+        raise InputError(
+            f"{path}: `gpus: {settings.gpus}` are fewer than the {processes} processes of a run; lower `processes`"
+        )
+    # as `accelerate launch` passes it on
+    precision = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision", "no"))}
+    precision |= {
+        f"ACCELERATE_FP8_{str(key).upper()}": str(value)
+        for key, value in (file.get("fp8_config") or {}).items()
+    }
 
     combinations = _combinations(settings)
     given = dict(parse_overrides(overrides))
     if told_apart_by := [key for values, _ in combinations for key in values if key in given]:
         only = f"to run some cells only, use `--only {told_apart_by[0]}=VALUE`, once for each value"
-        raise InputError(f"{path}: `{told_apart_by[0]}` tells cells apart, so it is no override; {only}")
+        raise InputError(
+            f"{path}: `{told_apart_by[0]}` tells cells apart, so it is no override; {only}"
+        )
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells = []
     for values, own in combinations:
@@ -197,22 +241,31 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         try:
             own_overrides = [*common, *as_overrides(own)]
             if any(text.startswith("run_dir=") for text in own_overrides):
-                raise InputError("`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`")
+                raise InputError(
+                    "`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`"
+                )
             run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-            last = {text.partition("=")[0]: text for text in [*own_overrides, f"run_dir={run_dir}"]}  # of each key
+            # of each key
+            last = {text.partition("=")[0]: text for text in [*own_overrides, f"run_dir={run_dir}"]}
             arguments = tuple(last.values())
             recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
             begin_of(recipe)
             check_launch(recipe, processes)
             if other := next((each for each in cells if each.run_dir == Path(run_dir)), None):
-                raise InputError(f"would share a run folder with {other.name}; take one out, or give it another name")
+                raise InputError(
+                    f"would share a run folder with {other.name}; take one out, or give it another name"
+                )
         except InputError as error:
-            raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in str(error).splitlines())) from None
+            raise InputError(
+                "\n".join(f"{path}, cell {name}: {line}" for line in str(error).splitlines())
+            ) from None
         cells.append(Cell(name, values, arguments, recipe, Path(run_dir)))
     if not cells:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     baseline = _find_baseline(path, settings.baseline, cells)
-    return Matrix(path, settings, tuple(cells), baseline, processes or 1, on_cpu=bool(file.get("use_cpu")))
+    return Matrix(
+        path, settings, tuple(cells), baseline, processes or 1, on_cpu=bool(file.get("use_cpu"))
+    )
 
 
 def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
@@ -228,7 +281,10 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
 def _crossed(axes: Axes) -> list[Values]:
     """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
-    return [flatten(dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [
+        flatten(dict(zip(axes, values, strict=True)))
+        for values in itertools.product(*axes.values())
+    ]
 
 
 def _find_baseline(path: str, wanted: Values | None, cells: Sequence[Cell]) -> Cell:
@@ -237,7 +293,9 @@ def _find_baseline(path: str, wanted: Values | None, cells: Sequence[Cell]) -> C
     fitting = [cell for cell in cells if wanted.items() <= cell.values.items()]
     if not fitting or any(cell.but_for_seed != fitting[0].but_for_seed for cell in fitting):
         names = ", ".join(cell.name for cell in fitting or cells)
-        raise InputError(f"{path}: `baseline`: {wanted} is {'several' if fitting else 'none'} of the cells {names}")
+        raise InputError(
+            f"{path}: `baseline`: {wanted} is {'several' if fitting else 'none'} of the cells {names}"
+        )
     return fitting[0]
 
 

@@ -50,11 +50,15 @@ class Outcome:
 class StartedCell:
     """The processes of a cell, a group of their own, on the GPUs of `slot`. Its output goes to the cell's log."""
 
-    def __init__(self, cell: Cell, command: Sequence[str], environment: Mapping[str, str], slot: int | None) -> None:
+    def __init__(
+        self, cell: Cell, command: Sequence[str], environment: Mapping[str, str], slot: int | None
+    ) -> None:
         self.cell, self.slot, self.started = cell, slot, time.monotonic()
         with cell.log.open("ab") as log:
             self.log_begins = log.tell()
-            self.process = subprocess.Popen(command, start_new_session=True, env=environment, stdout=log, stderr=log)
+            self.process = subprocess.Popen(
+                command, start_new_session=True, env=environment, stdout=log, stderr=log
+            )
 
     def signal(self, number: int) -> None:
         """Signal the whole group: accelerate's launcher of a single process passes nothing on by itself."""
@@ -63,11 +67,16 @@ class StartedCell:
 
     def has_ended(self) -> bool:
         """Whether nothing of the group runs. A launcher that was signalled ends without waiting for its trainer to save."""
-        return self.process.poll() is not None and not any(map(self._is_running, psutil.process_iter()))
+        return self.process.poll() is not None and not any(
+            map(self._is_running, psutil.process_iter())
+        )
 
     def _is_running(self, process: psutil.Process) -> bool:
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            return os.getpgid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE
+            return (
+                os.getpgid(process.pid) == self.process.pid
+                and process.status() != psutil.STATUS_ZOMBIE
+            )
         return False
 
     def outcome(self, *, asked_to_stop: bool) -> Outcome:
@@ -87,27 +96,44 @@ class StartedCell:
 
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
     """Run what is not finished, in its order and at most `matrix.at_once` at a time, until all have ended or a signal comes."""
-    outcomes = {cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started") for cell in cells}
-    waiting, running = [cell for cell in cells if not outcomes[cell.name].is_finished], list[StartedCell]()
+    outcomes = {
+        cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started")
+        for cell in cells
+    }
+    waiting, running = (
+        [cell for cell in cells if not outcomes[cell.name].is_finished],
+        list[StartedCell](),
+    )
     at_once = min(matrix.at_once, len(waiting))
-    for cell in waiting:  # what lacks its data, or has another training in its folder, fails here, and not one after another
+    # what lacks its data, or has another training in its folder, fails here, and not one after
+    # another
+    for cell in waiting:
         check_sources(cell.recipe.data)
         cell.check_folder()
     try:
         while running or (waiting and not stop.requested):
-            while len(running) < at_once and not stop.requested and (cell := next_of(waiting, alone=not running)):
+            while (
+                len(running) < at_once
+                and not stop.requested
+                and (cell := next_of(waiting, alone=not running))
+            ):
                 waiting.remove(cell)
                 try:
-                    running.append(start(matrix, cell, running, side_by_side=at_once > (matrix.slots or 1)))
+                    running.append(
+                        start(matrix, cell, running, side_by_side=at_once > (matrix.slots or 1))
+                    )
                     say(f"{cell.name}: started; its output goes to {cell.log}")
                 except InputError as error:
                     outcomes[cell.name].status = "failed"
                     say(f"{cell.name}: failed: {error}")
             while stop.received:
                 received = stop.received.pop(0)
-                say(f"{received.name}: these save and stop: {', '.join(one.cell.name for one in running)}")
+                say(
+                    f"{received.name}: these save and stop: {', '.join(one.cell.name for one in running)}"
+                )
                 for one in running:
-                    one.signal(signal.SIGTERM if received == signal.SIGUSR1 else received)  # of which torchrun knows nothing
+                    # of which torchrun knows nothing
+                    one.signal(signal.SIGTERM if received == signal.SIGUSR1 else received)
             for one in [one for one in running if one.has_ended()]:
                 running.remove(one)
                 outcomes[one.cell.name] = outcome = one.outcome(asked_to_stop=bool(stop.requested))
@@ -118,7 +144,9 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
                     say(f"  the last of {one.cell.log}:")
                     say("\n".join(f"  | {line}" for line in one.end_of_log()))
             time.sleep(POLL_SECONDS)
-    finally:  # only after an error of our own something is running still: nothing may go on that nobody watches
+    # only after an error of our own something is running still: nothing may go on that nobody
+    # watches
+    finally:
         for one in running:
             one.signal(signal.SIGTERM)
     return list(outcomes.values())
@@ -141,7 +169,9 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
     return next(ready, waiting[0] if waiting and alone else None)
 
 
-def start(matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool) -> StartedCell:
+def start(
+    matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool
+) -> StartedCell:
     """Mark the cell's folder and start its launcher, on the GPUs that fewest of the `running` ones use; InputError where the
     folder is somebody else's, in which nothing is written."""
     check_ours(cell.run_dir)
@@ -154,7 +184,14 @@ def start(matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by
 
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     """The command that one would type; `--quiet` leaves out accelerate's own traceback under a message of ours."""
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--quiet", "--config_file", str(matrix.settings.accelerate)]
+    launch = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--quiet",
+        "--config_file",
+        str(matrix.settings.accelerate),
+    ]
     if matrix.settings.processes is not None:
         launch += ["--num_processes", str(matrix.processes)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *cell.overrides]
@@ -171,12 +208,19 @@ def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
             raise InputError(f"`gpus`: {DEVICES} names {len(seen)}, which is fewer; lower `gpus`")
         environment[DEVICES] = ",".join(seen[number] if seen else str(number) for number in numbers)
     elif matrix.on_cpu and matrix.at_once > 1:
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // matrix.at_once)))
+        environment.setdefault(
+            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // matrix.at_once))
+        )
     return environment
 
 
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     """Note in the run folder which cell of the `matrix` it is, under which settings it trains, and whether any part of it shared
     the machine with other runs: then its speed says nothing of its precision, and the report leaves it out."""
-    shared = side_by_side or (cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"])
-    write_json(cell.mark, {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings})
+    shared = side_by_side or (
+        cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
+    )
+    write_json(
+        cell.mark,
+        {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings},
+    )

@@ -26,7 +26,15 @@ from foundation.reading import load_yaml
 from foundation.settings import PathText, Share, parse
 from foundation.signals import StopRequest
 from foundation.units import markdown, memory, or_dash, percent, plural
-from pretrain.compare.matrix_file import Cell, CellSettings, LaunchSettings, Matrix, MatrixSettings, Values, make_matrix
+from pretrain.compare.matrix_file import (
+    Cell,
+    CellSettings,
+    LaunchSettings,
+    Matrix,
+    MatrixSettings,
+    Values,
+    make_matrix,
+)
 from pretrain.compare.matrix_run import Outcome, command_of, run_all, say, stopped
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
@@ -45,7 +53,8 @@ class PhasesSettings(LaunchSettings):
     """What a phases file can hold. `overrides` are of every phase: few steps, no checkpoints."""
 
     phases: Annotated[list[PhaseSettings], Field(min_length=1)]
-    least_gain: Share = 0.01  # in tokens/s over the phases before: with less, what is there stays and the search ends
+    # in tokens/s over the phases before: with less, what is there stays and the search ends
+    least_gain: Share = 0.01
     run_dir: PathText = "runs/{name}"  # of the whole search; each run has a folder in it
 
 
@@ -84,7 +93,8 @@ class Search:
     settings: PhasesSettings
     overrides: tuple[str, ...]
     measured: list[Measured] = field(default_factory=list)
-    chosen: list[Measured] = field(default_factory=list)  # the best cell of each phase that gained, in order
+    # the best cell of each phase that gained, in order
+    chosen: list[Measured] = field(default_factory=list)
     ended: str = "all phases are measured"
 
     @property
@@ -124,11 +134,16 @@ class Search:
 
     def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:
         """Judge the cells of a phase that has ended; whether the next one is to be measured."""
-        own = sorted((Measured.of(phase, outcome) for outcome in outcomes), key=lambda each: -each.speed)
+        own = sorted(
+            (Measured.of(phase, outcome) for outcome in outcomes), key=lambda each: -each.speed
+        )
         self.measured += own
         if not own[0].speed:
             self.ended = f"no cell of phase {phase} is stable"
-        elif self.chosen and (gain := own[0].speed / self.chosen[-1].speed - 1) < self.settings.least_gain:
+        elif (
+            self.chosen
+            and (gain := own[0].speed / self.chosen[-1].speed - 1) < self.settings.least_gain
+        ):
             self.ended = f"the fastest of phase {phase} gains {gain:+.1%}, less than {self.settings.least_gain:+.1%}"
         else:
             self.chosen.append(own[0])
@@ -140,13 +155,27 @@ class Search:
         rows = []
         for each in self.measured:
             row = [each.phase, each.cell.name, or_dash(each.speed or None, "{:,.0f}".format)]
-            row += [or_dash(each.figures.get("mfu_bf16_peak"), percent), or_dash(each.figures.get("memory_gib"), memory)]
+            row += [
+                or_dash(each.figures.get("mfu_bf16_peak"), percent),
+                or_dash(each.figures.get("memory_gib"), memory),
+            ]
             rows.append([*row, "**best**" if each in self.chosen[-1:] else each.unstable])
-        lines = [markdown(["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""], rows, names=2), f"Ended: {self.ended}."]
+        lines = [
+            markdown(["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""], rows, names=2),
+            f"Ended: {self.ended}.",
+        ]
         if self.chosen:
-            command = ["accelerate", "launch", "--config_file", str(self.settings.accelerate), "train_accelerate.py"]
+            command = [
+                "accelerate",
+                "launch",
+                "--config_file",
+                str(self.settings.accelerate),
+                "train_accelerate.py",
+            ]
             keys = {*self.values, *parse_overrides(self.overrides)}
-            own = [text for text in self.chosen[-1].cell.overrides if text.partition("=")[0] in keys]
+            own = [
+                text for text in self.chosen[-1].cell.overrides if text.partition("=")[0] in keys
+            ]
             lines.append(f"To train with the best, without the `overrides` of {self.path}:")
             lines.append(f"    {shlex.join([*command, str(self.settings.recipe), *own])}")
         return "\n\n".join(lines)
@@ -154,23 +183,47 @@ class Search:
 
 def load_phases(path: Path, overrides: Sequence[str], **changes: float) -> Search:
     """The search that the file at `path` describes, `changes` in place of its keys. InputError names the file and the key."""
-    return Search(path, parse(PhasesSettings, load_yaml(path) | changes, str(path)), tuple(overrides))
+    return Search(
+        path, parse(PhasesSettings, load_yaml(path) | changes, str(path)), tuple(overrides)
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
     parser = CommandParser("python -m pretrain phases", __doc__)
-    parser.add_argument("phases", type=Path, help="what is tried, and in which order: a YAML file, see recipes/phases/")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="over the recipe's settings, in every cell")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this machine for a phase's cells")
-    parser.add_argument("--dry-run", action="store_true", help="print the commands of all phases, on first cells, and stop")
+    parser.add_argument(
+        "phases",
+        type=Path,
+        help="what is tried, and in which order: a YAML file, see recipes/phases/",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="over the recipe's settings, in every cell",
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="GPUs of this machine for a phase's cells"
+    )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the commands of all phases, on first cells, and stop",
+    )
     options = parser.parse_intermixed_args(arguments)
     changes = {} if options.gpus is None else {"gpus": options.gpus}
     search = load_phases(options.phases, options.overrides, **changes)
     matrices = search.check()
     if options.dry_run:
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
-            print(f"# {phase.name}" + ("" if matrix is matrices[0] else ", on first cells; in the search, on the best before"))
+            print(
+                f"# {phase.name}"
+                + (
+                    ""
+                    if matrix is matrices[0]
+                    else ", on first cells; in the search, on the best before"
+                )
+            )
             print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
         return 0
     with RunFolder(search.folder), StopRequest(passed_on=True) as stop:

@@ -1,29 +1,39 @@
-"""What rounds of trainings tell of candidates: for each a verdict, its gain at equal loss and advice; a table and a picture.
+"""Verdict, gain at equal loss and advice for each candidate of `which`, and their table.
 
-Held-out losses are held against a margin that was fixed before the first round. The intervals hold whenever one looks, so one may
-look after each round, and a candidate that is equivalent, worse or better is done.
+Held-out losses are compared within a margin that is fixed before the first round. The intervals
+hold after every round. A candidate is done when it is known whether its loss lies within the
+margin, or that it is better than the baseline.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from html import escape
 
 import numpy as np
 
 from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
 from pretrain.compare.columns import signed
-from pretrain.compare.comparison import COLOURS, own_speed
-from pretrain.compare.differences import BETTER, CANNOT_TELL, CONFIDENCE, EQUIVALENT, FEWEST_SEEDS, SeedDifference
-from pretrain.compare.figures import moving_mean, window_of
+from pretrain.compare.comparison import own_speed
+from pretrain.compare.differences import (
+    BEYOND_MARGIN,
+    CANNOT_TELL,
+    CONFIDENCE,
+    FEWEST_SEEDS,
+    WORSE,
+    SeedDifference,
+)
+from pretrain.compare.fairness import recipe_of
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord
+from pretrain.optimizer import schedule
 
 MOST_SEEDS = 20
-MOST_FOLD = math.log(1000)  # of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
-USE = "use this"
+# of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
+MOST_FOLD = math.log(1000)
+POWERS = np.arange(0.05, 1.5, 0.05)  # exponents of the power laws that are fitted to a loss
+USE, NO_GAIN = "use this", "no gain at equal loss is shown"
 
 
 @dataclass(frozen=True)
@@ -33,7 +43,8 @@ class Protocol:
     begin_with: str | None  # a checkpoint with which all begin, the baseline too
     margin: float  # a share of the baseline's loss
     precisions: list[str]  # that were asked for, the baseline first
-    seconds: dict[str, float]  # that a step took in the trial, of those that ran in it: the baseline, then the candidates
+    # that a step took in the trial, of those that ran in it: the baseline, then the candidates
+    seconds: dict[str, float]
     start: float  # seconds that a training takes beside its steps
     seeds: int  # rounds that are planned
     steps: int  # of a training
@@ -59,13 +70,17 @@ class Verdict:
 
     name: str
     served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
-    trained: SeedDifference | None = None  # loss of the last steps, in the candidate's own precision
+    # loss of the last steps, in the candidate's own precision
+    trained: SeedDifference | None = None
     tokens_per_second: float | None = None  # None where it is emulated, as are the next two
     speedup: float | None = None
     memory_gib: float | None = None
-    tokens: float | None = None  # how many times the tokens make up for its loss, by the baseline's own slope
+    # how many times the tokens make up for its loss, by the baseline's own slope
+    tokens: float | None = None
+    gain_interval: list[float] | None = None  # of `gain`, by those of speed, loss and slope
     word: str = CANNOT_TELL
-    more_seconds: float | None = None  # after which it should be told, if mean and spread stay as they are
+    # after which it should be told, if mean and spread stay as they are
+    more_seconds: float | None = None
     advice: str = ""
 
     @property
@@ -75,7 +90,8 @@ class Verdict:
 
     @property
     def is_open(self) -> bool:
-        return self.word == CANNOT_TELL
+        """Whether more seeds can tell more: "worse" may lie within the margin or beyond it."""
+        return self.word in (CANNOT_TELL, WORSE)
 
 
 @dataclass
@@ -83,7 +99,8 @@ class Rounds:
     """What was trained under a protocol, and what it tells."""
 
     protocol: Protocol
-    runs: list[dict[str, RunRecord]] = field(default_factory=list)  # a seed each: the baseline and candidates by name
+    # a seed each: the baseline and candidates by name
+    runs: list[dict[str, RunRecord]] = field(default_factory=list)
     took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training
 
     def seconds(self, candidates: Sequence[str]) -> float:
@@ -91,7 +108,9 @@ class Rounds:
         protocol, total = self.protocol, 0.0
         for name in (protocol.base, *candidates):
             shared = protocol.trunk if protocol.begin_with or name != protocol.base else 0
-            total += self.took.get(name) or protocol.start + protocol.seconds[name] * (protocol.steps - shared)
+            total += self.took.get(name) or protocol.start + protocol.seconds[name] * (
+                protocol.steps - shared
+            )
         return total
 
     # ── What they tell of each candidate ──────────────────────────────────────────────────────────────────────────────────────
@@ -99,20 +118,32 @@ class Rounds:
     def verdicts(self) -> list[Verdict]:
         """Of every candidate, with advice: the one that gains most at equal loss is to be used."""
         verdicts = [self.verdict(name) for name in self.protocol.candidates]
-        paying = [each for each in verdicts if each.word in (BETTER, EQUIVALENT) and (each.gain or 0) > 1]
+        faster = [each for each in verdicts if each.gain_interval and each.gain_interval[0] > 1]
+        paying = [each for each in faster if each.word not in (WORSE, WORSE + BEYOND_MARGIN)]
         best = max(paying, key=lambda each: each.gain, default=None)
         for each in verdicts:
             if each.is_open:
-                about = "about" if each.served and len(each.served.by_seed) >= FEWEST_SEEDS else "at least"
-                hours = each.more_seconds and f"{about} {duration(each.more_seconds)} more of --hours should tell"
+                about = (
+                    "about"
+                    if each.served and len(each.served.by_seed) >= FEWEST_SEEDS
+                    else "at least"
+                )
+                hours = (
+                    each.more_seconds
+                    and f"{about} {duration(each.more_seconds)} more of --hours should tell"
+                )
                 each.advice = hours or f"nor would {MOST_SEEDS} seeds, if they spread alike"
             elif each.served and each.gain is None:
-                flat = f"its gain is not known, as {self.protocol.base}'s loss does not clearly fall"
+                flat = (
+                    f"its gain is not known, as {self.protocol.base}'s loss does not clearly fall"
+                )
                 each.advice = flat if each.speedup else "its speed is not known, as it is emulated"
             elif each in paying:
                 each.advice = USE if each is best else f"pays less than {best.name}"
             else:
-                each.advice = f"pays only over {each.tokens:.2f} times the tokens" if (each.gain or 0) > 1 else "not worth it"
+                each.advice = (
+                    f"pays at {each.tokens:.2f} × the tokens" if each in faster else NO_GAIN
+                )
         return verdicts
 
     def verdict(self, name: str) -> Verdict:
@@ -122,29 +153,45 @@ class Rounds:
             return Verdict(name)
         if why := next((run.broke_off for _, run in pairs if run.broke_off), None):
             return Verdict(name, word=f"broke off: {why}")
-        verdict = Verdict(name, _above(pairs, held_out_loss), _above(pairs, loss_at_end))
-        speeds = [(own_speed(base), own_speed(run)) for base, run in pairs]
-        if all(map(all, speeds)):
-            verdict.tokens_per_second = statistics.median(own for _, own in speeds)
-            verdict.speedup = statistics.median(own / base for base, own in speeds)
-            verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        slope = SeedDifference({place: loss_slope(base) for place, (base, _) in enumerate(pairs)}, 0.0)
-        if (half := slope.half_width()) is not None and slope.mean + half < 0:
-            fold = math.exp(min(max(0.0, verdict.served.mean) / -slope.mean, MOST_FOLD))
-            before = protocol.trunk if protocol.begin_with else 0  # these tokens are trained, and only others can be more
-            verdict.tokens = (fold * protocol.steps - before) / (protocol.steps - before)
+        verdict = Verdict(name, _above(pairs, "held_out_loss"), _above(pairs, LOSS_KEY))
         verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
             verdict.more_seconds = self.seconds_to_tell(verdict)
+        speeds = [(own_speed(base), own_speed(run)) for base, run in pairs]
+        if all(map(all, speeds)):
+            verdict.tokens_per_second = statistics.median(own for _, own in speeds)
+            speed = SeedDifference(dict(enumerate(own / base for base, own in speeds)), 1.0)
+            verdict.speedup = speed.mean
+            verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
+        slope = SeedDifference(dict(enumerate(loss_slope(base) for base, _ in pairs)), 0.0)
+        if (slope_half := slope.half_width()) is not None and slope.mean + slope_half < 0:
+            verdict.tokens = self.tokens_for(verdict.served.mean, slope.mean)
+            if verdict.speedup and verdict.word != CANNOT_TELL:
+                half = verdict.served.anytime_half_width(protocol.error)
+                reach = speed.anytime_half_width(protocol.error)
+                most = self.tokens_for(verdict.served.mean + half, slope.mean + slope_half)
+                least = self.tokens_for(verdict.served.mean - half, slope.mean - slope_half)
+                verdict.gain_interval = [(speed.mean - reach) / most, (speed.mean + reach) / least]
         return verdict
+
+    def tokens_for(self, loss: float, slope: float) -> float:
+        """Return how many times the tokens make up for `loss` nats, 1 if it is negative.
+
+        `slope`: nats per unit of ln(tokens), negative. A branch counts only its own tokens.
+        """
+        fold = math.exp(min(max(0.0, loss) / -slope, MOST_FOLD))
+        steps, before = self.protocol.steps, self.protocol.trunk if self.protocol.begin_with else 0
+        return (fold * steps - before) / (steps - before)
 
     def seconds_to_tell(self, verdict: Verdict) -> float | None:
         """For the seeds that are missing to a verdict, if mean and spread stay; None where MOST_SEEDS would not tell."""
         values = list(verdict.served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
-            told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(self.protocol.margin, self.protocol.error)
-            if told != CANNOT_TELL:
+            told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(
+                self.protocol.margin, self.protocol.error
+            )
+            if not Verdict(verdict.name, word=told).is_open:
                 return (seeds - len(values)) * self.seconds([verdict.name])
         return None
 
@@ -153,58 +200,85 @@ class Rounds:
     def table(self, verdicts: Sequence[Verdict]) -> str:
         base, runs = self.protocol.base, [each[self.protocol.base] for each in self.runs]
         served = "served in BF16" if base != "fp32" else "held out"  # FP32 is evaluated in FP32
-        header = ["precision", "seeds", served, "as trained", "tokens/s", "speed", "tokens for equal loss"]
-        header += ["gain at equal loss", "memory", "verdict"]
+        header = [
+            "precision",
+            "seeds",
+            served,
+            "as trained",
+            "tokens/s",
+            "speed",
+            "tokens for equal loss",
+        ]
+        header += ["gain at equal loss", "its interval", "memory", "verdict"]
 
         def percent(difference: SeedDifference | None) -> str:
             """ "+0.071 ± 0.150 %" of the baseline's loss."""
             if difference is None:
                 return UNKNOWN
-            half, share = difference.anytime_half_width(self.protocol.error), 100 / difference.baseline
+            half, share = (
+                difference.anytime_half_width(self.protocol.error),
+                100 / difference.baseline,
+            )
             return f"{signed(share * difference.mean, 3)}{'' if half is None else f' ± {share * half:.3f}'} %"
 
-        losses = (statistics.fmean(map(loss, runs)) for loss in (held_out_loss, loss_at_end))
-        speeds, peak = [*filter(None, map(own_speed, runs))], or_dash(runs[0].summary.get("memory_gib"), memory)
+        losses = (
+            statistics.fmean(run.summary[key] for run in runs)
+            for key in ("held_out_loss", LOSS_KEY)
+        )
+        speeds, peak = (
+            [*filter(None, map(own_speed, runs))],
+            or_dash(runs[0].summary.get("memory_gib"), memory),
+        )
         speed = or_dash(statistics.median(speeds) if speeds else None, "{:,.0f}".format)
-        rows = [[base, str(len(runs)), *map("{:.4f}".format, losses), speed, "1", "1", "1", peak, "baseline"]]
+        rows = [
+            [
+                base,
+                str(len(runs)),
+                *map("{:.4f}".format, losses),
+                speed,
+                *"111",
+                UNKNOWN,
+                peak,
+                "baseline",
+            ]
+        ]
         for each in verdicts:
-            times = [or_dash(value, "{:.2f} ×".format) for value in (each.speedup, each.tokens, each.gain)]
-            row = [each.name, str(len(each.served.by_seed) if each.served else 0), percent(each.served), percent(each.trained)]
-            row += [or_dash(each.tokens_per_second, "{:,.0f}".format), *times, or_dash(each.memory_gib, memory)]
-            rows.append([*row, each.word])
+            times = [
+                or_dash(value, "{:.2f} ×".format)
+                for value in (each.speedup, each.tokens, each.gain)
+            ]
+            row = [
+                each.name,
+                str(len(each.served.by_seed) if each.served else 0),
+                percent(each.served),
+                percent(each.trained),
+            ]
+            interval = or_dash(each.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format)
+            row += [or_dash(each.tokens_per_second, "{:,.0f}".format), *times, interval]
+            rows.append([*row, or_dash(each.memory_gib, memory), each.word])
         return markdown(header, rows)
 
-    def picture(self) -> str:
-        """Loss against wall-clock in the first round, or against tokens where some are emulated: HTML that needs no network."""
-        from plotly.graph_objects import Figure  # only the page needs it
 
-        figure, first, base = Figure(), self.runs[0], self.protocol.base
-        timed = all(map(own_speed, first.values()))
-        for name, run in first.items():
-            steps, losses = run.curve("loss")
-            hours = np.cumsum(run.curve("step_ms")[1]) / 3.6e6 if timed else steps * run.tokens_per_step
-            if timed and name != base and not self.protocol.begin_with:  # a branch begins where the baseline's trunk ends
-                hours = hours + np.sum(first[base].curve("step_ms")[1][: self.protocol.trunk]) / 3.6e6
-            figure.add_scatter(x=hours, y=moving_mean(losses, window_of(len(steps))), name=escape(name))
-        figure.update_layout(template="plotly_white", colorway=COLOURS, yaxis_title="loss")
-        return figure.update_xaxes(title="hours of training" if timed else "tokens").to_html(full_html=False)
-
-
-def _above(pairs: Sequence[tuple[RunRecord, RunRecord]], loss: Callable[[RunRecord], float]) -> SeedDifference:
-    base, run = ({each.config["seed"]: loss(each) for each in runs} for runs in zip(*pairs, strict=True))
+def _above(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
+    base, run = (
+        {each.config["seed"]: each.summary[key] for each in runs}
+        for runs in zip(*pairs, strict=True)
+    )
     return SeedDifference.of(run, base)
 
 
-def held_out_loss(run: RunRecord) -> float:
-    return run.summary["held_out_loss"]
-
-
-def loss_at_end(run: RunRecord) -> float:
-    return run.summary[LOSS_KEY]
-
-
 def loss_slope(run: RunRecord) -> float:
-    """How a run's training loss falls, in nats for each unit of ln(tokens), over its middle half: below 0, where it falls."""
+    """Return the slope of the training loss at the last step, in nats per unit of ln(tokens).
+
+    A power law E + A steps^-a is fitted to the steps before the decay and extrapolated to the last
+    step. The decay is not fitted, because it lowers the loss faster than more tokens do. The fit
+    takes at least the first half of the run, and schedules other than `wsd` up to their end.
+    """
     steps, losses = run.curve("loss")
-    middle = slice(len(steps) // 4, 3 * len(steps) // 4)
-    return float(np.polyfit(np.log(steps[middle]), losses[middle], 1)[0])
+    first, last = int(steps[0]), int(steps[-1])
+    fitted = max(schedule.decay_begins(recipe_of(run).schedule, last) or last, (first + last) / 2)
+    chosen = (steps > 0.3 * fitted) & (steps <= fitted) & np.isfinite(losses)
+    shares = steps[chosen] / last
+    fits = {power: np.polyfit(shares**-power, losses[chosen], 1, full=True) for power in POWERS}
+    power = min(fits, key=lambda tried: fits[tried][1][0])  # by the sum of squared residuals
+    return float(-power * fits[power][0][0])

@@ -25,11 +25,14 @@ INDENT = "  "
 class Console:
     """Writes for one run; with `enabled=False`, as on all processes but the main one, it writes nothing."""
 
-    def __init__(self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None) -> None:
+    def __init__(
+        self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None
+    ) -> None:
         self.total_steps = total_steps
         self.enabled = enabled
         self.stream = stream or sys.stdout
-        self._first_end: tuple[int, float] | None = None  # the first step of this process, which compiles, and when it ended
+        # the first step of this process, which compiles, and when it ended
+        self._first_end: tuple[int, float] | None = None
         self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
 
     def panel(self, title: str, rows: Mapping[str, str]) -> None:
@@ -37,7 +40,9 @@ class Console:
         self._write("", title)
         width = max(map(len, rows), default=0) + 2
         for label, text in rows.items():
-            self._write(INDENT + label.ljust(width) + text.replace("\n", "\n" + INDENT + " " * width))
+            self._write(
+                INDENT + label.ljust(width) + text.replace("\n", "\n" + INDENT + " " * width)
+            )
         self._write("")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
@@ -55,9 +60,15 @@ class Console:
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
         """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
         prefix = "held_out_loss/"
-        sources = [f"{key.removeprefix(prefix)} {record[key]:.4f}" for key in record if key.startswith(prefix)]
+        sources = [
+            f"{key.removeprefix(prefix)} {record[key]:.4f}"
+            for key in record
+            if key.startswith(prefix)
+        ]
         by_source = f" ({', '.join(sources)})" if sources else ""
-        penalty = f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
+        penalty = (
+            f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
+        )
         self._write(
             f"eval {self._position(record['step'])}   held-out loss {record['held_out_loss']:.4f}{by_source}   "
             f"perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}"
@@ -83,7 +94,9 @@ class Console:
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
         """Yields every figure of a step's line, in order and of constant width."""
-        loss, penalty = (or_dash(self._mean(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty"))
+        loss, penalty = (
+            or_dash(self._mean(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty")
+        )
         milliseconds = math.fsum(each["step_ms"] for each in self._since_line)
         yield f"step {self._position(record['step'])}"
         yield f"loss {loss}"
@@ -109,12 +122,18 @@ class Console:
 
     def _rate(self, key: str, milliseconds: float) -> float:
         """The rate `key` over all of their time."""
-        return math.fsum(record[key] * record["step_ms"] for record in self._since_line) / milliseconds
+        return (
+            math.fsum(record[key] * record["step_ms"] for record in self._since_line) / milliseconds
+        )
 
     def _time_left(self, step: int) -> str:
         """Returns what is left by the mean time of a step so far, with what goes by between steps, but without the first one."""
         first, ended = self._first_end
-        return duration((self.total_steps - step) * (time.monotonic() - ended) / (step - first)) if step > first else "…"
+        return (
+            duration((self.total_steps - step) * (time.monotonic() - ended) / (step - first))
+            if step > first
+            else "…"
+        )
 
     def _position(self, step: int) -> str:
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
@@ -122,7 +141,8 @@ class Console:
     def _write(self, *lines: str) -> None:
         if not self.enabled:
             return
-        encoding = self.stream.encoding or "utf-8"  # a sample in any script must not end a run whose log is ASCII
+        # a sample in any script must not end a run whose log is ASCII
+        encoding = self.stream.encoding or "utf-8"
         text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
         try:
             with tqdm.external_write_mode(file=self.stream):
@@ -138,4 +158,7 @@ class Console:
 
 def _visible(text: str) -> str:
     """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
-    return "".join(char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}" for char in text.replace("\t", "    "))
+    return "".join(
+        char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}"
+        for char in text.replace("\t", "    ")
+    )

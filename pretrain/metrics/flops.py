@@ -18,7 +18,8 @@ from transformers.pytorch_utils import Conv1D
 
 from foundation.errors import InputError
 
-TRAINED = 6  # FLOPs a weight and token: two forward, and as many for each of the gradients of input and weight
+# FLOPs a weight and token: two forward, and as many for each of the gradients of input and weight
+TRAINED = 6
 
 
 @dataclass(frozen=True)
@@ -38,21 +39,30 @@ class Shape:
         """InputError where the configuration lacks one of the sizes, or has one for each layer."""
         config: PretrainedConfig = model.config.get_text_config()
 
-        def first_of(*names: str, otherwise: int | None = None) -> int | None:  # architectures call one width by several names
+        # architectures call one width by several names
+        def first_of(*names: str, otherwise: int | None = None) -> int | None:
             try:
-                return next((value for name in names if (value := getattr(config, name, None))), otherwise)
+                return next(
+                    (value for name in names if (value := getattr(config, name, None))), otherwise
+                )
             except RuntimeError:  # it differs by layer
                 return None
 
         hidden, heads = first_of("hidden_size", otherwise=0), first_of("num_attention_heads")
-        one_head = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
+        one_head = getattr(config, "multi_query", False) and not getattr(
+            config, "new_decoder_architecture", False
+        )
         sizes = {
             "layers": first_of("num_hidden_layers"),
             "hidden": hidden,
             "heads": heads,
-            "kv_heads": 1 if one_head else first_of("num_key_value_heads", "num_kv_heads", otherwise=heads),
+            "kv_heads": 1
+            if one_head
+            else first_of("num_key_value_heads", "num_kv_heads", otherwise=heads),
             "head_dim": first_of("head_dim", otherwise=heads and hidden // heads),
-            "feed_forward": first_of("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", otherwise=4 * hidden),
+            "feed_forward": first_of(
+                "intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", otherwise=4 * hidden
+            ),
             "vocabulary": first_of("vocab_size"),
         }
         if unknown := [name for name, size in sizes.items() if type(size) is not int]:
@@ -73,8 +83,11 @@ class ModelFlops:
     shape: Shape
     attention_weights: int  # of the layers' linears that are attention's
     mlp_weights: int  # of all others, and of a mixture's routers
-    head_weights: int  # of the head's product, though it may share them with the embedding; looking up a row is no product
-    uncounted: tuple[str, ...]  # weights in no known product or embedding; empty: the count is complete
+    # of the head's product, though it may share them with the embedding; looking up a row is no
+    # product
+    head_weights: int
+    # weights in no known product or embedding; empty: the count is complete
+    uncounted: tuple[str, ...]
     parameters: int  # tied weights once
     embedding_parameters: int  # input embeddings, learned positions among them
     position_parameters: int
@@ -87,18 +100,35 @@ class ModelFlops:
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops:
         """Count `model`, which is on the meta device, before its layers are fused or converted to another precision."""
-        embeddings = {id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)}
+        embeddings = {
+            id(m.weight): m.weight.numel() for m in model.modules() if isinstance(m, nn.Embedding)
+        }
         token_weight, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-        linears = {n: m.weight for n, m in model.named_modules() if isinstance(m, nn.Linear | Conv1D) and m is not head}
-        attention = sum(w.numel() for name, w in linears.items() if "attn" in name or "attention" in name)
+        linears = {
+            n: m.weight
+            for n, m in model.named_modules()
+            if isinstance(m, nn.Linear | Conv1D) and m is not head
+        }
+        attention = sum(
+            w.numel() for name, w in linears.items() if "attn" in name or "attention" in name
+        )
         inside = sum(map(torch.numel, linears.values()))
         known = {*embeddings, *map(id, linears.values()), id(getattr(head, "weight", None))}
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         unknown = {name: p for name, p in trained.items() if p.ndim >= 2 and id(p) not in known}
-        chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)  # experts a token
+        # experts a token
+        chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
         chosen = chosen if type(chosen) is int else None  # it may differ by layer
-        stacks = {name: p for name, p in unknown.items() if chosen and (p.ndim == 3 or ".experts." in name)}
-        routers = {name: p for name, p in unknown.items() if name not in stacks and len(p) in map(len, stacks.values())}
+        stacks = {
+            name: p
+            for name, p in unknown.items()
+            if chosen and (p.ndim == 3 or ".experts." in name)
+        }
+        routers = {
+            name: p
+            for name, p in unknown.items()
+            if name not in stacks and len(p) in map(len, stacks.values())
+        }
         products = [p for p in stacks.values() if p.ndim == 3]  # without their biases
         active = sum(chosen * p[0].numel() for p in products)
         return cls(
@@ -109,7 +139,9 @@ class ModelFlops:
             uncounted=tuple(name for name in unknown if name not in stacks | routers),
             parameters=sum(p.numel() for p in model.parameters()),
             embedding_parameters=sum(embeddings.values()),
-            position_parameters=sum(size for key, size in embeddings.items() if key != id(token_weight)),
+            position_parameters=sum(
+                size for key, size in embeddings.items() if key != id(token_weight)
+            ),
             tied=head is not None and head.weight is token_weight,
             layer_norm=any(isinstance(module, nn.LayerNorm) for module in model.modules()),
             expert_weights=active,
@@ -126,12 +158,17 @@ class ModelFlops:
     @property
     def gated(self) -> bool:
         """Whether the MLP is three matrices (SwiGLU) and not two: by its size, as some architectures stack two of the three."""
-        return self.mlp_weights > 2.5 * self.shape.layers * self.shape.hidden * self.shape.feed_forward
+        return (
+            self.mlp_weights > 2.5 * self.shape.layers * self.shape.hidden * self.shape.feed_forward
+        )
 
     @property
     def per_token_matrix(self) -> float:
         """FLOPs a token, attention products not included."""
-        return float(TRAINED * (self.attention_weights + self.mlp_weights + self.expert_weights + self.head_weights))
+        return float(
+            TRAINED
+            * (self.attention_weights + self.mlp_weights + self.expert_weights + self.head_weights)
+        )
 
     @property
     def per_squared_length(self) -> float:
@@ -154,12 +191,16 @@ def ours(model: ModelFlops, length: int) -> float:
 
 def palm(model: ModelFlops, length: int) -> float:
     """6N + 12LHQT, N without any embedding, a tied head among them, and without a mixture's idle experts."""
-    return 6.0 * (model.parameters - model.idle_weights - model.embedding_parameters) + _square_attention(model, length)
+    return 6.0 * (
+        model.parameters - model.idle_weights - model.embedding_parameters
+    ) + _square_attention(model, length)
 
 
 def nanogpt(model: ModelFlops, length: int) -> float:
     """6N + 12LHQT, N without learned positions only: an input embedding of its own counts, though it multiplies nothing."""
-    return 6.0 * (model.parameters - model.idle_weights - model.position_parameters) + _square_attention(model, length)
+    return 6.0 * (
+        model.parameters - model.idle_weights - model.position_parameters
+    ) + _square_attention(model, length)
 
 
 def combined_formula(model: ModelFlops, length: int) -> float:
@@ -183,7 +224,8 @@ def megatron(model: ModelFlops, length: int) -> float:
 
 # By name: FLOPs a token, forward and backward, of sequences of so many tokens.
 FORMULAS: dict[str, Callable[[ModelFlops, int], float]] = {
-    formula.__name__: formula for formula in (ours, palm, nanogpt, combined_formula, component_summation_v2025, megatron)
+    formula.__name__: formula
+    for formula in (ours, palm, nanogpt, combined_formula, component_summation_v2025, megatron)
 }
 
 

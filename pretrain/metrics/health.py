@@ -22,10 +22,12 @@ from pretrain.settings.recipe import HealthSettings
 WINDOW = 100  # recent steps that a loss is compared with
 QUIET_START = 20  # finite losses before any is called a spike: fewer do not show the noise
 SPIKE_DEVIATIONS = 6.0  # robust standard deviations above the median
-SPIKE_NATS = 0.3  # and at least this far above it: late, smooth curves move by six of their tiny deviations
+# and at least this far above it: late, smooth curves move by six of their tiny deviations
+SPIKE_NATS = 0.3
 CONSECUTIVE_SKIPS = 10
 MOST_ROLLBACKS = 3  # over the whole run, resumed or not; then it stops
-MAD_TO_SD = 1.4826  # standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
+# standard deviation of a normal distribution over its median absolute deviation, 1 / Phi^-1(3/4)
+MAD_TO_SD = 1.4826
 USUAL_FOLLOWS = 0.25  # of the way from what was usual at a look to what is seen at the next
 FROZEN_SHARE = 0.05  # of all updates lost: from here on there is a warning
 STARVED_SHARE = 0.05  # of all experts: the same
@@ -91,7 +93,13 @@ class Health:
         return "skip" in (self.settings.on_nan, self.settings.on_spike)
 
     def check(
-        self, step: int, loss: float, gradient_norm: float, *, can_go_back: bool = False, labelled: bool = True
+        self,
+        step: int,
+        loss: float,
+        gradient_norm: float,
+        *,
+        can_go_back: bool = False,
+        labelled: bool = True,
     ) -> StepDecision:
         """Check a step's mean `loss` (nats per token) and the norm of its whole gradient. Of a step that is not `labelled`, the
         loss of 0 tells nothing of what is usual.
@@ -100,7 +108,9 @@ class Health:
         done so MOST_ROLLBACKS times or there is no checkpoint to go to (`can_go_back`).
         """
         figures = {"loss": loss, "gradient norm": gradient_norm}
-        broken = [f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)]
+        broken = [
+            f"the {name} is {value}" for name, value in figures.items() if not math.isfinite(value)
+        ]
         if broken:
             return self._decide(step, "on_nan", " and ".join(broken), can_go_back)
         reason = self._spike(loss) if labelled and self.settings.on_spike != "ignore" else None
@@ -111,19 +121,28 @@ class Health:
             self.state.losses = [*self.state.losses[1 - WINDOW :], loss]
         return StepDecision(reason=f"step {step}: {reason}" if reason else None)
 
-    def judge_gap(self, step: int, precision: str, places: Mapping[str, Sequence[float]]) -> tuple[StepDecision, dict[str, Any]]:
+    def judge_gap(
+        self, step: int, precision: str, places: Mapping[str, Sequence[float]]
+    ) -> tuple[StepDecision, dict[str, Any]]:
         """Decides about a step in `precision` by where its gradients lie beside those in BF16 (`GapMeter.places`). Returns the
         decision, and for the metrics how far the matrix has moved that is furthest from its usual place, and its name. A switch
         takes effect after this step."""
         usual = self.state.usual_gap.setdefault(precision, {})
-        moved = {name: further_off(place, usual[name]) for name, place in places.items() if name in usual}
-        worst = max(moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default="")
+        moved = {
+            name: further_off(place, usual[name]) for name, place in places.items() if name in usual
+        }
+        worst = max(
+            moved, key=lambda name: math.inf if math.isnan(moved[name]) else moved[name], default=""
+        )
         figures = {"gap/moved": moved[worst], "gap/worst": worst} if moved else {}
         limit, wanted = self.settings.gap_threshold, self.settings.on_gap
         if not moved or moved[worst] <= limit:
             for name, place in places.items():
                 before = usual.get(name, place)
-                usual[name] = [old + USUAL_FOLLOWS * (new - old) for old, new in zip(before, place, strict=True)]
+                usual[name] = [
+                    old + USUAL_FOLLOWS * (new - old)
+                    for old, new in zip(before, place, strict=True)
+                ]
             return StepDecision(), figures
         (along, across), (usually_along, usually_across) = places[worst], usual[worst]
         reason = (
@@ -147,13 +166,22 @@ class Health:
         if self.settings.on_nan == "rollback" and not obstacle:
             return StepDecision("rollback", reason)
         remedy = "Lower `optimizer.learning_rate`, and go on from an earlier checkpoint, or start a new run"
-        return StepDecision("stop", f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN", remedy)
+        return StepDecision(
+            "stop",
+            f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN",
+            remedy,
+        )
 
-    def warnings_of(self, step: int, frozen: float, valid_tokens: int, losses: Mapping[str, float]) -> Iterator[str]:
+    def warnings_of(
+        self, step: int, frozen: float, valid_tokens: int, losses: Mapping[str, float]
+    ) -> Iterator[str]:
         """Yields, the first time in this process, that many updates are lost (a share of all), that no token of a step has a
         label, so that it has no loss, and that many of a mixture's experts starve (a share of all, in the step's `losses`)."""
         starved = losses.get("starved_experts", 0.0)
-        larger, trains = "a larger `router_aux_loss_coef` weighs it more", "`model.config.output_router_logits: true` trains it"
+        larger, trains = (
+            "a larger `router_aux_loss_coef` weighs it more",
+            "`model.config.output_router_logits: true` trains it",
+        )
         found = {
             "frozen": frozen > FROZEN_SHARE
             and f"{percent(frozen)} of all updates were too small to change the stored weights; `weights: bf16_exact` keeps all",
@@ -168,13 +196,17 @@ class Health:
                 self._warned.add(name)
                 yield f"step {step}: {text}"
 
-    def _decide(self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool) -> StepDecision:
+    def _decide(
+        self, step: int, key: Literal["on_nan", "on_spike"], reason: str, can_go_back: bool
+    ) -> StepDecision:
         wanted, state, obstacle = getattr(self.settings, key), self.state, ""
         if wanted == "skip":
             if state.consecutive_skips < CONSECUTIVE_SKIPS:
                 state.skipped_steps += 1
                 state.consecutive_skips += 1
-                return StepDecision("skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)")
+                return StepDecision(
+                    "skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)"
+                )
             obstacle = f", and the {CONSECUTIVE_SKIPS} steps before it were skipped for the like without effect"
         elif wanted == "rollback":
             obstacle = self._no_way_back(can_go_back)
@@ -183,7 +215,11 @@ class Health:
         untouched = f"The weights are those of step {step - 1 - state.consecutive_skips}, and nothing is saved after it"
         remedy = "If the text at this step is as it should be, lower `optimizer.learning_rate` or `optimizer.clip`"
         if key == "on_nan":
-            again = "resume from an earlier checkpoint" if can_go_back else "start again in another `run_dir`"
+            again = (
+                "resume from an earlier checkpoint"
+                if can_go_back
+                else "start again in another `run_dir`"
+            )
             remedy = f"Lower `optimizer.learning_rate` or lengthen `schedule.warmup`, and {again}"
         other = f"`health.{key}`: `skip` leaves such steps out, `rollback` goes back to the last checkpoint"
         return StepDecision("stop", f"{reason}{obstacle}. {untouched}", f"{remedy}. {other}")
@@ -192,7 +228,11 @@ class Health:
         """The end of a sentence that says why not; empty where there is one."""
         if self.state.rollbacks >= MOST_ROLLBACKS:
             return f", and the run has gone back {MOST_ROLLBACKS} times already"
-        return "" if can_go_back else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
+        return (
+            ""
+            if can_go_back
+            else ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
+        )
 
     def _spike(self, loss: float) -> str | None:
         """What a spike is, when it begins and not at each of its steps. A level that stays is no spike after half a window; but
@@ -202,7 +242,10 @@ class Health:
         usual = statistics.median(self.state.losses)
         deviation = MAD_TO_SD * statistics.median(abs(each - usual) for each in self.state.losses)
         is_high = loss > usual + max(SPIKE_DEVIATIONS * deviation, SPIKE_NATS)
-        began, self.state.in_spike = is_high and not self.state.in_spike, is_high and self.settings.on_spike == "warn"
+        began, self.state.in_spike = (
+            is_high and not self.state.in_spike,
+            is_high and self.settings.on_spike == "warn",
+        )
         if not began:
             return None
         return f"the loss jumped to {loss:.4f}; the last {len(self.state.losses)} steps had a median of {usual:.4f}"

@@ -1,4 +1,4 @@
-"""Dense peak throughput of devices, in TFLOP/s: the denominator of MFU.
+"""Dense peak throughput of devices, in TFLOP/s, the denominator of MFU; and their memory, in GiB.
 
 Data sheets print tensor-core figures "with sparsity", twice what a dense product can reach; the figures here are the dense ones.
 They assume the data sheet's boost clock, which a card at its power limit does not reach. A run on a device that is not in the
@@ -19,14 +19,16 @@ PeakDtype = Literal["fp32", "bf16", "fp8", "fp4"]
 class Peak:
     """Dense TFLOP/s of one device. FP32 is the plain arithmetic units; the others are tensor cores that accumulate in FP32."""
 
-    pattern: str  # of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
+    # of the driver's name without "NVIDIA", "GeForce", "Tesla"; matched whole, in lower case
+    pattern: str
+    # GiB that CUDA reports, up to 8 % less than the data sheet's GB. H200: measured. Others: the
+    # "total capacity" of torch's out-of-memory messages in public reports, rounded down. H200 NVL:
+    # as H200. ECC takes another 6 % of a workstation card.
+    memory: float
     bf16: float | None  # None: the tensor cores have no BF16
     fp8: float | None = None
     fp4: float | None = None
     fp32: float | None = None
-    # GiB of one, as CUDA reports them; the GB of data sheets (80, 141, 180) are 6 % fewer bytes. H200: as seen here. H100 SXM of
-    # 80 GB and B200: the "total capacity" in torch's messages, as others have reported it.
-    memory: float | None = None
     capability: tuple[int, int] | None = None  # of the architecture, which precisions ask for
 
 
@@ -35,36 +37,75 @@ NUMBERS = r"(?: \d+gb?)?(?: hbm\d\w*)?"  # as in "H100 80GB HBM3", "GH200 144G H
 # Names are matched whole, because a laptop's 4090, an "RTX 4090 D" and a MIG slice of an A100 have peaks of their own.
 PEAKS = (
     # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse; SXM and PCIe alike.
-    Peak(rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?", bf16=312.0, fp32=19.5),
+    # A name without a number counts as 80 GB.
+    Peak(r"a100(?: sxm4| pcie)? 40gb", memory=39.3, bf16=312.0, fp32=19.5),
+    Peak(rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?", memory=79.1, bf16=312.0, fp32=19.5),
     # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and 3,341.
-    Peak(r"h100 pcie", bf16=756.5, fp8=1513.0, fp32=51.0),
-    Peak(r"h100 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
-    Peak(rf"h100(?: sxm5?)?{NUMBERS}", bf16=989.5, fp8=1979.0, fp32=67.0, memory=79.1, capability=(9, 0)),
+    Peak(r"h100 pcie", memory=79.1, bf16=756.5, fp8=1513.0, fp32=51.0),
+    Peak(r"h100 nvl", memory=93.0, bf16=835.5, fp8=1670.5, fp32=60.0),
+    Peak(
+        rf"h100(?: sxm5?)?{NUMBERS}",
+        memory=79.1,
+        bf16=989.5,
+        fp8=1979.0,
+        fp32=67.0,
+        capability=(9, 0),
+    ),
     # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. GH200: the SXM figures.
-    Peak(r"h200 nvl", bf16=835.5, fp8=1670.5, fp32=60.0),
-    Peak(rf"h200(?: sxm5?)?{NUMBERS}", bf16=989.5, fp8=1979.0, fp32=67.0, memory=139.8, capability=(9, 0)),
-    Peak(rf"gh200{NUMBERS}", bf16=989.5, fp8=1979.0, fp32=67.0),
+    Peak(r"h200 nvl", memory=139.8, bf16=835.5, fp8=1670.5, fp32=60.0),
+    Peak(
+        rf"h200(?: sxm5?)?{NUMBERS}",
+        memory=139.8,
+        bf16=989.5,
+        fp8=1979.0,
+        fp32=67.0,
+        capability=(9, 0),
+    ),
+    # "GH200 480GB" counts the memory of its CPU. Its GPU has 96 GB.
+    Peak(r"gh200 144gb?(?: hbm3e)?", memory=142.4, bf16=989.5, fp8=1979.0, fp32=67.0),
+    Peak(rf"gh200{NUMBERS}", memory=94.5, bf16=989.5, fp8=1979.0, fp32=67.0),
     # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and by GPU: BF16 4.5 and 5 PFLOP/s, FP8 9 and 10, FP4 18 and 20.
-    Peak(rf"b200{NUMBERS}", bf16=2250.0, fp8=4500.0, fp4=9000.0, memory=178.4, capability=(10, 0)),
-    Peak(rf"gb200{NUMBERS}", bf16=2500.0, fp8=5000.0, fp4=10000.0),
+    Peak(rf"b200{NUMBERS}", memory=178.4, bf16=2250.0, fp8=4500.0, fp4=9000.0, capability=(10, 0)),
+    Peak(rf"gb200{NUMBERS}", memory=184.3, bf16=2500.0, fp8=5000.0, fp4=10000.0),
     # NVIDIA HGX B300 and GB300 NVL72 data sheets, likewise: BF16 4.5 and 5, FP8 9 and 10; FP4 dense 15 of a GB300, and of a B300
     # 13.1 or 13.5, by which of them one reads.
-    Peak(rf"b300(?: sxm6)?(?: ac)?{NUMBERS}", bf16=2250.0, fp8=4500.0),
-    Peak(rf"gb300{NUMBERS}", bf16=2500.0, fp8=5000.0, fp4=15000.0),
+    Peak(rf"b300(?: sxm6)?(?: ac)?{NUMBERS}", memory=267.6, bf16=2250.0, fp8=4500.0),
+    Peak(rf"gb300{NUMBERS}", memory=276.5, bf16=2500.0, fp8=5000.0, fp4=15000.0),
     # NVIDIA L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
-    Peak("l40s", bf16=362.05, fp8=733.0, fp32=91.6),
+    Peak("l40s", memory=44.3, bf16=362.05, fp8=733.0, fp32=91.6),
     # NVIDIA RTX A6000 data sheet, sparse: 309.7, as the GA102 white paper's 154.8 dense. RTX 6000 Ada: FP8 1,457 sparse.
-    Peak("rtx a6000", bf16=154.8, fp32=38.7),
-    Peak("rtx 6000 ada generation", bf16=364.2, fp8=728.5, fp32=91.1),
+    Peak("rtx a6000", memory=47.4, bf16=154.8, fp32=38.7),
+    Peak("rtx 6000 ada generation", memory=47.4, bf16=364.2, fp8=728.5, fp32=91.1),
     # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 4,000 (Server Edition, Workstation Edition) and 3,511 (Max-Q) sparse, FP32
     # 120, 125 and 110; each halving of bits doubles. Unlike a GeForce they accumulate in FP32 at the full rate.
-    Peak("rtx pro 6000 blackwell server edition", bf16=500.0, fp8=1000.0, fp4=2000.0, fp32=120.0),
-    Peak("rtx pro 6000 blackwell workstation edition", bf16=500.0, fp8=1000.0, fp4=2000.0, fp32=125.0),
-    Peak("rtx pro 6000 blackwell max q workstation edition", bf16=438.9, fp8=877.8, fp4=1755.5, fp32=110.0),
+    Peak(
+        "rtx pro 6000 blackwell server edition",
+        memory=94.9,
+        bf16=500.0,
+        fp8=1000.0,
+        fp4=2000.0,
+        fp32=120.0,
+    ),
+    Peak(
+        "rtx pro 6000 blackwell workstation edition",
+        memory=94.9,
+        bf16=500.0,
+        fp8=1000.0,
+        fp4=2000.0,
+        fp32=125.0,
+    ),
+    Peak(
+        "rtx pro 6000 blackwell max q workstation edition",
+        memory=94.9,
+        bf16=438.9,
+        fp8=877.8,
+        fp4=1755.5,
+        fp32=110.0,
+    ),
     # NVIDIA GA102, Ada and RTX Blackwell white papers: dense, with FP32 accumulation, half of what FP16 accumulation reaches.
-    Peak("rtx 3090", bf16=71.0, fp32=35.6),
-    Peak("rtx 4090", bf16=165.2, fp8=330.3, fp32=82.6),
-    Peak("rtx 5090", bf16=209.5, fp8=419.0, fp4=1676.0, fp32=104.8),
+    Peak("rtx 3090", memory=23.5, bf16=71.0, fp32=35.6),
+    Peak("rtx 4090", memory=23.5, bf16=165.2, fp8=330.3, fp32=82.6),
+    Peak("rtx 5090", memory=31.3, bf16=209.5, fp8=419.0, fp4=1676.0, fp32=104.8),
 )
 
 

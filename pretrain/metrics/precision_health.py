@@ -21,7 +21,8 @@ from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 
-LOST_TO_LATE_SCALES = 1e-3  # the share of values that scales from earlier steps may cut; others cut none
+# the share of values that scales from earlier steps may cut; others cut none
+LOST_TO_LATE_SCALES = 1e-3
 # Of each share: what happens to its values, and what to change.
 LOSSES = {
     "underflow": (
@@ -33,7 +34,9 @@ LOSSES = {
         "`precision=current`, `fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin`",
     ),
 }
-NEVER_SCALED = 1.0  # the delayed scale of an operand that no step has quantized yet: what it loses now, the next step will not
+# the delayed scale of an operand that no step has quantized yet: what it loses now, the next step
+# will not
+NEVER_SCALED = 1.0
 
 
 @dataclass
@@ -45,7 +48,8 @@ class PrecisionWatch:
     context: PrecisionContext
     every: int  # steps between those that are due
     file: JsonlTracker
-    confirming: Callable[[int], AbstractContextManager[None]]  # entered around what is measured of a step, to audit it once more
+    # entered around what is measured of a step, to audit it once more
+    confirming: Callable[[int], AbstractContextManager[None]]
 
     def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
         """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
@@ -61,8 +65,13 @@ class PrecisionWatch:
         if not self.due(step):
             yield
             return
-        self._statistics = OperandStatistics(self._active, self.context.state(), self.context.groups)
-        with self.confirming(step), holding(self.context, observers=[*self.context.observers, self._statistics]):
+        self._statistics = OperandStatistics(
+            self._active, self.context.state(), self.context.groups
+        )
+        with (
+            self.confirming(step),
+            holding(self.context, observers=[*self.context.observers, self._statistics]),
+        ):
             yield
 
     def report(self, step: int) -> tuple[dict[str, float], str | None]:
@@ -78,7 +87,10 @@ class PrecisionWatch:
         precision, warnings = self._active.precision, []
         late = precision.keeps_history
         scaled = [record for record in records if not (late and record["scale"] == NEVER_SCALED)]
-        for share, limit in {"underflow": precision.underflow_limit, "saturation": LOST_TO_LATE_SCALES if late else 1.0}.items():
+        for share, limit in {
+            "underflow": precision.underflow_limit,
+            "saturation": LOST_TO_LATE_SCALES if late else 1.0,
+        }.items():
             above = [record for record in scaled if record[share] > limit]
             if above and share not in self._told:
                 self._told.add(share)

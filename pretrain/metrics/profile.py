@@ -13,7 +13,8 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from pretrain.checkpoint.state import TrainState
 
-PROFILED = 5  # the step of this process that is recorded: by then everything is compiled and caches are warm
+# the step of this process that is recorded: by then everything is compiled and caches are warm
+PROFILED = 5
 ROWS = 40  # of the table
 TRACE_FILE, TABLE_FILE = "profile.json.gz", "profile.md"
 
@@ -24,9 +25,15 @@ class StepProfile:
     def __init__(self, folder: Path, accelerator: Accelerator, state: TrainState) -> None:
         """InputError where the run, which is about to begin, ends before that step."""
         self.step = state.step + PROFILED
-        self._folder, self._device, self._records = folder, accelerator.device, accelerator.is_main_process
+        self._folder, self._device, self._records = (
+            folder,
+            accelerator.device,
+            accelerator.is_main_process,
+        )
         if self.step > state.steps:
-            raise InputError(f"`--profile` records step {self.step}, and the run ends with step {state.steps}; train longer")
+            raise InputError(
+                f"`--profile` records step {self.step}, and the run ends with step {state.steps}; train longer"
+            )
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:

@@ -17,15 +17,29 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
 
-MATRIX_FILE = "matrix.json"  # in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
+# in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
+MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"  # written at a run's end
-STATISTICS_FILE = "fp8_statistics.jsonl"  # of quantized operands; `pretrain.metrics.precision_health` writes it
-TRACKERS_FILE = "trackers.json"  # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
-_BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}  # what may be there of a run that was killed before it wrote its config.yaml
-_OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}  # keys of a run's config.yaml
+# of quantized operands; `pretrain.metrics.precision_health` writes it
+STATISTICS_FILE = "fp8_statistics.jsonl"
+# which run each tracker goes on with; `pretrain.metrics.trackers` writes it
+TRACKERS_FILE = "trackers.json"
+# what may be there of a run that was killed before it wrote its config.yaml
+_BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}
+# keys of a run's config.yaml
+_OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}
 PACKAGES = (
-    *("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy", "pyarrow"),
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "tokenizers",
+        "safetensors",
+        "numpy",
+        "pyarrow",
+    ),
     *("transformer-engine", "flash-attn-4", "cut-cross-entropy", "triton"),
     *("torchao", "liger-kernel"),  # what benchmarks compare with
 )
@@ -55,11 +69,14 @@ class RunFolder(ExitStack):
         self.enter_context(locked(path / ".lock", self._refuse))
         if made:
             self.callback(self._remove_if_empty)
-        for leftover in path.glob(f".*{PARTIAL}"):  # of a killed run: no other process is writing here now
+        # of a killed run: no other process is writing here now
+        for leftover in path.glob(f".*{PARTIAL}"):
             leftover.unlink()
 
     def _refuse(self, holder: str) -> None:
-        raise InputError(f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`")
+        raise InputError(
+            f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`"
+        )
 
     def _remove_if_empty(self) -> None:
         """A start that was refused leaves no folder of a run that never was."""
@@ -81,12 +98,18 @@ def check_ours(path: Path) -> None:
     """
     there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
     if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-        raise InputError(f"{path}: cannot be used as the run folder: {there} cannot be written to; set another `run_dir`")
+        raise InputError(
+            f"{path}: cannot be used as the run folder: {there} cannot be written to; set another `run_dir`"
+        )
     listed = os.listdir(path) if path.exists() else []
-    strange = sorted(name for name in listed if not name.startswith(".") and name not in _BEFORE_CONFIG)
+    strange = sorted(
+        name for name in listed if not name.startswith(".") and name not in _BEFORE_CONFIG
+    )
     config = path / "config.yaml"
     if strange and not (config.is_file() and load_yaml(config).keys() >= _OF_EVERY_RECIPE):
-        raise InputError(f"{path}: holds {strange[0]} and no config.yaml of a run; set another `run_dir`, or move that away")
+        raise InputError(
+            f"{path}: holds {strange[0]} and no config.yaml of a run; set another `run_dir`, or move that away"
+        )
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,7 +123,8 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
         "packages": {package: version for package in PACKAGES if (version := version_of(package))},
         "cuda": torch.version.cuda,
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
+        "allocator": os.environ.get("PYTORCH_ALLOC_CONF")
+        or os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
         "git": _git(Path(__file__).resolve().parents[2]),
         "accelerate": dict(accelerate),
     }
@@ -118,9 +142,12 @@ def _git(root: Path) -> dict[str, Any] | None:
     """Commit of the code at `root` and whether files differ from it; None if `root` is not the top of a git checkout."""
 
     def git(*arguments: str) -> str:
-        return subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
 
-    if not (root / ".git").exists():  # installed, it may lie somewhere below another project's checkout
+    # installed, it may lie somewhere below another project's checkout
+    if not (root / ".git").exists():
         return None
     try:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}

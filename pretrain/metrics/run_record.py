@@ -23,15 +23,29 @@ from pretrain.precision.settings import label
 from pretrain.settings.config import flatten
 
 WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
-LAST_SHARE = 0.2  # of all steps: where runs have grown apart. One step's loss is mostly noise (sd 0.13 in the reference's runs)
+# of all steps: where runs have grown apart. One step's loss is mostly noise (sd 0.13 in the
+# reference's runs)
+LAST_SHARE = 0.2
 FEWEST_STEPS = 64  # for a standard error: eight batches of eight
-LOSS_KEY, END_KEY = "loss_at_end", "steps_at_end"  # in a summary: the mean loss of a run's end, and of how many steps it is
-MEDIANS = ("tokens_per_second", "samples_per_second", "step_ms", "tflops", "mfu_bf16_peak", "mfu_nanogpt", "frozen_updates")
+# in a summary: the mean loss of a run's end, and of how many steps it is
+LOSS_KEY, END_KEY = "loss_at_end", "steps_at_end"
+MEDIANS = (
+    "tokens_per_second",
+    "samples_per_second",
+    "step_ms",
+    "tflops",
+    "mfu_bf16_peak",
+    "mfu_nanogpt",
+    "frozen_updates",
+)
 
-HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")  # in an evaluation's line: which packs it is of, and how many
-MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")  # evaluations that differ in one say nothing of each other
+# in an evaluation's line: which packs it is of, and how many
+HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")
+# evaluations that differ in one say nothing of each other
+MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")
 
-Record = Mapping[str, Any]  # a line of metrics.jsonl: a step, or an event: an evaluation, a rollback or a halt
+# a line of metrics.jsonl: a step, or an event: an evaluation, a rollback or a halt
+Record = Mapping[str, Any]
 
 
 def kind(record: Record) -> str:
@@ -76,7 +90,8 @@ class RunRecord:
     metrics: list[dict[str, Any]]
     summary: dict[str, Any]
     audit: dict[str, Any] = field(default_factory=dict)
-    side_by_side: bool = False  # some of it shared the machine with other runs of a matrix, so that its speed is not its own
+    # some of it shared the machine with other runs of a matrix, so that its speed is not its own
+    side_by_side: bool = False
 
     @property
     def name(self) -> str:
@@ -92,13 +107,19 @@ class RunRecord:
         where the value is not known."""
         records = self.evaluations if key == "held_out_loss" else self.steps
         values = [math.nan if record.get(key) is None else record[key] for record in records]
-        return np.array([record["step"] for record in records], dtype=np.int64), np.array(values, dtype=np.float64)
+        return np.array([record["step"] for record in records], dtype=np.int64), np.array(
+            values, dtype=np.float64
+        )
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
         """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
         evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
-        return [record for record in evaluations if same_measure(record, evaluations[-1], HELD_OUT_PACKS)]
+        return [
+            record
+            for record in evaluations
+            if same_measure(record, evaluations[-1], HELD_OUT_PACKS)
+        ]
 
     @property
     def when_evaluated(self) -> str:
@@ -124,7 +145,9 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """Its config with flat keys, what its `model.source` said, and `data.fingerprint`."""
-        return flatten(self.config) | self.source_config | {"data.fingerprint": self.data_fingerprint}
+        return (
+            flatten(self.config) | self.source_config | {"data.fingerprint": self.data_fingerprint}
+        )
 
     @property
     def changed_settings(self) -> dict[str, str]:
@@ -132,7 +155,9 @@ class RunRecord:
         now, before = self.settings, dict[str, str]()
         for change in self.past["changed"]:
             for key, value in change["was"].items():
-                before[key] = f"{before.get(key, '')}{in_a_word(key, value)} to step {change['step']:,}, then "
+                before[key] = (
+                    f"{before.get(key, '')}{in_a_word(key, value)} to step {change['step']:,}, then "
+                )
         return {key: values + in_a_word(key, now.get(key)) for key, values in before.items()}
 
     @property
@@ -157,7 +182,9 @@ class RunRecord:
     @property
     def backend(self) -> str | None:
         """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        backends = [each.get("backend") for each in self.audit.get("precisions", {"": self.audit}).values()]
+        backends = [
+            each.get("backend") for each in self.audit.get("precisions", {"": self.audit}).values()
+        ]
         return next((backend for backend in backends if backend != "torch"), backends[-1])
 
     @property
@@ -215,14 +242,18 @@ def read_finished(run_dir: Path) -> RunRecord | None:
         run, at_its_end = read_run(run_dir), _read_object(run_dir / SUMMARY_FILE)
     except InputError:
         return None
-    return run if at_its_end.get("steps") == run.summary["steps"] and not run.is_unfinished else None
+    return (
+        run if at_its_end.get("steps") == run.summary["steps"] and not run.is_unfinished else None
+    )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The objects of `run_dir`/metrics.jsonl, steps and events as written; InputError where there is no such file."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
-        raise NoStepYet(f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun")
+        raise NoStepYet(
+            f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun"
+        )
     return read_lines(path)
 
 
@@ -230,7 +261,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """The objects of a .jsonl file of a run, but for a last line still being written. InputError where a line is no JSON."""
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        with refusing((ValueError,), f"{path}, line {number}: not valid JSON", "take that line out"):
+        with refusing(
+            (ValueError,), f"{path}, line {number}: not valid JSON", "take that line out"
+        ):
             records += [json.loads(line)] if line.endswith(b"\n") else []
     return records
 
@@ -254,7 +287,9 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     steps = [record for record in records if kind(record) == "step"]
     evaluations = [*own_evaluations(records)]
     last, steady = steps[-1], steps[WARM_UP_STEPS:] or steps
-    end = list(itertools.compress(steps, at_the_end(np.array([record["step"] for record in steps]))))
+    end = list(
+        itertools.compress(steps, at_the_end(np.array([record["step"] for record in steps])))
+    )
     milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")
     figures = {
         "steps": last["step"],
@@ -264,35 +299,58 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
         "loss": last["loss"],
         LOSS_KEY: statistics.fmean(losses) if losses else None,
         END_KEY: len(end),
-        **({key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")} if evaluations else {}),
+        **(
+            {key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")}
+            if evaluations
+            else {}
+        ),
         **{key: statistics.median(known) for key in MEDIANS if (known := _known(steady, key))},
-        "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds if milliseconds else 0.0,
+        "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds
+        if milliseconds
+        else 0.0,
         "memory_gib": max(_known(steps, "memory_gib"), default=None),
         "recompiles": sum(_known(steps, "recompiles")),
         "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
-        "rollbacks": max((record["rollbacks"] for record in records if kind(record) == "rollback"), default=None),
-        "halted": next((record["reason"] for record in records if kind(record) == "halted"), last.get("halted")),
+        "rollbacks": max(
+            (record["rollbacks"] for record in records if kind(record) == "rollback"), default=None
+        ),
+        "halted": next(
+            (record["reason"] for record in records if kind(record) == "halted"), last.get("halted")
+        ),
     }
     return {key: value for key, value in figures.items() if value is not None}
 
 
 def _known(records: Iterable[Record], key: str) -> list[float]:
     """The finite values of `key`: not-a-number is null in metrics.jsonl, and a figure that is not known has no key."""
-    return [value for record in records if (value := record.get(key)) is not None and math.isfinite(value)]
+    return [
+        value
+        for record in records
+        if (value := record.get(key)) is not None and math.isfinite(value)
+    ]
 
 
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
     """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row."""
     figures, steps, first = run.summary, plural(run.summary["steps"], "step"), run.steps[0]["step"]
-    own = f"; here from step {first:,} on," if first > 1 else ""  # of a branch: another run has trained those before
-    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens{own} in {duration(figures['hours'] * 3600)}"}
+    # of a branch: another run has trained those before
+    own = f"; here from step {first:,} on," if first > 1 else ""
+    rows = {
+        "trained": f"{steps}, {count(figures['tokens'])} tokens{own} in {duration(figures['hours'] * 3600)}"
+    }
     if LOSS_KEY in figures:
-        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(figures[END_KEY], 'step')})"
+        rows["loss"] = (
+            f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(figures[END_KEY], 'step')})"
+        )
     if "held_out_loss" in figures:
-        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
+        rows["held-out loss"] = (
+            f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
+        )
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
     waiting = percent(figures["data_wait_share"])
-    rows["speed"] = f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+    rows["speed"] = (
+        f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+    )
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():
         rows["model"] = f"{folder.final} (AutoModelForCausalLM.from_pretrained loads it)"

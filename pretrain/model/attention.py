@@ -42,7 +42,9 @@ from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
-_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pretrain" / "flash_attn_4"
+_CACHE = (
+    Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pretrain" / "flash_attn_4"
+)
 # Both are read when FlashAttention-4 is imported, and Transformer Engine imports it too: so they are set before either can be.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE))
@@ -51,11 +53,13 @@ os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE))
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
 FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)  # below, nobody has measured whether it is faster
-FA4_GENERATIONS = (9, 10)  # Hopper and data-centre Blackwell: it is written for these, and measured on the first
+# Hopper and data-centre Blackwell: it is written for these, and measured on the first
+FA4_GENERATIONS = (9, 10)
 # Tokens of a mean document times the query heads of a group. Beyond it, FlashAttention-4's products take so long that memory does
 # not count. Empty slots count as documents, as only the device tells them apart: 4 packs of one document have 15 slots.
 LONG = 8192
-WIDE = 4  # query heads of a group: each is a call of its own, and wider groups have not been measured
+# query heads of a group: each is a call of its own, and wider groups have not been measured
+WIDE = 4
 # torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -77,13 +81,23 @@ def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.d
     computes what it should here is for parity to say.
     """
     passed_over = []
-    for kind in FASTEST_FIRST if requested == "auto" else ("fa4" if requested == "flash_attn" else requested,):
+    for kind in (
+        FASTEST_FIRST
+        if requested == "auto"
+        else ("fa4" if requested == "flash_attn" else requested,)
+    ):
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
         if not obstacle:
-            reason = "; ".join(["fastest that runs here", *passed_over]) if requested == "auto" else "requested"
+            reason = (
+                "; ".join(["fastest that runs here", *passed_over])
+                if requested == "auto"
+                else "requested"
+            )
             return Choice(f"packed_{kind}", reason)
         passed_over.append(f"{kind} {obstacle}")
-    raise InputError(f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto")
+    raise InputError(
+        f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto"
+    )
 
 
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
@@ -120,33 +134,50 @@ def check(model: PreTrainedModel, length: int) -> None:
     A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
     """
     config, name = model.config, f"model: {type(model).__name__}"
-    layer_types = getattr(config, "layer_types", None)  # None: all alike, as Mistral's with one window for all layers
+    # None: all alike, as Mistral's with one window for all layers
+    layer_types = getattr(config, "layer_types", None)
     others = sorted({*(layer_types or ())} - {"full_attention", "sliding_attention", "mlp", "moe"})
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
     lacking = {
-        f"has layers other than attention ({', '.join(others) or 'recurrent'}); they need kernels that begin anew at each "
-        "document": others or (model._is_stateful and layer_types is None),
+        f"has layers other than attention ({', '.join(others) or 'recurrent'}); they need kernels "
+        "that begin anew at each document": others or (model._is_stateful and layer_types is None),
         # It would ignore the name we registered and let documents see each other.
-        "does not use transformers' attention registry, which keeps documents apart": not model._supports_attention_backend,
-        f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in softmax": sinks,
-        "has latent keys; they need kernels for keys wider than values": getattr(config, "kv_lora_rank", None),
-        f"caps its scores at {cap}, which needs kernels that do, or `model.config.attn_logit_softcapping: null`": cap,
-        "has scores that torch's own attention does not compute": not (
-            model._supports_sdpa or hasattr(config, "attn_logit_softcapping")
+        "does not use transformers' attention registry, which keeps documents apart": (
+            not model._supports_attention_backend
         ),
+        f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in "
+        "the softmax": sinks,
+        "has latent keys; they need kernels for keys wider than values": getattr(
+            config, "kv_lora_rank", None
+        ),
+        f"caps its scores at {cap}, which needs kernels that do, or "
+        "`model.config.attn_logit_softcapping: null`": cap,
+        "has scores that torch's own attention does not compute": not model._supports_sdpa
+        and not hasattr(config, "attn_logit_softcapping"),
     }
     if reason := next((reason for reason, found in lacking.items() if found), None):
         raise InputError(f"{name} {reason}; name another")
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
-            raise InputError(f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: 0.0`")
+            raise InputError(
+                f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: 0.0`"
+            )
     window = getattr(config, "sliding_window", None)
-    slides = window is not None and window < length and (layer_types is None or "sliding_attention" in layer_types)
-    if slides and not model._supports_flash_attn:  # others keep their window to the masks that they make
-        raise InputError(f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less")
+    slides = (
+        window is not None
+        and window < length
+        and (layer_types is None or "sliding_attention" in layer_types)
+    )
+    # others keep their window to the masks that they make
+    if slides and not model._supports_flash_attn:
+        raise InputError(
+            f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less"
+        )
     if (most := longest_rotated(config.get_text_config())) and length > most:
-        raise InputError(f"{name}: longrope or dynamic rotation changes all documents beyond {most}; set `data.length` to {most}")
+        raise InputError(
+            f"{name}: longrope or dynamic rotation changes all documents beyond {most}; set `data.length` to {most}"
+        )
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:
@@ -198,15 +229,26 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
     """
 
     def attention(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, None]:
-        longest, window, scale = (options.get(name) for name in ("max_seqlen", "sliding_window", "scaling"))
+        longest, window, scale = (
+            options.get(name) for name in ("max_seqlen", "sliding_window", "scaling")
+        )
         if longest is None:
-            raise InputError(f"model: {type(module).__name__} does not tell its attention where documents end; name another")
+            raise InputError(
+                f"model: {type(module).__name__} does not tell its attention where documents end; name another"
+            )
         states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         window = None if window is None or window >= longest else window
-        packed = Packed(options.get("cu_seqlens"), longest, options.get("document_mask"), scale, window)
+        packed = Packed(
+            options.get("cu_seqlens"), longest, options.get("document_mask"), scale, window
+        )
         return kernel(*states, packed)[None], None
 
     attention.__name__, attention.kernel = kernel.__name__, kernel
@@ -223,10 +265,14 @@ def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Te
     """
 
     def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
-        return _repeated(states, query.shape[1]).unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
+        return (
+            _repeated(states, query.shape[1]).unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
+        )
 
     mask = packed.mask if packed.window is None else packed.mask.triu(1 - packed.window)
-    output = F.scaled_dot_product_attention(by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=packed.scale)
+    output = F.scaled_dot_product_attention(
+        by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=packed.scale
+    )
     return output.transpose(1, 2).flatten(0, 1)
 
 
@@ -241,19 +287,27 @@ def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) 
     lengths = [end - begin for begin, end in pairwise(packed.cu_seqlens.tolist()) if end > begin]
     states = (_repeated(each, query.shape[1]).transpose(0, 1)[None] for each in (query, key, value))
     documents = zip(*(each.split_with_sizes(lengths, 2) for each in states), strict=True)
-    attended = (F.scaled_dot_product_attention(*each, is_causal=True, scale=packed.scale) for each in documents)
+    attended = (
+        F.scaled_dot_product_attention(*each, is_causal=True, scale=packed.scale)
+        for each in documents
+    )
     return torch.cat([each[0].transpose(0, 1) for each in attended])
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
     """[T, KV heads, D] -> [T, heads, D]."""
-    return states.repeat_interleave(heads // states.shape[1], dim=1) if states.shape[1] < heads else states
+    return (
+        states.repeat_interleave(heads // states.shape[1], dim=1)
+        if states.shape[1] < heads
+        else states
+    )
 
 
 @_packed
 def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
     """Attends by torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    before = -1 if packed.window is None else packed.window - 1  # keys; none after a query's own: causal
+    # keys; none after a query's own: causal
+    before = -1 if packed.window is None else packed.window - 1
     options: dict[str, Any] = {"scale": packed.scale, "window_size": (before, 0)}
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -277,15 +331,29 @@ def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Ten
 # `deterministic: true` they have a fixed order, which takes a tenth longer.
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float) -> tuple[Tensor, Tensor]:
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """The output, and for backward the logarithms of the softmax's sums [H, T], FP32."""
-    options = _documents(ends, longest) | {"softmax_scale": scale, "causal": True, "return_lse": True}
+    options = _documents(ends, longest) | {
+        "softmax_scale": scale,
+        "causal": True,
+        "return_lse": True,
+    }
     output, log_sums, *_ = _flash()._flash_attn_fwd(q, k, v, **options)
     return output, log_sums
 
 
 def flash_backward_in_parts(
-    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, ends: Tensor, longest: int, scale: float
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk and dv, contiguous; dk and dv may be [T, KV, H / KV, D], one part for each query head, which the caller adds up.
 
@@ -293,7 +361,9 @@ def flash_backward_in_parts(
     nothing, so each gradient is written once: 911 us for 1,299 on an H200, with groups of two and documents of 180 tokens. In
     groups of four with documents of 4,096 the kernel's own way is faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
     """
-    options = _documents(ends, longest) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    options = _documents(ends, longest) | {
+        "deterministic": torch.are_deterministic_algorithms_enabled()
+    }
     backward, heads, group = _flash()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
     apart = 1 < group <= WIDE and group * len(q) <= LONG * (len(ends) - 1)
     if not apart:
@@ -311,7 +381,15 @@ def flash_backward_in_parts(
 
 
 def flash_backward(
-    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, output: Tensor, log_sums: Tensor, ends: Tensor, longest: int, scale: float
+    d_output: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    log_sums: Tensor,
+    ends: Tensor,
+    longest: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`flash_backward_in_parts`, its parts added up in FP32 and rounded once."""
     dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, ends, longest, scale)
@@ -329,14 +407,23 @@ def _flash() -> ModuleType:
 
 
 def _documents(ends: Tensor, longest: int) -> dict[str, Tensor | int]:
-    return {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    return {
+        "cu_seqlens_q": ends,
+        "cu_seqlens_k": ends,
+        "max_seqlen_q": longest,
+        "max_seqlen_k": longest,
+    }
 
 
 # ── As an operator: differentiable in q, k and v, and left whole by torch.compile, whatever the number of slots ────────────────
 
 
-flash_attention = torch.library.custom_op("pretrain::flash_attention", flash_forward, mutates_args=())
-_flash_attention_backward = torch.library.custom_op("pretrain::flash_attention_backward", flash_backward, mutates_args=())
+flash_attention = torch.library.custom_op(
+    "pretrain::flash_attention", flash_forward, mutates_args=()
+)
+_flash_attention_backward = torch.library.custom_op(
+    "pretrain::flash_attention_backward", flash_backward, mutates_args=()
+)
 
 
 @flash_attention.register_fake
@@ -345,7 +432,9 @@ def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
 
 
 @_flash_attention_backward.register_fake
-def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _(
+    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 

@@ -28,7 +28,9 @@ T = TypeVar("T")
 # How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
-_explaining_accelerate = partial(refusing, _REFUSED, "accelerate configuration: accelerate does not take it")
+_explaining_accelerate = partial(
+    refusing, _REFUSED, "accelerate configuration: accelerate does not take it"
+)
 
 
 # ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
@@ -49,12 +51,16 @@ def compute_in_a_fixed_order() -> None:
     """`deterministic: true`: on a GPU too, the same bits from every run of one recipe (docs/training.md has all that it takes).
     Called before anything is on a GPU, as cuBLAS reads the environment then. Tables' gradients, searched products and compiled
     reductions ask torch whether it is so."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # as large as what torch takes by itself on Hopper
+    # as large as what torch takes by itself on Hopper
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it costs a pass over all new memory, and here all is written
+    # it costs a pass over all new memory, and here all is written
+    torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False) -> None:
+def complete_topology(
+    accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
+) -> None:
     """Set up of the launched topology what accelerate leaves out: FSDP2 on CPUs, HSDP, shards gathered as memory allows.
 
     `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
@@ -68,12 +74,21 @@ def complete_topology(accelerator: Accelerator, replicas: int = 1, *, gathers_as
             "CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
         )
     state = accelerator.state
-    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and accelerator.distributed_type != DistributedType.FSDP:
+    if (
+        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        and accelerator.distributed_type != DistributedType.FSDP
+    ):
         with _explaining_accelerate():  # it has chosen DDP, as it does for processes on CPUs
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
-            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-    if replicas > 1:  # after FSDP2, without which accelerate refuses them; the processes of a replica follow each other
-        state.parallelism_config = ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=count // replicas)
+            state.distributed_type = PartialState._shared_state["distributed_type"] = (
+                DistributedType.FSDP
+            )
+    # after FSDP2, without which accelerate refuses them; the processes of a replica follow each
+    # other
+    if replicas > 1:
+        state.parallelism_config = ParallelismConfig(
+            dp_replicate_size=replicas, dp_shard_size=count // replicas
+        )
         state.device_mesh = state.parallelism_config.get_device_mesh(accelerator.device.type)
     if accelerator.is_fsdp2 and gathers_as_fits:
         state.fsdp_plugin.reshard_after_forward = None
@@ -107,8 +122,15 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
     """What accelerate set up, for the run's environment file."""
-    topology = {"distributed_type": accelerator.distributed_type.value, "processes": accelerator.num_processes}
-    topology |= {"device": accelerator.device.type, "sharded": accelerator.is_fsdp2, "replicas": replicas_of(accelerator)}
+    topology = {
+        "distributed_type": accelerator.distributed_type.value,
+        "processes": accelerator.num_processes,
+    }
+    topology |= {
+        "device": accelerator.device.type,
+        "sharded": accelerator.is_fsdp2,
+        "replicas": replicas_of(accelerator),
+    }
     if accelerator.is_fsdp2:
         topology["gathered"] = "once a step" if gathers_once_a_step(accelerator) else "for each use"
     return topology
@@ -116,7 +138,12 @@ def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
 
 @contextmanager
 def sharded_as_planned(
-    accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer, compute_dtype: torch.dtype, *, once_a_step: bool
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    compute_dtype: torch.dtype,
+    *,
+    once_a_step: bool,
 ) -> Iterator[None]:
     """`accelerator.prepare(model, optimizer)` within this shards the model by FSDP2, and leaves `optimizer` with the shards.
 
@@ -128,16 +155,29 @@ def sharded_as_planned(
     plugin.reshard_after_forward = not once_a_step
     # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
     # around transformers' model and names none, and then all layers would be one group, gathered at once.
-    layers = {type(module).__name__ for module in model.modules() if isinstance(module, GradientCheckpointingLayer)}
-    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = transformer_auto_wrap_policy, sorted(layers)
+    layers = {
+        type(module).__name__
+        for module in model.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
+    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = (
+        transformer_auto_wrap_policy,
+        sorted(layers),
+    )
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    groups = [
+        [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
+    ]
     del names  # or FSDP2 could not free the whole parameters as it shards them
     yield
-    stay_on = torch.device("cpu") if isinstance(plugin.cpu_offload, CPUOffloadPolicy) else accelerator.device
+    stay_on = (
+        torch.device("cpu")
+        if isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+        else accelerator.device
+    )
     model._apply(lambda each: torch.empty_like(each, device=stay_on) if each.is_meta else each)
     # accelerate finds an optimizer's parameters again by their address, and on the meta device they have none.
     shards = dict(model.named_parameters())
@@ -146,7 +186,8 @@ def sharded_as_planned(
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # a plain sum, or it would be one of values times a factor
+            # a plain sum, or it would be one of values times a factor
+            module.set_force_sum_reduction_for_comms(True)
 
 
 # ── Processes that agree ────────────────────────────────────────────────────────────────────────────────────────────────────────

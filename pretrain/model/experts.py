@@ -17,8 +17,21 @@ from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
 from foundation.attributes import holding
-from pretrain.precision.grouped import STACKS, GroupedCall, Groups, PlainGroupedProduct, arrange, stacked_experts
-from pretrain.precision.product import LinearFunction, PrecisionContext, Product, TakesTurns, summing_where
+from pretrain.precision.grouped import (
+    STACKS,
+    GroupedCall,
+    Groups,
+    PlainGroupedProduct,
+    arrange,
+    stacked_experts,
+)
+from pretrain.precision.product import (
+    LinearFunction,
+    PrecisionContext,
+    Product,
+    TakesTurns,
+    summing_where,
+)
 
 
 def group_experts(hf: PreTrainedModel, context: PrecisionContext) -> None:
@@ -54,10 +67,17 @@ class GroupedLinear(TakesTurns):
     def __call__(self, rows: Tensor, stack: Tensor, groups: Groups) -> Tensor:
         """rows [rows, in] by expert, stack [experts, out, in] -> [rows, out]."""
         product = self.now
-        context = PrecisionContext(None, rows.dtype) if product is self._plain else self.context  # whose observers look on
-        options = {"refresh": context.first_microbatch, "differentiable": torch.is_grad_enabled(), "groups": groups}
+        # whose observers look on
+        context = PrecisionContext(None, rows.dtype) if product is self._plain else self.context
+        options = {
+            "refresh": context.first_microbatch,
+            "differentiable": torch.is_grad_enabled(),
+            "groups": groups,
+        }
         call, dtype = GroupedCall(product, context, **options), context.compute_dtype
-        return LinearFunction.apply(rows.to(dtype), summing_where(stack, stack.to(dtype)), None, call)
+        return LinearFunction.apply(
+            rows.to(dtype), summing_where(stack, stack.to(dtype)), None, call
+        )
 
 
 class GroupedExperts(nn.Module):
@@ -66,10 +86,12 @@ class GroupedExperts(nn.Module):
     def __init__(self, experts: nn.Module, name: str, context: PrecisionContext) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = experts.gate_up_proj, experts.down_proj
-        self._apply_gate = experts._apply_gate  # transformers' own: gate and up [rows, 2 width] -> [rows, width]
+        # transformers' own: gate and up [rows, 2 width] -> [rows, width]
+        self._apply_gate = experts._apply_gate
         usual = experts._apply_gate.__func__.__module__ == "transformers.integrations.moe"
         self._is_swiglu = usual and isinstance(experts.act_fn, nn.SiLU | SiLUActivation)
-        self.load: Tensor | None = None  # int64 [experts]: tokens of each in training since this was last taken
+        # int64 [experts]: tokens of each in training since this was last taken
+        self.load: Tensor | None = None
         self.seen: list[Tensor] | None = None  # where choices are recorded: those of each forward
         self.stacks = {key: GroupedLinear(f"{name}.{key}", context) for key in STACKS}
 
@@ -80,11 +102,14 @@ class GroupedExperts(nn.Module):
         groups = arrange(chosen, len(self.down_proj), max(gate_up.now.aligned, down.now.aligned))
         if self.seen is not None:
             self.seen.append(chosen)
-        if self.training and torch.is_grad_enabled():  # of a layer that is recomputed all count twice
+        # of a layer that is recomputed all count twice
+        if self.training and torch.is_grad_enabled():
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = gate_up(Dispatched.apply(hidden, groups), self.gate_up_proj, groups)
         has_kernel = self._is_swiglu and in_bf16_on_a_gpu(rows)
-        rows = down(_SwiGLU.apply(rows) if has_kernel else self._apply_gate(rows), self.down_proj, groups)
+        rows = down(
+            _SwiGLU.apply(rows) if has_kernel else self._apply_gate(rows), self.down_proj, groups
+        )
         return Combined.apply(rows, weights, groups).to(hidden.dtype)
 
 
@@ -99,7 +124,9 @@ class Dispatched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, groups: Groups) -> Tensor:
         ctx.groups, ctx.tokens = groups, len(x)
-        return x.index_select(0, groups.choice // (len(groups.place) // len(x))).index_fill_(0, groups.empty, 0)
+        return x.index_select(0, groups.choice // (len(groups.place) // len(x))).index_fill_(
+            0, groups.empty, 0
+        )
 
     @staticmethod
     @once_differentiable
@@ -133,7 +160,9 @@ class Combined(torch.autograd.Function):
         if in_bf16_on_a_gpu(rows):
             from pretrain.model import experts_kernel
 
-            d_rows, d_weights = experts_kernel.combine_backward(dy.contiguous(), rows, groups.place, weights)
+            d_rows, d_weights = experts_kernel.combine_backward(
+                dy.contiguous(), rows, groups.place, weights
+            )
         else:
             choices = rows.index_select(0, groups.place).view(*weights.shape, -1).float()
             d_weights = (choices * dy[:, None].float()).sum(-1)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 @triton.jit
-def _combine(rows, place, weights, y, choices: tl.constexpr, width: tl.constexpr, step: tl.constexpr):
+def _combine(
+    rows, place, weights, y, choices: tl.constexpr, width: tl.constexpr, step: tl.constexpr
+):
     token, j = tl.program_id(0).to(tl.int64), tl.arange(0, step)
     total = tl.zeros([step], tl.float32)
     for n in tl.range(0, choices):
@@ -50,15 +52,35 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
     [tokens, choices], where there are any. BF16, contiguous; weights of any dtype."""
     width = rows.shape[1]
     y = rows.new_empty(tokens, width)
-    arguments = (rows, place, weights, y, len(place) // tokens, width, triton.next_power_of_2(width))
+    arguments = (
+        rows,
+        place,
+        weights,
+        y,
+        len(place) // tokens,
+        width,
+        triton.next_power_of_2(width),
+    )
     _combine[(tokens,)](*arguments, enable_fp_fusion=False)
     return y
 
 
-def combine_backward(dy: Tensor, rows: Tensor, place: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def combine_backward(
+    dy: Tensor, rows: Tensor, place: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradients of `rows`, which holds anything where no choice is, and of `weights`, FP32."""
     (tokens, width), d_rows = dy.shape, torch.empty_like(rows)
     d_weights = torch.empty_like(weights, dtype=torch.float32)
-    arguments = (dy, rows, place, weights, d_rows, d_weights, weights.shape[1], width, triton.next_power_of_2(width))
+    arguments = (
+        dy,
+        rows,
+        place,
+        weights,
+        d_rows,
+        d_weights,
+        weights.shape[1],
+        width,
+        triton.next_power_of_2(width),
+    )
     _combine_backward[(tokens,)](*arguments, enable_fp_fusion=False)
     return d_rows, d_weights

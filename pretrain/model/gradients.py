@@ -26,7 +26,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-_ALIGNMENT = 128  # values; a sum begins at a multiple of 256 bytes at least, where every kernel may write at its widest
+# values; a sum begins at a multiple of 256 bytes at least, where every kernel may write at its
+# widest
+_ALIGNMENT = 128
 _EMPTY = -0.0
 # Values of a bucket, at most, but for a parameter that alone has more: 64 MiB in FP32. Small ones waste time in starting, of a
 # large one too little of the exchange is hidden behind backward.
@@ -48,13 +50,17 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 # ── Over microbatches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def attach_main_gradients(model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()) -> None:
+def attach_main_gradients(
+    model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()
+) -> None:
     """Give every trained parameter of `model` a `main_grad` of its shape in `dtype` (FP32 or BF16), cleared; a tied one once.
 
     `stacks`: parameters that are the rows of one matrix, in order (queries, keys and values, say), each trained and in one stack.
     Their sums are the rows of one contiguous matrix too, so that one product can add to all of them.
     """
-    attach_sums([parameter for parameter in model.parameters() if parameter.requires_grad], dtype, stacks)
+    attach_sums(
+        [parameter for parameter in model.parameters() if parameter.requires_grad], dtype, stacks
+    )
     if dtype == torch.float32:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
@@ -73,7 +79,8 @@ def attach_sums(
     stacked = {id(parameter) for stack in stacks for parameter in stack}
     runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
     places = {id(parameter): place for place, parameter in enumerate(trained)}
-    runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)  # backward begins at the end
+    # backward begins at the end
+    runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)
     sizes = [_aligned(sum(map(torch.numel, run))) for run in runs]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)
@@ -106,7 +113,9 @@ def empty_sums(memory: Tensor) -> None:
 
 def clear_main_gradients(parameters: Iterable[nn.Parameter]) -> None:
     """Empty all sums, in place; what a backward that failed has left in `.grad` of these parameters goes too."""
-    attached = [parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None]
+    attached = [
+        parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None
+    ]
     for memory in {id(each.main_grad._base): each.main_grad._base for each in attached}.values():
         empty_sums(memory)
     for parameter in attached:
@@ -119,18 +128,24 @@ def was_reached(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter)
     if gradient is None:
         return False
-    if isinstance(gradient, DTensor):  # reduced from sums: under FSDP2 what nothing was added to has a gradient too
+    # reduced from sums: under FSDP2 what nothing was added to has a gradient too
+    if isinstance(gradient, DTensor):
         mesh, local = gradient.device_mesh, gradient.to_local()
         reached = ((local != 0).any() | ~local.signbit().all()).int()
         dist.all_reduce(reached, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
         return bool(reached)
-    return gradient is parameter.grad or bool((gradient != 0).any()) or not bool(gradient.signbit().all())
+    return (
+        gradient is parameter.grad
+        or bool((gradient != 0).any())
+        or not bool(gradient.signbit().all())
+    )
 
 
 def _add_to_main(parameter: nn.Parameter) -> None:
     """Adds a gradient to its sum as soon as autograd has it whole. BF16 is added to FP32 without a copy; FP32 to BF16 is rounded
     once, the sum."""
-    if parameter.grad is not None:  # the hook runs also where all that use the parameter have returned none
+    # the hook runs also where all that use the parameter have returned none
+    if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
@@ -138,7 +153,8 @@ def _add_to_main(parameter: nn.Parameter) -> None:
 def sum_rows_in_fp32(embedding: nn.Embedding) -> None:
     """Let the gradients of a BF16 table's repeated tokens add up in FP32: autograd sums them before the hook sees them, and a
     common token comes a thousand times in a microbatch. A tied head's gradient is made FP32 before autograd adds the two."""
-    changed = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)  # as by `casting_output`
+    # as by `casting_output`
+    changed = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)
     if embedding.weight.dtype == torch.float32 or not embedding.weight.requires_grad or changed:
         return
     embedding.weight.grad_dtype = torch.float32
@@ -159,12 +175,23 @@ class _Lookup(torch.autograd.Function):
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         main = getattr(ctx.table, "main_grad", None)
-        if main is not None and main.is_cuda and ctx.padding < 0 and not torch.are_deterministic_algorithms_enabled():
+        if (
+            main is not None
+            and main.is_cuda
+            and ctx.padding < 0
+            and not torch.are_deterministic_algorithms_enabled()
+        ):
             # Without a gradient of the whole table, zeros but for the microbatch's tokens.
             main.index_add_(0, ids.flatten(), gradient.flatten(0, -2).float())
             return None, None, None
         rows = len(ctx.table)
-        return None, torch.ops.aten.embedding_dense_backward(gradient.float(), ids, rows, ctx.padding, False), None
+        return (
+            None,
+            torch.ops.aten.embedding_dense_backward(
+                gradient.float(), ids, rows, ctx.padding, False
+            ),
+            None,
+        )
 
 
 # ── Over ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -183,16 +210,21 @@ class RankSums:
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         """Collective: every rank has the same parameters, all with main gradients in one allocation."""
-        attached = {id(each): each for each in parameters if getattr(each, "main_grad", None) is not None}
+        attached = {
+            id(each): each for each in parameters if getattr(each, "main_grad", None) is not None
+        }
         in_order = sorted(attached.values(), key=lambda each: each.main_grad.storage_offset())
         memory = in_order[0].main_grad._base
         self._group = dist.new_group()
         self._buckets: list[Tensor] = []  # pieces of the main gradients' memory
         self._parameters: list[int] = []  # of each bucket
-        self._missing: list[int] = []  # of these, those that the step's last backward has not finished; empty in any other
+        # of these, those that the step's last backward has not finished; empty in any other
+        self._missing: list[int] = []
         self._started = 0  # buckets
-        self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()  # the exchange, its FP32 values, and the sums
-        self._ends: list[Node] = []  # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
+        # the exchange, its FP32 values, and the sums
+        self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
+        self._ends: list[Node] = []
         for bucket, members in enumerate(_cut(in_order)):
             begin, last = members[0].main_grad.storage_offset(), members[-1].main_grad
             self._buckets.append(memory[begin : last.storage_offset() + last.numel()])
@@ -235,7 +267,9 @@ class RankSums:
         if sums.dtype != torch.float32 and len(self._under_way) == COPIES:
             self._end()
         values = sums.float()  # a copy of BF16 sums only
-        self._under_way.append((dist.all_reduce(values, group=self._group, async_op=True), values, sums))
+        self._under_way.append(
+            (dist.all_reduce(values, group=self._group, async_op=True), values, sums)
+        )
 
     def _end(self) -> None:
         work, values, sums = self._under_way.popleft()

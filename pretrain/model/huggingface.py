@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import difflib
 import inspect
@@ -12,6 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,25 @@ from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 # What an export writes beside what every export writes: names that may come and go between two.
-_OF_WEIGHTS = re.compile(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja")
+_OF_WEIGHTS = re.compile(
+    r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
+)
 # Buffers that files of older versions hold; models compute them.
 _FORMER_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias)$")
 # What transformers and torch raise for values that they did not expect: an architecture checks values in its own way, or not at
 # all and fails where it first uses them.
 _WRONG_VALUES = (
-    *(ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError, AssertionError, OSError, ImportError),
+    *(
+        ValueError,
+        TypeError,
+        RuntimeError,
+        ArithmeticError,
+        LookupError,
+        AttributeError,
+        AssertionError,
+        OSError,
+        ImportError,
+    ),
     *(StrictDataclassError, SafetensorError),
 )
 _refusing = partial(refusing, _WRONG_VALUES)
@@ -58,8 +70,23 @@ _refusing = partial(refusing, _WRONG_VALUES)
 # gets, and what is a classifier's.
 _NOT_OF_THE_MODEL = {
     *("_name_or_path", "_commit_hash", "auto_map", "architectures", "transformers_version"),
-    *("dtype", "torch_dtype", "attn_implementation", "_attn_implementation", "attention_dropout", "attn_pdrop"),
-    *("use_cache", "return_dict", "output_attentions", "output_hidden_states", "id2label", "label2id", "problem_type"),
+    *(
+        "dtype",
+        "torch_dtype",
+        "attn_implementation",
+        "_attn_implementation",
+        "attention_dropout",
+        "attn_pdrop",
+    ),
+    *(
+        "use_cache",
+        "return_dict",
+        "output_attentions",
+        "output_hidden_states",
+        "id2label",
+        "label2id",
+        "problem_type",
+    ),
 }
 
 transformers_logging.disable_progress_bar()  # they are drawn into log files too
@@ -70,8 +97,8 @@ transformers_logging.disable_progress_bar()  # they are drawn into log files too
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
-    source, model type or key (transformers would keep the last silently), for a key without effect, and for values that the
-    configuration class refuses."""
+    source, model type or key (transformers would keep the last silently), for a key without
+    effect, and for values that the configuration class refuses."""
     kind, stored, changes = _read(settings)
     values = _rebased(kind, stored, changes) | changes if changes else stored
     with _refusing(f"`model.config`: {kind.__name__} does not take these values"):
@@ -79,11 +106,12 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     for key in changes:
         _check_effect(kind, values, key, over_source=bool(stored))
     if "router_aux_loss_coef" in changes and not (
-        getattr(config, "output_router_logits", None) and 0 <= config.router_aux_loss_coef < math.inf
+        getattr(config, "output_router_logits", None)
+        and 0 <= config.router_aux_loss_coef < math.inf
     ):
         raise InputError(
-            f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or "
-            "more is wanted, and `model.config.output_router_logits: true`"
+            f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or"
+            " more is wanted, and `model.config.output_router_logits: true`"
         )
     return config
 
@@ -103,31 +131,53 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
         if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
         and config_values(kind, _without(key, base)) == file
     ]
-    return [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"] if kept else []
+    return (
+        [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"]
+        if kept
+        else []
+    )
 
 
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
     """Return the configuration class, the values of the source's config.json, and the changes of
-    `config`, both by the class's names of keys. Raise InputError for an unknown source or model type."""
+    `config`, both by the class's names of keys. Raise InputError for an unknown source or type."""
     changes, stored = copy.deepcopy(settings.config or {}), {}
     if settings.source is None:
         name = str(changes.pop("model_type"))
         if name not in CONFIG_MAPPING:
-            raise InputError(f"`model.config.model_type`: transformers has no {name!r}{_nearest(name, CONFIG_MAPPING)}")
+            raise InputError(
+                f"`model.config.model_type`: transformers has no {name!r}{_nearest(name, CONFIG_MAPPING)}"
+            )
         kind = CONFIG_MAPPING[name]
     else:
         if not (stored := _stored_config(settings)):
-            raise InputError(f"`model.source`: {settings.source}: has no config.json; name a model's folder, as a run's `final`")
+            raise InputError(
+                f"`model.source`: {settings.source}: has no config.json; name a model's folder, as a run's `final`"
+            )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
-            raise InputError(f"`model.source`: {settings.source} brings code of its own, which is never run; name another model")
+            raise InputError(
+                f"`model.source`: {settings.source} brings code of its own, which is never run; name another model"
+            )
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
-            kind = type(AutoConfig.from_pretrained(settings.repository, revision=settings.revision, trust_remote_code=False))
+            kind = type(
+                AutoConfig.from_pretrained(
+                    settings.repository, revision=settings.revision, trust_remote_code=False
+                )
+            )
     if (named := changes.pop("model_type", kind.model_type)) != kind.model_type:
-        raise InputError(f"`model.config.model_type: {named}`: `model.source` is a {kind.model_type}; leave one of them out")
+        raise InputError(
+            f"`model.config.model_type: {named}`: `model.source` is a {kind.model_type}; leave one of them out"
+        )
     names = kind.attribute_map | {"torch_dtype": "dtype"}
-    if twice := next((key for key in changes if names.get(key, key) in changes.keys() - {key}), None):
-        raise InputError(f"`model.config.{twice}` is another name of `model.config.{names[twice]}`; leave one out")
-    stored, changes = ({names.get(key, key): value for key, value in each.items()} for each in (stored, changes))
+    if twice := next(
+        (key for key in changes if names.get(key, key) in changes.keys() - {key}), None
+    ):
+        raise InputError(
+            f"`model.config.{twice}` is another name of `model.config.{names[twice]}`; leave one out"
+        )
+    stored, changes = (
+        {names.get(key, key): value for key, value in each.items()} for each in (stored, changes)
+    )
     return kind, stored, changes
 
 
@@ -157,12 +207,12 @@ def _rebased(
 
 
 def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the public values of the configuration that `values` make. Empty if `kind` refuses them.
+    """Return the public values of the configuration that `values` make, none if they are refused.
 
     A configuration stores unknown keys too. Two of them are therefore compared by the values of the
     first, with `<=`. Warnings of transformers are not logged.
     """
-    with contextlib.ExitStack() as restored, contextlib.suppress(*_WRONG_VALUES):
+    with ExitStack() as restored, suppress(*_WRONG_VALUES):
         restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
         transformers_logging.set_verbosity(transformers_logging.CRITICAL)
         made = kind.from_dict(copy.deepcopy(values)).to_dict()
@@ -174,7 +224,9 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name != key}
 
 
-def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool) -> None:
+def _check_effect(
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+) -> None:
     """Raise InputError if `kind` has no `key`, or if it has no effect beside the other `values`.
 
     Without a source, a key of the class may lack an effect: published files have nulls in place of
@@ -186,13 +238,15 @@ def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str
         # A dict is completed by the class, so it need not be equal.
         accepted = not over_source or without[key] == values[key] or isinstance(values[key], dict)
     else:
-        accepted = not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
+        accepted = (
+            not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
+        )
     if public and (accepted or not without.items() <= config_values(kind, values).items()):
         return
     if public and (key in without or _reacts(kind, {}, key)):
         raise InputError(
-            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} sets it itself, or "
-            "takes it from other keys, such as `rope_parameters` and `layer_types`, which "
+            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} sets it itself, or"
+            " takes it from other keys, such as `rope_parameters` and `layer_types`, which "
             "transformers 5 writes into a source's config.json; set those"
         )
     near = _nearest(key, {*without, *kind.attribute_map})
@@ -202,14 +256,21 @@ def _check_effect(kind: type[PretrainedConfig], values: dict[str, Any], key: str
 def _reacts(kind: type[PretrainedConfig], others: dict[str, Any], key: str) -> bool:
     """Whether a value of `key` changes another key of the configuration that `others` make."""
     without = config_values(kind, others)
-    made = (config_values(kind, others | {key: value}) for value in (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}))
+    made = (
+        config_values(kind, others | {key: value})
+        for value in (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
+    )
     return any(values and not without.items() <= values.items() for values in made)
 
 
 def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
     """Whether the code of the model of a `kind` of configuration reads `key`, though the class does not list it, as qwen3_moe's
     layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
-    code = inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind])) if kind in MODEL_FOR_CAUSAL_LM_MAPPING else ""
+    code = (
+        inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind]))
+        if kind in MODEL_FOR_CAUSAL_LM_MAPPING
+        else ""
+    )
     return re.search(rf'config(\.|, "){re.escape(key)}\b', code) is not None
 
 
@@ -219,11 +280,15 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
     if settings.source is None:
         return {}
     values = flatten(_stored_config(settings))
-    return {f"{SOURCE}{key}": value for key, value in values.items() if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))}
+    return {
+        f"{SOURCE}{key}": value
+        for key, value in values.items()
+        if _NOT_OF_THE_MODEL.isdisjoint(key.split("."))
+    }
 
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
-    with _refusing(f"`model.source`: no model can be read from {settings.source!r}, as a folder or a name on the hub"):
+    with _refusing(f"`model.source`: {settings.source!r} is no model's folder, nor one on the hub"):
         return PretrainedConfig.get_config_dict(settings.repository, revision=settings.revision)[0]
 
 
@@ -235,16 +300,35 @@ def _nearest(word: str, known: Iterable[str]) -> str:
 def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) -> None:
     """InputError for what would be computed differently from the model's own way; a model on the meta device is enough."""
     name, config = type(model).__name__, model.config.get_text_config()
-    if model.config.is_encoder_decoder or any(getattr(module, "is_causal", None) is False for module in model.modules()):
-        raise InputError(f"`model`: in {name}, tokens see those after them; name a causal language model")
-    heads, kv = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if model.config.is_encoder_decoder or any(
+        getattr(module, "is_causal", None) is False for module in model.modules()
+    ):
+        raise InputError(
+            f"`model`: in {name}, tokens see those after them; name a causal language model"
+        )
+    heads, kv = (
+        getattr(config, "num_attention_heads", None),
+        getattr(config, "num_key_value_heads", None),
+    )
     if heads and kv and heads % kv:
-        raise InputError(f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`")
-    if empty := next((name for name, parameter in model.named_parameters() if not parameter.numel()), None):
-        raise InputError(f"`model.config`: {empty} would hold nothing; take sizes and numbers of 1 or more")
-    between = [key for key, child in model.named_children() if child not in (model.base_model, model.get_output_embeddings())]
+        raise InputError(
+            f"`model.config`: `num_attention_heads: {heads}` must be a multiple of `num_key_value_heads: {kv}`"
+        )
+    if empty := next(
+        (name for name, parameter in model.named_parameters() if not parameter.numel()), None
+    ):
+        raise InputError(
+            f"`model.config`: {empty} would hold nothing; take sizes and numbers of 1 or more"
+        )
+    between = [
+        key
+        for key, child in model.named_children()
+        if child not in (model.base_model, model.get_output_embeddings())
+    ]
     if between or model.base_model is model:
-        raise InputError(f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model")
+        raise InputError(
+            f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model"
+        )
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
         routing.check(model)
@@ -258,12 +342,27 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
 
 def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
     """The model without memory for its weights: shapes for planning and FLOPs. InputError where the shapes are impossible."""
-    with _refusing(f"`model`: {type(config).__name__} makes no causal language model with these settings"), torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise InputError(f"`model`: {config.model_type} is no causal language model; name another")
+    with (
+        _refusing(
+            f"`model`: {type(config).__name__} makes no causal language model with these settings"
+        ),
+        torch.device("meta"),
+    ):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, trust_remote_code=False
+        )
 
 
 def build(
-    settings: ModelSettings, config: PretrainedConfig, *, weights: torch.dtype, seed: int, device: torch.device, backend: str
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    *,
+    weights: torch.dtype,
+    seed: int,
+    device: torch.device,
+    backend: str,
 ) -> PreTrainedModel:
     """The model with weights of dtype `weights` on `device`, attending through the packed `backend`.
 
@@ -276,23 +375,33 @@ def build(
         torch.manual_seed(seed)
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
-        round_weights(model, weights)  # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
+        # not model.to(): rotary frequencies are buffers, and BF16 ones misplace tokens
+        round_weights(model, weights)
         return model
-    options |= {"config": config, "revision": settings.revision, "dtype": weights, "output_loading_info": True}
+    options |= {
+        "config": config,
+        "revision": settings.revision,
+        "dtype": weights,
+        "output_loading_info": True,
+    }
     remedy = "fetch it again, or take out what `model.config` changes about its shape"
     with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded", remedy):
         model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
-    if missing := sorted(loading["missing_keys"]):  # transformers draws them at random, and each process its own
+    # transformers draws them at random, and each process its own
+    if missing := sorted(loading["missing_keys"]):
         raise InputError(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
             f"them; {remedy}"
         )
-    if surplus := sorted(name for name in loading["unexpected_keys"] if not _FORMER_BUFFERS.search(name)):
+    if surplus := sorted(
+        name for name in loading["unexpected_keys"] if not _FORMER_BUFFERS.search(name)
+    ):
         raise InputError(
-            f"`model.source`: {settings.source}: {len(surplus)} of its weights have no place in the "
-            f"model, {surplus[0]} among them; {_making_room(settings, config, surplus) or remedy}"
+            f"`model.source`: {settings.source}: {len(surplus)} of its weights have no place in the"
+            f" model, {surplus[0]} among them; {_making_room(settings, config, surplus) or remedy}"
         )
-    for name, parameter in build_on_meta(config).named_parameters():  # which transformers forgets as it loads
+    # which transformers forgets as it loads
+    for name, parameter in build_on_meta(config).named_parameters():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
 
@@ -307,7 +416,7 @@ def _making_room(
     keys = {key: not value for key, value in config.to_dict().items() if isinstance(value, bool)}
     layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
     for key, value in ({"num_hidden_layers": max(layers, default=0) + 1} | keys).items():
-        with contextlib.suppress(InputError):
+        with suppress(InputError):
             changed = {"config": (settings.config or {}) | {key: value}}
             larger = build_on_meta(load_config(settings.model_copy(update=changed)))
             if {*weights} <= larger.state_dict().keys():
@@ -330,11 +439,16 @@ def build_on_first_rank(
     InputError on all ranks where the first cannot build it."""
     attention.admit_packed_sdpa(config)
     reads = settings.weights_source is not None
-    device = torch.device("cpu") if reads else accelerator.device  # what is drawn depends on the device that draws
+    # what is drawn depends on the device that draws
+    device = torch.device("cpu") if reads else accelerator.device
     options = {"weights": kept, "seed": seed, "device": device, "backend": backend}
-    whole = refused_together(lambda: build(settings, config, **options).cpu() if accelerator.is_main_process else None)
+    whole = refused_together(
+        lambda: build(settings, config, **options).cpu() if accelerator.is_main_process else None
+    )
     with accelerator.device, init_empty_weights(include_buffers=False):
-        hf = AutoModelForCausalLM.from_config(config, dtype=kept if reads else torch.float32, attn_implementation=backend)
+        hf = AutoModelForCausalLM.from_config(
+            config, dtype=kept if reads else torch.float32, attn_implementation=backend
+        )
     hf.tie_weights()
     round_weights(hf, weights)
     drawn = dict(whole.named_buffers()) if whole else {}
@@ -343,7 +457,9 @@ def build_on_first_rank(
             buffer.copy_(drawn[name])
         torch.distributed.broadcast(buffer, src=0)
     hf.generation_config = from_all_ranks(whole and whole.generation_config)[0]
-    return hf, {name: parameter.data.to(kept) for name, parameter in whole.named_parameters()} if whole else {}
+    return hf, {
+        name: parameter.data.to(kept) for name, parameter in whole.named_parameters()
+    } if whole else {}
 
 
 def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -357,25 +473,38 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def is_mixture(model: PreTrainedModel) -> bool:
     """Whether the model has experts, of which each token chooses some."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    return "router_logits" in recorded or any(name.endswith(".experts") for name, _ in model.named_modules())
+    return "router_logits" in recorded or any(
+        name.endswith(".experts") for name, _ in model.named_modules()
+    )
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
     """The transformer layers of `model`, by name, in order."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)}
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    }
 
 
 def named_tensors(hf: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters and persistent buffers of `hf`, live, by Hugging Face name; a tied parameter once."""
     saved = hf.state_dict().keys()
-    return {**dict(hf.named_parameters()), **{name: buffer for name, buffer in hf.named_buffers() if name in saved}}
+    return {
+        **dict(hf.named_parameters()),
+        **{name: buffer for name, buffer in hf.named_buffers() if name in saved},
+    }
 
 
 # ── Its folder ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def export(
-    hf: PreTrainedModel, read: Callable[[str], Tensor], tokenizer: Any | None, folder: Path, beside: Mapping[str, bytes]
+    hf: PreTrainedModel,
+    read: Callable[[str], Tensor],
+    tokenizer: Any | None,
+    folder: Path,
+    beside: Mapping[str, bytes],
 ) -> None:
     """Write a folder that AutoModelForCausalLM (and AutoTokenizer, with `tokenizer`) loads; it appears whole or not at all.
 
@@ -385,13 +514,19 @@ def export(
     """
     writing = folder.with_name(f".{folder.name}.writing")
     shutil.rmtree(writing, ignore_errors=True)  # of an export that was killed
-    with _refusing(f"{folder}: the trained model cannot be written; the checkpoints hold it, so run again"):
+    with (
+        _refusing(f"{folder}: the model cannot be written; the checkpoints hold it, so run again"),
+        ExitStack() as stack,
+    ):
+        # Half an export would keep a full disk full.
+        stack.callback(shutil.rmtree, writing, ignore_errors=True)
         writing.mkdir(parents=True)
         weights = {}
         for name in named_tensors(hf):
             weights[name] = read(name).cpu()
             advance()
-        hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")  # its configurations too
+        # its configurations too
+        hf.save_pretrained(writing, state_dict=weights, max_shard_size="5GB")
         if tokenizer is not None:
             tokenizer.save_pretrained(writing)
         for name, content in beside.items():

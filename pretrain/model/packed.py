@@ -31,7 +31,13 @@ class PackedLanguageModel(nn.Module):
     `backend`: of attention.
     """
 
-    def __init__(self, hf: PreTrainedModel, backend: str, loss: LossSettings, context: PrecisionContext | None = None) -> None:
+    def __init__(
+        self,
+        hf: PreTrainedModel,
+        backend: str,
+        loss: LossSettings,
+        context: PrecisionContext | None = None,
+    ) -> None:
         super().__init__()
         self.hf = hf
         self.backend = backend
@@ -47,7 +53,14 @@ class PackedLanguageModel(nn.Module):
         # pack's padding is a document of its own without labels, so it needs no mask.
         hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, labels: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        labels: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+    ) -> Tensor:
         """Summed loss (FP32 scalar) over the labels that are not -100: in training of what is trained, a penalty included and
         the balance of experts; in evaluation cross-entropy.
 
@@ -58,12 +71,20 @@ class PackedLanguageModel(nn.Module):
         if self.routing is not None:  # which keeps them itself
             documents["output_router_logits"] = False
         if self.backend == "packed_sdpa":
-            documents["document_mask"] = attention.document_mask(cu_seqlens, max_seqlen, input_ids.shape[1])
+            documents["document_mask"] = attention.document_mask(
+                cu_seqlens, max_seqlen, input_ids.shape[1]
+            )
         with self.context.forward(training=self.training):
-            output = self.hf.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents)
+            output = self.hf.base_model(
+                input_ids=input_ids, position_ids=position_ids, use_cache=False, **documents
+            )
             with torch.profiler.record_function("loss"):
                 loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)
-        return loss if self.routing is None else self.routing.add_loss(loss, labels, training=self.training)
+        return (
+            loss
+            if self.routing is None
+            else self.routing.add_loss(loss, labels, training=self.training)
+        )
 
     # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
@@ -79,7 +100,9 @@ class PackedLanguageModel(nn.Module):
         sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
         return sums if self.routing is None else sums | self.routing.take_sums()
 
-    def mean_losses(self, accelerator: Accelerator, tokens: int, trained: Tensor) -> dict[str, Tensor]:
+    def mean_losses(
+        self, accelerator: Accelerator, tokens: int, trained: Tensor
+    ) -> dict[str, Tensor]:
         """`loss`, the cross-entropy within a step's mean loss `trained`; the means over the `tokens` of all ranks of what else
         `take_sums` has, without the weights of penalty and router loss; and a mixture's `balance`. FP32 scalars. Collective."""
         balance = self.routing.balance(accelerator) if self.routing else {}
@@ -89,7 +112,9 @@ class PackedLanguageModel(nn.Module):
         if not names:
             return {"loss": trained}
         nothing = torch.zeros((), device=trained.device)
-        means = accelerator.reduce(torch.stack([sums.get(name, nothing) for name in names]), reduction="sum") / max(tokens, 1)
+        means = accelerator.reduce(
+            torch.stack([sums.get(name, nothing) for name in names]), reduction="sum"
+        ) / max(tokens, 1)
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
         if "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
@@ -100,7 +125,8 @@ def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
     """What `PackedLanguageModel` takes, on `device`; the copies do not wait."""
     names = ("input_ids", "position_ids", "labels", "cu_seqlens")
     tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
-    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)  # the one shape that varies recompiles nothing
+    # the one shape that varies recompiles nothing
+    torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
     return {**tensors, "max_seqlen": batch.max_seqlen}
 
 
@@ -127,7 +153,11 @@ def forward_backward(
         context.first_microbatch = index == 0  # in which weights are cast or quantized again
         watched = around_first if around_first and index == 0 else nullcontext()
         if index == len(batches.microbatches) - 1:
-            exchanging = sums.starting_early() if sums and not (first_apart and index == 0) else nullcontext()
+            exchanging = (
+                sums.starting_early()
+                if sums and not (first_apart and index == 0)
+                else nullcontext()
+            )
         else:
             exchanging = sharding.accumulating() if sharding else nullcontext()
         with watched, exchanging:

@@ -37,8 +37,14 @@ STARVED = 0.1  # of the tokens that a layer's experts get on average: who gets f
 def check(hf: PreTrainedModel) -> None:
     """InputError where a model that is to balance its experts has no loss for it that is known here."""
     if _balancing_loss(hf) is None or not _routers(hf):
-        lacks = "no loss that balances experts by their router's logits, or one of its own" if _routers(hf) else "no routers"
-        raise InputError(f"`model.config.output_router_logits: true`: {type(hf).__name__} has {lacks}; set it to false")
+        lacks = (
+            "no loss that balances experts by their router's logits, or one of its own"
+            if _routers(hf)
+            else "no routers"
+        )
+        raise InputError(
+            f"`model.config.output_router_logits: true`: {type(hf).__name__} has {lacks}; set it to false"
+        )
 
 
 class Routing:
@@ -46,8 +52,11 @@ class Routing:
 
     def __init__(self, hf: PreTrainedModel) -> None:
         self.routers, self._hf = _routers(hf), hf
-        self.coefficient: float | None = hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
-        self.loads: Tensor | None = None  # FP32 [layers, experts]: tokens of each expert, over the mean of its layer
+        self.coefficient: float | None = (
+            hf.router_aux_loss_coef if getattr(hf.config, "output_router_logits", None) else None
+        )
+        # FP32 [layers, experts]: tokens of each expert, over the mean of its layer
+        self.loads: Tensor | None = None
         self._sums: dict[str, Tensor] = {}
         for router, index in self.routers.items():
             router.register_forward_hook(_keeping_logits(index))
@@ -66,9 +75,12 @@ class Routing:
         labelled = labels.flatten() != IGNORE
         number, sums = labelled.sum(), {"router_entropy": labelled.sum() * _entropy(logits)}
         if self.coefficient is not None:
-            counted = labelled | ~labelled.any()  # without a label it is multiplied by zero, and must be a number
+            # without a label it is multiplied by zero, and must be a number
+            counted = labelled | ~labelled.any()
             of_experts = tuple(each.float() for each in logits)
-            balance = _balancing_loss(self._hf)(of_experts, logits[0].shape[-1], self._hf.num_experts_per_tok, counted)
+            balance = _balancing_loss(self._hf)(
+                of_experts, logits[0].shape[-1], self._hf.num_experts_per_tok, counted
+            )
             loss = loss + self.coefficient * number * balance
             sums["router_loss"] = (number * balance).detach()
         self._sums = {name: each + self._sums.get(name, 0) for name, each in sums.items()}
@@ -94,10 +106,16 @@ class Routing:
         if not self._experts:
             return {}
         nothing = torch.zeros(1, device=accelerator.device)
-        loads = [nothing.expand(len(each.down_proj)) if each.load is None else each.load.float() for each in self._experts]
+        loads = [
+            nothing.expand(len(each.down_proj)) if each.load is None else each.load.float()
+            for each in self._experts
+        ]
         loads = accelerator.reduce(torch.stack(loads), reduction="sum")
         self.loads = loads / loads.mean(1, keepdim=True).clamp(min=1)
-        return {"expert_load": self.loads.max(), "starved_experts": (self.loads < STARVED).float().mean()}
+        return {
+            "expert_load": self.loads.max(),
+            "starved_experts": (self.loads < STARVED).float().mean(),
+        }
 
     def in_fp32(self) -> None:
         """Let the routers of experts that can be grouped compute their logits in FP32, and with them what follows as far as they
@@ -105,7 +123,11 @@ class Routing:
         which one takes what another gives, stays as it is."""
         blocks = {name.rpartition(".")[0] for name, _ in stacked_experts(self._hf)}
         for name, router in self._hf.named_modules():
-            matrices = [each for each in router.parameters() if each.dim() == 2] if router in self.routers else []
+            matrices = (
+                [each for each in router.parameters() if each.dim() == 2]
+                if router in self.routers
+                else []
+            )
             if len(matrices) == 1 and name.rpartition(".")[0] in blocks:
                 router.forward = _with_logits_in_fp32(router.forward)
 
@@ -117,7 +139,9 @@ class Routing:
 class _LinearInFP32(TorchFunctionMode):
     """While entered, a linear's result is the FP32 sum of its products."""
 
-    def __torch_function__(self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return (_linear_in_fp32 if function is F.linear else function)(*args, **(kwargs or {}))
 
 
@@ -166,7 +190,9 @@ def forget_logits(layer: nn.Module) -> None:
 @torch.no_grad()
 def _entropy(logits: list[Tensor]) -> Tensor:
     log_p = [torch.log_softmax(each.float(), dim=-1) for each in logits]
-    return -torch.stack([(each.exp() * each).sum(-1).mean() for each in log_p]).mean() / math.log(logits[0].shape[-1])
+    return -torch.stack([(each.exp() * each).sum(-1).mean() for each in log_p]).mean() / math.log(
+        logits[0].shape[-1]
+    )
 
 
 def _keeping_logits(index: int) -> Callable[..., None]:
@@ -180,7 +206,11 @@ def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
     """Its routers in order, each with the place of its logits in what it returns, as transformers says it."""
     recorded = (getattr(hf.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)
-    return {module: recorded.index for module in hf.modules() if isinstance(module, kind)} if kind else {}
+    return (
+        {module: recorded.index for module in hf.modules() if isinstance(module, kind)}
+        if kind
+        else {}
+    )
 
 
 def _balancing_loss(hf: PreTrainedModel) -> Callable[..., Tensor] | None:

@@ -37,7 +37,11 @@ def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtyp
     """This process's part, as `parameter` is sharded, of the first rank's `values`, which have the parameter's whole shape and
     `dtype`; the other ranks pass None. Collective."""
     device = torch.device(parameter.device_mesh.device_type)
-    whole = torch.empty(parameter.shape, dtype=dtype, device=device) if values is None else values.to(device)
+    whole = (
+        torch.empty(parameter.shape, dtype=dtype, device=device)
+        if values is None
+        else values.to(device)
+    )
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
 
 
@@ -84,7 +88,12 @@ class Sharding:
     """
 
     def __init__(
-        self, model: nn.Module, kept: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]], *, once_a_step: bool
+        self,
+        model: nn.Module,
+        kept: torch.dtype,
+        stacks: Sequence[Sequence[nn.Parameter]],
+        *,
+        once_a_step: bool,
     ) -> None:
         self.once_a_step = once_a_step
         self._model, self._kept = model, kept
@@ -105,7 +114,8 @@ class Sharding:
             model.set_requires_gradient_sync(False)
             model.set_reshard_after_backward(False)
         else:
-            model.set_requires_all_reduce(False)  # replicas of shards exchange their sums once a step
+            # replicas of shards exchange their sums once a step
+            model.set_requires_all_reduce(False)
         try:
             yield
         finally:
@@ -127,19 +137,27 @@ class Sharding:
         """Give each gathered parameter its sum; the parameter is the same object each time that it is gathered again."""
         for number, group in enumerate(self._groups):
             # The model's own group, and that of a tied head and embedding, are in their backward beside others.
-            beside_others = (number == 0 and group.module is self._model) or len(group.fsdp.modules) > 1
+            beside_others = (number == 0 and group.module is self._model) or len(
+                group.fsdp.modules
+            ) > 1
             group.shares = not (self.once_a_step or beside_others)
         shared = None
         if sharing := [group for group in self._groups if group.shares]:
-            values = max(values_of_sums(each.sharded_param for each in group.trained) for group in sharing)
-            shared = torch.empty(values, dtype=torch.float32, device=sharing[0].trained[0].sharded_param.device)
+            values = max(
+                values_of_sums(each.sharded_param for each in group.trained) for group in sharing
+            )
+            shared = torch.empty(
+                values, dtype=torch.float32, device=sharing[0].trained[0].sharded_param.device
+            )
         for group in self._groups:
             trained = group.trained
             group.module.unshard()
             whole = {id(each.sharded_param): each._unsharded_param for each in trained}
             rows = [[whole[id(one)] for one in stack] for stack in stacks if id(stack[0]) in whole]
             if trained:
-                group.sums = attach_sums(list(whole.values()), torch.float32, rows, shared if group.shares else None)
+                group.sums = attach_sums(
+                    list(whole.values()), torch.float32, rows, shared if group.shares else None
+                )
             for each in trained:
                 each.sharded_param.grad_dtype = None  # any
                 for module in (each._module_info.module, *each._module_info.shared_modules):
@@ -156,10 +174,13 @@ class Sharding:
 
     def _before_backward(self, group: _Group) -> None:
         group.fsdp._orig_dtype = self._kept
-        if group.adds_up or group.sums is None:  # an earlier microbatch's, or that of another module of the group
+        # an earlier microbatch's, or that of another module of the group
+        if group.adds_up or group.sums is None:
             return
         if group.shares and any(other.shares and other.adds_up for other in self._groups):
-            raise RuntimeError("FSDP2: the backward of a shard group began before that of another had ended, in the same memory")
+            raise RuntimeError(
+                "FSDP2: the backward of a shard group began before that of another had ended, in the same memory"
+            )
         empty_sums(group.sums)
         for each in group.trained:
             each.unsharded_accumulated_grad = each._unsharded_param.main_grad
@@ -178,6 +199,8 @@ def _groups_of(model: nn.Module) -> list[_Group]:
             state = module._get_fsdp_state()
             # torch 2.11 may know one group a module, later versions several.
             several = hasattr(state, "_fsdp_param_groups")
-            for fsdp in state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group]):
+            for fsdp in (
+                state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group])
+            ):
                 groups.setdefault(id(fsdp), _Group(module, fsdp))
     return list(groups.values())

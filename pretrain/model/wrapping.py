@@ -40,16 +40,22 @@ def choose_arithmetic(
         return None, reason
     if active.backend != "torch":
         return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
-    return Arithmetic(context, By.KERNELS if _gains(device_type, context.compute_dtype) else By.FORMULAS), ""
+    return Arithmetic(
+        context, By.KERNELS if _gains(device_type, context.compute_dtype) else By.FORMULAS
+    ), ""
 
 
-def not_fused_because(setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype) -> str | None:
+def not_fused_because(
+    setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype
+) -> str | None:
     """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
     if setting == "off":
         return "nothing: model.fused is off"
     if active.backend == "emulation":
         if setting == "on":
-            raise InputError("`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`")
+            raise InputError(
+                "`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`"
+            )
         return "nothing: emulated products are computed one by one"
     if setting == "on" or active.backend == "transformer_engine" or _gains(device_type, dtype):
         return None
@@ -63,23 +69,33 @@ def _gains(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def fuse(
-    layers: Mapping[str, nn.Module], decisions: Mapping[Backend | None, Mapping[str, Decision]], arithmetic: Arithmetic
+    layers: Mapping[str, nn.Module],
+    decisions: Mapping[Backend | None, Mapping[str, Decision]],
+    arithmetic: Arithmetic,
 ) -> FusedLayers:
     """Give each of `layers` that can be fused its fused forward, in place. `decisions`: of each backend, what each linear is to
     compute in; empty where nothing is quantized. Reasons are those of `assess_layer`."""
     fused, left_out = {}, {}
     for name, layer in layers.items():
-        assessed = {backend: assess_layer(name, layer, each) for backend, each in (decisions or {None: {}}).items()}
+        assessed = {
+            backend: assess_layer(name, layer, each)
+            for backend, each in (decisions or {None: {}}).items()
+        }
         if reason := next((reason for reason, _ in assessed.values() if reason), None):
             left_out[name] = reason
         else:
             low_precision = {backend: low for backend, (_, low) in assessed.items()}
-            layer.forward = fused[name] = FusedLayer(layer, name, arithmetic, low_precision=low_precision)
+            layer.forward = fused[name] = FusedLayer(
+                layer, name, arithmetic, low_precision=low_precision
+            )
     return FusedLayers(fused, left_out, arithmetic)
 
 
 def convert(
-    hf: PreTrainedModel, decisions: Mapping[str, Decision], context: PrecisionContext, fused: FusedLayers | None = None
+    hf: PreTrainedModel,
+    decisions: Mapping[str, Decision],
+    context: PrecisionContext,
+    fused: FusedLayers | None = None,
 ) -> None:
     """Let every module that `decisions` names multiply in low precision where the context's present backend computes, and all
     stacked experts by grouped products; in place, on the same Parameters. Modules inside of `fused` layers stay: the layers
@@ -92,12 +108,15 @@ def convert(
         for key, stack in module.stacks.items() if isinstance(module, GroupedExperts) else ():
             if stack.name in decisions and decisions[stack.name].reason is None:
                 _, *sizes = module.get_parameter(key).shape
-                stack.products[backend] = backend.product(stack.name, *reversed(sizes), bias=False, grouped=True)
+                stack.products[backend] = backend.product(
+                    stack.name, *reversed(sizes), bias=False, grouped=True
+                )
         if name not in decisions or decisions[name].reason is not None or name.startswith(inside):
             continue
         if isinstance(module, (*LINEARS, LowPrecisionLinear)):
             product = backend.product(name, *features_of(module), bias=module.bias is not None)
-            if isinstance(module, LossHead | LowPrecisionLinear):  # which another backend may compute too, in its turn
+            # which another backend may compute too, in its turn
+            if isinstance(module, LossHead | LowPrecisionLinear):
                 module.products[backend] = product
             else:
                 hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
@@ -110,7 +129,11 @@ def convert(
 
 
 def wrap_layers(
-    packed: PackedLanguageModel, settings: ModelSettings, *, cast_to: torch.dtype | None, compile_layers: bool
+    packed: PackedLanguageModel,
+    settings: ModelSettings,
+    *,
+    cast_to: torch.dtype | None,
+    compile_layers: bool,
 ) -> None:
     """Put working copies, compilation and gradient checkpointing around the forward of the model's units, innermost first: so a
     recomputed layer sees the working copies that its forward saw, whatever transformers' own checkpointing does.
@@ -123,7 +146,8 @@ def wrap_layers(
             if cast_to is not None:
                 unit.forward = casting_output(unit.forward, cast_to)
             continue
-        if isinstance(unit.forward, FusedLayer):  # it casts for itself, and what it calls is not for the compiler
+        # it casts for itself, and what it calls is not for the compiler
+        if isinstance(unit.forward, FusedLayer):
             if cast_to is not None:
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
             continue
@@ -131,7 +155,9 @@ def wrap_layers(
         # graph cannot end inside of the context that swaps the parameters; and outside of a lone norm's graph, which would leave
         # out the rounding of its weight. A norm's graph serves any number of tokens, but cuts its sums by the number that it saw
         # first, which in a resumed run is another: where bits are to repeat, each number has a graph of its own.
-        in_pieces = any(isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules())
+        in_pieces = any(
+            isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules()
+        )
         alone = not isinstance(unit, GradientCheckpointingLayer)
         casts_outside = in_pieces or alone
         if compile_layers and casts_outside:
@@ -182,8 +208,17 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
     So do the stacks of experts.
     """
     parts = dict(module.named_modules())
-    low = {f"{name}.weight".removeprefix(".") for name, part in parts.items() if isinstance(part, LowPrecisionLinear)}
-    low |= {f"{name}.{key}" for name, part in parts.items() if isinstance(part, GroupedExperts) for key in part.stacks}
+    low = {
+        f"{name}.weight".removeprefix(".")
+        for name, part in parts.items()
+        if isinstance(part, LowPrecisionLinear)
+    }
+    low |= {
+        f"{name}.{key}"
+        for name, part in parts.items()
+        if isinstance(part, GroupedExperts)
+        for key in part.stacks
+    }
 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}

@@ -40,11 +40,19 @@ class ExactAdamW(torch.optim.Optimizer):
     State of a parameter: `exp_avg`, `exp_avg_sq`, `remainder` (mode bf16_exact), and `step` on the host, so that nothing waits.
     """
 
-    def __init__(self, params: Iterable[Any], *, exact: bool = True, moments: torch.dtype | None = None, **defaults: Any) -> None:
+    def __init__(
+        self,
+        params: Iterable[Any],
+        *,
+        exact: bool = True,
+        moments: torch.dtype | None = None,
+        **defaults: Any,
+    ) -> None:
         """`defaults`: lr, betas, eps and weight_decay of the groups in `params` that do not say them."""
         super().__init__(params, defaults)
         self.exact, self.moments = exact, moments
-        self._updated, self._lost = 0, torch.zeros((), dtype=torch.int64)  # values in the last step, and lost updates among them
+        # values in the last step, and lost updates among them
+        self._updated, self._lost = 0, torch.zeros((), dtype=torch.int64)
 
     def materialise(self) -> None:
         """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
@@ -85,9 +93,22 @@ class ExactAdamW(torch.optim.Optimizer):
                     continue
                 state = self._state_of(parameter)
                 state["step"] += 1
-                hyper = Hyperparameters(group["lr"], group["weight_decay"], *group["betas"], group["eps"], int(state["step"]))
-                tensors = (parameter, state.get("remainder"), gradient.contiguous(), *(state[name] for name in MOMENTS))
-                local = ParameterTensors(*(None if each is None else local_part(each) for each in tensors))
+                hyper = Hyperparameters(
+                    group["lr"],
+                    group["weight_decay"],
+                    *group["betas"],
+                    group["eps"],
+                    int(state["step"]),
+                )
+                tensors = (
+                    parameter,
+                    state.get("remainder"),
+                    gradient.contiguous(),
+                    *(state[name] for name in MOMENTS),
+                )
+                local = ParameterTensors(
+                    *(None if each is None else local_part(each) for each in tensors)
+                )
                 if local.weight.numel():  # a process may hold no part of a sharded parameter
                     updates.append((local, hyper))
         self._updated = sum(tensors.weight.numel() for tensors, _ in updates)
@@ -145,18 +166,23 @@ def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> T
     """Update all of these in place, each gradient times the FP32 scalar `clip_coefficient`; returns how many updates were lost
     (ExactAdamW.frozen_counts), an int64 scalar on their device."""
     if updates and updates[0][0].weight.is_cuda:
-        from pretrain.optimizer.adamw_kernel import update_by_kernel  # needs Triton, which machines without a GPU may lack
+        # needs Triton, which machines without a GPU may lack
+        from pretrain.optimizer.adamw_kernel import update_by_kernel
 
         return update_by_kernel(updates, clip_coefficient)
     lost = torch.zeros((), dtype=torch.int64)
     for tensors, hyper in updates:
-        pieces = (repeat(None) if each is None else each.view(-1).split(IN_CACHE) for each in tensors)
+        pieces = (
+            repeat(None) if each is None else each.view(-1).split(IN_CACHE) for each in tensors
+        )
         for piece in zip(*pieces, strict=False):  # a missing remainder has no end
             lost += _update(ParameterTensors(*piece), hyper, clip_coefficient)
     return lost
 
 
-def _update(tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None) -> Tensor:
+def _update(
+    tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None
+) -> Tensor:
     """The algorithm is Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2). The operations and their order are those of
     torch.optim.adam._single_tensor_adam, in FP32 whatever is stored: FP32 masters get torch.optim.AdamW's bits, and BF16 moments
     and plain BF16 weights are rounded once, when they are written. The kernel for GPUs rounds in the same places."""
@@ -167,7 +193,8 @@ def _update(tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient:
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
     master = weight if in_place else before.clone()
-    exp_avg, exp_avg_sq = tensors.exp_avg.float(), tensors.exp_avg_sq.float()  # FP32 moments: no copies
+    # FP32 moments: no copies
+    exp_avg, exp_avg_sq = tensors.exp_avg.float(), tensors.exp_avg_sq.float()
 
     if hyper.weight_decay != 0:
         master.mul_(hyper.decay)
@@ -202,7 +229,10 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
     decayed = [p for p in parameters if p.dim() >= 2]
     not_decayed = [p for p in parameters if p.dim() < 2]
     return ExactAdamW(
-        [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": not_decayed, "weight_decay": 0.0}],
+        [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": not_decayed, "weight_decay": 0.0},
+        ],
         lr=settings.learning_rate,
         betas=settings.betas,
         eps=settings.eps,
@@ -225,7 +255,8 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     whole = [norm for norm in norms if not isinstance(norm, DTensor)]
-    if sharded := [norm for norm in norms if isinstance(norm, DTensor)]:  # stacked first, so that one exchange serves them all
+    # stacked first, so that one exchange serves them all
+    if sharded := [norm for norm in norms if isinstance(norm, DTensor)]:
         whole.append(torch.linalg.vector_norm(torch.stack(sharded)).full_tensor())
     return torch.linalg.vector_norm(torch.stack(whole))
 
@@ -245,7 +276,9 @@ def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
     """The fraction of all parameters whose non-zero update left their stored weight as it was, in the step just done."""
-    frozen, total = accelerator.reduce(optimizer.frozen_counts().to(accelerator.device), reduction="sum").tolist()
+    frozen, total = accelerator.reduce(
+        optimizer.frozen_counts().to(accelerator.device), reduction="sum"
+    ).tolist()
     return frozen / max(total, 1)
 
 

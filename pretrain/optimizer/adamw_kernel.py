@@ -35,7 +35,9 @@ def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.co
 
 @triton.jit
 def _adamw(
-    table,  # int64 [tensors, 7]: addresses of weight, remainder, gradient and moments; how many values; the first program
+    # int64 [tensors, 7]: addresses of weight, remainder, gradient and moments; how many values; the
+    # first program
+    table,
     tensor_of,  # int64 [programs]: its row of the table
     frozen,  # int32 [programs]: lost updates
     clip_coefficient,  # FP32 scalar
@@ -67,7 +69,9 @@ def _adamw(
     exp_avg_at = _pointers(row, 3, moment_type, at, aligned)
     exp_avg_sq_at = _pointers(row, 4, moment_type, at, aligned)
     weight = tl.load(weight_at, mask=inside, other=0)
-    gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(tl.float32)
+    gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(
+        tl.float32
+    )
     exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
     if exact:  # exact_weights.join
@@ -87,7 +91,11 @@ def _adamw(
     tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
     if exact:  # exact_weights.split
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
-        tl.store(weight_at, ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), mask=inside)
+        tl.store(
+            weight_at,
+            ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),
+            mask=inside,
+        )
         tl.store(remainder_at, bits.to(tl.int16), mask=inside)
         stored = after
     else:
@@ -107,28 +115,50 @@ def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tenso
     for tensors, hyper in updates:
         addresses = [0 if each is None else each.view(-1).data_ptr() for each in tensors]
         values = tensors.weight.numel()
-        aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))  # unless FSDP2 cut a tensor at an odd place
+        # unless FSDP2 cut a tensor at an odd place
+        aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
         types = (_TYPES[each.dtype] for each in (tensors.weight, tensors.gradient, tensors.exp_avg))
         alike[hyper, (*types, tensors.remainder is not None, aligned)].append((*addresses, values))
-    return torch.stack([_launch(tensors, hyper, kind, coefficient) for (hyper, kind), tensors in alike.items()]).sum()
+    return torch.stack(
+        [_launch(tensors, hyper, kind, coefficient) for (hyper, kind), tensors in alike.items()]
+    ).sum()
 
 
-def _launch(tensors: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor) -> Tensor:
+def _launch(
+    tensors: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor
+) -> Tensor:
     """Update the tensors of one `kind`, each given by its addresses and its number of values; returns the lost updates."""
     rows, programs = [], 0
     for each in tensors:
         rows.append((*each, programs))
         programs += triton.cdiv(each[-1], BLOCK)
     device = coefficient.device
-    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
+    table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(
+        device, non_blocking=True
+    )
     ends = torch.cat([table[1:, 6], table.new_full((1,), programs)])
     tensor_of = torch.repeat_interleave(ends - table[:, 6], output_size=programs)
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
     # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
-    numbers = (hyper.decay, 1 - hyper.beta1, hyper.beta2, 1 - hyper.beta2, hyper.bias_correction2_sqrt, hyper.eps)
+    numbers = (
+        hyper.decay,
+        1 - hyper.beta1,
+        hyper.beta2,
+        1 - hyper.beta2,
+        hyper.bias_correction2_sqrt,
+        hyper.eps,
+    )
     numbers = map(float, (*numbers, -hyper.step_size, hyper.learning_rate, hyper.weight_decay))
     with torch.cuda.device_of(frozen):
         _adamw[(programs,)](
-            table, tensor_of, frozen, coefficient, *numbers, *kind, BLOCK, num_warps=WARPS, enable_fp_fusion=False
+            table,
+            tensor_of,
+            frozen,
+            coefficient,
+            *numbers,
+            *kind,
+            BLOCK,
+            num_warps=WARPS,
+            enable_fp_fusion=False,
         )
     return frozen.sum()

@@ -2,7 +2,7 @@
 
 Steps count from 0 here and from 1 wherever a user sees them. No step has a rate of zero, which would waste its work: warm-up
 begins at 1 / warmup of the peak, and decay would reach its end at step `total_steps`, which is never run. From the end of warm-up
-on, this is what `transformers.get_wsd_schedule` with decay_type="linear" and torch's CosineAnnealingLR and LinearLR compute.
+on, this is what `transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR compute.
 """
 
 from __future__ import annotations
@@ -12,8 +12,17 @@ import math
 from foundation.errors import InputError
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
 
+# The share of the decay still to come, by its progress from 0 to 1.
+_REMAINING = {
+    "linear": lambda progress: 1.0 - progress,
+    "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+    "1-sqrt": lambda progress: 1.0 - math.sqrt(progress),
+}
 
-def learning_rate(step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> float:
+
+def learning_rate(
+    step: int, settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int
+) -> float:
     """Learning rate of `step` (0 is the first). Beyond `total_steps` it stays at the schedule's end."""
     peak, warmup = optimizer.learning_rate, settings.warmup
     if step < warmup:
@@ -23,8 +32,10 @@ def learning_rate(step: int, settings: ScheduleSettings, optimizer: OptimizerSet
     if settings.kind == "constant" or step < start:
         return peak
     progress = min(1.0, (step - start) / decay) if decay else 0.0
-    remaining = 0.5 * (1.0 + math.cos(math.pi * progress)) if settings.kind == "cosine" else 1.0 - progress
-    return peak * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * remaining)
+    shape = settings.decay_shape if settings.kind == "wsd" else settings.kind
+    return peak * (
+        settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * _REMAINING[shape](progress)
+    )
 
 
 def decay_steps(settings: ScheduleSettings, total_steps: int) -> int:
@@ -53,7 +64,10 @@ def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_ste
     phases = [f"warmup {warmup:,}"] if warmup else []
     if settings.kind == "wsd":
         decay = decay_steps(settings, total_steps)
-        phases += [f"stable {total_steps - warmup - decay:,}", f"decay {decay:,}"]
+        phases += [
+            f"stable {total_steps - warmup - decay:,}",
+            f"{settings.decay_shape} decay {decay:,}",
+        ]
     else:
         phases += [f"{settings.kind} {total_steps - warmup:,}"]
     end = "" if settings.kind == "constant" else f" to {peak * settings.min_lr_ratio:g}"

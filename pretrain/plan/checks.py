@@ -28,7 +28,9 @@ def steps_of(train: TrainSettings, tokens_per_step: int, packs: int, length: int
     """
     if train.steps is not None:
         return train.steps
-    tokens = train.tokens if train.tokens is not None else Fraction(str(train.epochs)) * packs * length
+    tokens = (
+        train.tokens if train.tokens is not None else Fraction(str(train.epochs)) * packs * length
+    )
     return math.ceil(Fraction(tokens) / tokens_per_step)
 
 
@@ -40,7 +42,10 @@ def _require(condition: object, message: str) -> None:
 def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
     below = value // unit * unit
     nearest = f"are {below} and {below + unit}" if below else f"is {unit}"
-    _require(value % unit == 0, f"`{key}: {value}` is not a multiple of {unit}, {what}; the nearest {nearest}")
+    _require(
+        value % unit == 0,
+        f"`{key}: {value}` is not a multiple of {unit}, {what}; the nearest {nearest}",
+    )
 
 
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
@@ -63,7 +68,9 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         f"`weights: {recipe.weights}` and `precision: {precision}` contradict each other: BF16 weights compute in BF16; set "
         "`precision: bf16`, or `weights: fp32`",
     )
-    _require_multiple("batch.tokens", batch.tokens, data.length, "the tokens of packs (`data.length`)")
+    _require_multiple(
+        "batch.tokens", batch.tokens, data.length, "the tokens of packs (`data.length`)"
+    )
     if world_size is not None:
         packs = batch.tokens // data.length
         _require(
@@ -77,7 +84,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
         "runs; set a number. `--plan deterministic=false` says what is expected to fit",
     )
     _require(
-        recipe.loss.kind == "chunked" or not (recipe.loss.penalty or recipe.deterministic or recipe.fp8_config.scope != "linear"),
+        recipe.loss.kind == "chunked"
+        or not (recipe.loss.penalty or recipe.deterministic or recipe.fp8_config.scope != "linear"),
         "`loss.kind: cce` keeps its logits to itself, in BF16, and adds gradients up in no fixed order: without `loss.penalty`, "
         "`deterministic: true` and `fp8_config.scope: linear+head`; set it to chunked",
     )
@@ -91,7 +99,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
             f"`train.epochs: {train.epochs}` counts packs, and of `data.streaming` nobody knows how many there are; set "
             "`train.steps` or `train.tokens`",
         )
-        needed = TOKEN_BYTES * (4 * stream.window + batch.tokens) / 1e9  # a part is read, one was, one comes, and the first stays
+        # a part is read, one was, one comes, and the first stays
+        needed = TOKEN_BYTES * (4 * stream.window + batch.tokens) / 1e9
         _require(
             needed <= stream.disk_gb,
             f"`data.streaming.disk_gb: {stream.disk_gb:g}` does not hold a step and four parts of `data.streaming.window: "
@@ -129,16 +138,21 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
-    """InputError for a model of more than text, and packs beyond its positions."""
+    """InputError for a model of more than text or without layers, and for too long packs."""
     _require(
         hasattr(model, "vocab_size") and not hasattr(model, "vision_config"),
         f"`model`: {type(model).__name__} is of more than text; name a model of text alone",
     )
+    config = model.get_text_config()
     length = recipe.data.length
-    positions = getattr(model.get_text_config(), "max_position_embeddings", None) or -1  # XLNet says -1: no limit
+    positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit
     _require(
         positions < 0 or length <= positions,
         f"`data.length: {length}` is beyond the model's {positions} positions; prepare packs of at most {positions} tokens",
+    )
+    _require(
+        getattr(config, "num_hidden_layers", None) != 0,
+        "`model.config`: `num_hidden_layers: 0` is no model; set it to 1 or more",
     )
 
 
@@ -148,7 +162,9 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
     if not active.precision.quantized:
         return
     name, unit = active.precision.name, active.precision.multiple_of
-    _require_multiple("data.length", recipe.data.length, unit, f"in which `precision: {name}` takes tokens")
+    _require_multiple(
+        "data.length", recipe.data.length, unit, f"in which `precision: {name}` takes tokens"
+    )
     if layers is None:
         return
     first, last = active.kept_layers(layers)

@@ -13,7 +13,13 @@ from transformers import PretrainedConfig
 from foundation.errors import InputError
 from foundation.units import plural
 from packing.arrow import Pack, Packs
-from packing.batch import Microbatch, build_microbatch, count_valid_tokens, read_pack, sum_of_squares
+from packing.batch import (
+    Microbatch,
+    build_microbatch,
+    count_valid_tokens,
+    read_pack,
+    sum_of_squares,
+)
 from packing.order import MixedPacks, evenly
 from packing.prepare import prepare
 from packing.settings import DataSettings
@@ -22,7 +28,8 @@ from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
 _SAMPLED_PACKS = 1000
-_SCANNED_PACKS = 2**16  # 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files
+# 1 GiB of token ids at 4,096 a pack: under a second, as opening has just hashed the same files
+_SCANNED_PACKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -39,17 +46,28 @@ class Data:
 
     def beside(self, name: str) -> Path | None:
         """The file of this name that travels with the packs: tokenizer.json or, of chats, their template."""
-        return next((file for packs in parts_of(self.train) if (file := packs.path / name).is_file()), None)
+        return next(
+            (file for packs in parts_of(self.train) if (file := packs.path / name).is_file()), None
+        )
 
     @property
     def mean_squared(self) -> float:
         """Mean over packs, sampled evenly from each source, of the sum of squared document lengths divided by the pack's length:
         what a token's attention costs."""
         means = [
-            np.mean([sum_of_squares(packs[index].lengths) for index in evenly(len(packs), _SAMPLED_PACKS)])
+            np.mean(
+                [
+                    sum_of_squares(packs[index].lengths)
+                    for index in evenly(len(packs), _SAMPLED_PACKS)
+                ]
+            )
             for packs in parts_of(self.train)
         ]
-        weights = self._readable.mixture().share_of_packs if isinstance(self._readable, MixedPacks) else None
+        weights = (
+            self._readable.mixture().share_of_packs
+            if isinstance(self._readable, MixedPacks)
+            else None
+        )
         return float(np.average(means, weights=weights)) / self.train.length
 
     @property
@@ -68,12 +86,18 @@ class Data:
         if self.stream is None:
             return self.train
         samples = self.stream.samples
-        return MixedPacks(self.stream.path, samples, self.stream.weights) if len(samples) > 1 else next(iter(samples.values()))
+        return (
+            MixedPacks(self.stream.path, samples, self.stream.weights)
+            if len(samples) > 1
+            else next(iter(samples.values()))
+        )
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """A microbatch of training pack `index`, from the first again after the last: real text, to observe the model on."""
         packs = self._readable
-        return build_microbatch([read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True)
+        return build_microbatch(
+            [read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True
+        )
 
     def trial_batch(self, packs: int) -> Microbatch:
         """A microbatch with the documents of the first `packs` packs (in turns where there are fewer), to try the model on. All
@@ -110,7 +134,9 @@ def most_positions(config: PretrainedConfig) -> int | None:
     return getattr(text, "max_position_embeddings", None)
 
 
-def check_tokens(data: Data, vocab_size: int, fingerprint: str | None, most: int | None = None) -> None:
+def check_tokens(
+    data: Data, vocab_size: int, fingerprint: str | None, most: int | None = None
+) -> None:
     """InputError where the packs hold tokens that a model of `vocab_size` embeddings does not have, or means otherwise, and where
     a document goes on beyond its positions.
 
@@ -120,7 +146,9 @@ def check_tokens(data: Data, vocab_size: int, fingerprint: str | None, most: int
     check_model(data.train, vocab_size, fingerprint)
     for packs in (part for split in (data.train, data.held_out) for part in parts_of(split)):
         if most or "vocab_size" not in (packs.tokenizer or {}):
-            for index in sorted({*range(min(len(packs), _SAMPLED_PACKS)), *evenly(len(packs), _SCANNED_PACKS)}):
+            for index in sorted(
+                {*range(min(len(packs), _SAMPLED_PACKS)), *evenly(len(packs), _SCANNED_PACKS)}
+            ):
                 read_pack(packs, index, vocab_size, most)
 
 
@@ -136,11 +164,16 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
     A pack's first token is none, nor is a document's with `data.mask_boundaries`: nothing stands before them to predict them.
     `evaluated`: how many held-out packs an evaluation takes, as `packs_evaluated` has it; None: all.
     """
-    for what, split, limit in (("trained on", data.train, None), ("held out", data.held_out, evaluated)):
+    for what, split, limit in (
+        ("trained on", data.train, None),
+        ("held out", data.held_out, evaluated),
+    ):
         for packs in filter(len, parts_of(split)):
             count = packs_evaluated(len(packs), len(split), limit)
             labels = partial(count_valid_tokens, mask_boundaries=settings.mask_boundaries)
-            if not any(labels(pack.lengths, pack.trained) for pack in map(packs.__getitem__, range(count))):
+            if not any(
+                labels(pack.lengths, pack.trained) for pack in map(packs.__getitem__, range(count))
+            ):
                 raise InputError(
                     f"{packs.path}: no token {what} in the first {plural(count, 'pack')} has a loss: each is masked, or the "
                     "first of a document or pack; prepare longer packs (`data.length`) or other labels, or raise `evaluate.packs`"

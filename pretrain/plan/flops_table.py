@@ -27,13 +27,23 @@ def main(options: argparse.Namespace) -> int:
         settings, lengths = with_tokens(recipe.model, recipe.data, None), [recipe.data.length]
     flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
     lengths, rows = options.length or lengths, []
-    dense = [] if flops.expert_weights else [f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}"]
+    dense = (
+        []
+        if flops.expert_weights
+        else [f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}"]
+    )
     print("\n".join([*shape_lines(flops), *dense]), end="\n\n")
     for name, per_token in FORMULAS.items():
         counts = {length: per_token(flops, length) for length in lengths}
-        cells = [f"{operations(value)} ({percent(value / ours(flops, length))})" for length, value in counts.items()]
+        cells = [
+            f"{operations(value)} ({percent(value / ours(flops, length))})"
+            for length, value in counts.items()
+        ]
         if speed:
-            cells = [f"{cell}: MFU {percent(n * speed / most)}" for cell, n in zip(cells, counts.values(), strict=True)]
+            cells = [
+                f"{cell}: MFU {percent(n * speed / most)}"
+                for cell, n in zip(cells, counts.values(), strict=True)
+            ]
         rows.append((name, *cells))
     print(markdown(("a token", *(f"T = {length:,}" for length in lengths)), rows))
     ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
@@ -41,7 +51,9 @@ def main(options: argparse.Namespace) -> int:
     if speed and ours(flops, min(lengths)) * speed > most:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:
-        print("\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a mixture of experts")
+        print(
+            "\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a mixture of experts"
+        )
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
     return 0

@@ -30,33 +30,45 @@ class Plan:
     """One run in figures. Tokens, FLOPs and tokens/s are over all devices, memory is for each."""
 
     recipe: Recipe
-    active: ActivePrecision  # of a run whose precision is a schedule: that of the first phase, or of the one under way
+    # of a run whose precision is a schedule: that of the first phase, or of the one under way
+    active: ActivePrecision
     devices: Devices
     flops: ModelFlops
-    mean_squared: float  # mean over packs of the sum of squared document lengths, divided by the pack's length
+    # mean over packs of the sum of squared document lengths, divided by the pack's length
+    mean_squared: float
     # What each layer of the model takes of memory, by the name of each precision that the run computes in; empty: compiled ones.
     layers: Mapping[str, Sequence[LayerMemory]] = field(default_factory=dict)
-    packs: int | None = None  # to train on; None: of a stream, or where a plan for other machines has no packs
+    # to train on; None: of a stream, or where a plan for other machines has no packs
+    packs: int | None = None
     mixture: Mixture | None = None  # of several sources
     chunk: int | None = None  # of the loss, where `loss.chunk: auto` takes another than the usual
-    keeps_rotated: bool = False  # for backward: queries, keys and values beside what they are made from, where layers can
+    # for backward: queries, keys and values beside what they are made from, where layers can
+    keeps_rotated: bool = False
     # What the steps compute in, in order: until when, as the recipe says it, and in what. Empty: `active` throughout.
     phases: Sequence[tuple[float | int | None, ActivePrecision]] = ()
     unquantized: ActivePrecision | None = None  # what low precision is measured against (`log.gap`)
-    switched_after: int | None = None  # the step after which the run went over to that for good (`health.on_gap`)
-    done: int = 0  # steps behind the checkpoint that the run goes on from; those of another run count as well
+    # the step after which the run went over to that for good (`health.on_gap`)
+    switched_after: int | None = None
+    # steps behind the checkpoint that the run goes on from; those of another run count as well
+    done: int = 0
 
     @property
     def loss(self) -> LossSettings:
         """The recipe's, with the chunk that was chosen."""
         settings = self.recipe.loss
-        return settings.model_copy(update={"chunk": self.chunk}) if settings.chunk == "auto" and self.chunk else settings
+        return (
+            settings.model_copy(update={"chunk": self.chunk})
+            if settings.chunk == "auto" and self.chunk
+            else settings
+        )
 
     # ── Steps, and what they compute in ──
 
     @cached_property
     def steps(self) -> int:
-        return steps_of(self.recipe.train, self.tokens_per_step, self.packs or 0, self.recipe.data.length)
+        return steps_of(
+            self.recipe.train, self.tokens_per_step, self.packs or 0, self.recipe.data.length
+        )
 
     @cached_property
     def spans(self) -> list[tuple[int, int, ActivePrecision]]:
@@ -64,7 +76,10 @@ class Plan:
         phases. Raises InputError where a phase would have no step."""
         untils, actives = zip(*(self.phases or [(None, self.active)]), strict=True)
         ends = last_steps(untils, self.steps)
-        spans = [(before + 1, end, active) for before, end, active in zip([0, *ends], ends, actives, strict=False)]
+        spans = [
+            (before + 1, end, active)
+            for before, end, active in zip([0, *ends], ends, actives, strict=False)
+        ]
         last = self.switched_after
         if self.unquantized is None or last is None or last >= self.steps:
             return spans
@@ -84,7 +99,12 @@ class Plan:
     def actives(self) -> list[ActivePrecision]:
         """Every precision that the run is put together for, once: of its steps, and what `log.gap` measures against."""
         against = [self.unquantized] if self.unquantized and self.recipe.log.gap else []
-        return list({each.precision.name: each for each in [*(active for *_, active in self.spans), *against]}.values())
+        return list(
+            {
+                each.precision.name: each
+                for each in [*(active for *_, active in self.spans), *against]
+            }.values()
+        )
 
     @property
     def emulated(self) -> bool:
@@ -133,7 +153,9 @@ class Plan:
     def expected_microbatch(self) -> int:
         """The microbatch, or the largest that fits by the estimate, which `auto` should find."""
         limit = self.devices.memory or math.inf
-        return self.microbatch or max(size for size in self.microbatch_sizes if size == 1 or self.takes(size) <= limit)
+        return self.microbatch or max(
+            size for size in self.microbatch_sizes if size == 1 or self.takes(size) <= limit
+        )
 
     # ── The whole run ──
 
@@ -161,12 +183,20 @@ class Plan:
         peaks = [(last - first + 1, self._peak_in(active)) for first, last, active in self.spans]
         if self.emulated or not all(each for _, each in peaks):
             return None
-        return self.devices.count * sum(steps for steps, _ in peaks) / sum(steps / each for steps, each in peaks)
+        return (
+            self.devices.count
+            * sum(steps for steps, _ in peaks)
+            / sum(steps / each for steps, each in peaks)
+        )
 
     def _peak_in(self, active: ActivePrecision) -> float | None:
         """Dense peak of one device over products that are in `active`, but for those of a mixture's experts that stay in BF16."""
-        fastest, bf16 = peak(self.devices.name, active.precision.peak), peak(self.devices.name, "bf16")
-        if fastest and active.precision.plain_forward:  # of a linear's three products, which are alike in FLOPs, one
+        fastest, bf16 = (
+            peak(self.devices.name, active.precision.peak),
+            peak(self.devices.name, "bf16"),
+        )
+        # of a linear's three products, which are alike in FLOPs, one
+        if fastest and active.precision.plain_forward:
             fastest = 3 / (1 / bf16 + 2 / fastest)
         slower = sum(self.experts_left_out(active).values())
         return 1 / (slower / bf16 + (1 - slower) / fastest) if fastest and slower else fastest
@@ -175,14 +205,26 @@ class Plan:
         """Of all FLOPs the share of a mixture's experts that low precision leaves out, by the reason for it."""
         if not (active.precision.quantized and self.flops.expert_weights):
             return {}
-        layers, share = self.layers.get(active.precision.name), TRAINED * self.flops.expert_weights / self.flops_per_token
-        return {reason: share * each for reason, each in layers[-1].experts_left_out.items()} if layers else {}
+        layers, share = (
+            self.layers.get(active.precision.name),
+            TRAINED * self.flops.expert_weights / self.flops_per_token,
+        )
+        return (
+            {reason: share * each for reason, each in layers[-1].experts_left_out.items()}
+            if layers
+            else {}
+        )
 
     @property
     def experts_in_bf16(self) -> list[str]:
         """Of each low precision a line on the experts that it leaves out, why and how much of the work that is."""
-        left_out = (pair for active in self.actives for pair in self.experts_left_out(active).items())
-        return [f"experts compute in BF16 in {units.percent(share)} of the FLOPs ({reason})" for reason, share in left_out]
+        left_out = (
+            pair for active in self.actives for pair in self.experts_left_out(active).items()
+        )
+        return [
+            f"experts compute in BF16 in {units.percent(share)} of the FLOPs ({reason})"
+            for reason, share in left_out
+        ]
 
     # ── Memory, and what is kept ──
 
@@ -201,7 +243,11 @@ class Plan:
         """The most checkpoints that lie on disk together: the kept ones and the one being written, or fewer in a short run."""
         settings, before_decay = self.recipe.checkpoint, self.before_decay
         written = ((self.steps - 1) // settings.every if settings.every else 0) + settings.at_end
-        early = before_decay is not None and settings.every is not None and settings.every <= before_decay
+        early = (
+            before_decay is not None
+            and settings.every is not None
+            and settings.every <= before_decay
+        )
         return min(settings.keep + 1 + early, written) + settings.best
 
     @property
@@ -217,8 +263,26 @@ class Plan:
         if available is not None and needed > available:
             room = f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of memory"
             warnings.append(f"{room}; what takes less: {TAKES_LESS}")
-        if self.recipe.weights == "bf16":
-            warnings.append("`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one")
+        log, batch = self.recipe.log, self.recipe.batch
+        checks = [
+            (
+                self.recipe.weights == "bf16",
+                "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one",
+            ),
+            (
+                log.gap and self.unquantized is None,
+                f"`log.gap: {log.gap}` measures nothing, as no step computes in low precision",
+            ),
+            (
+                not batch.microbatch_is_searched and batch.microbatch > self.packs_per_rank,
+                f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs",
+            ),
+            (
+                self.packs is not None and self.packs < self.packs_per_step,
+                f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}",
+            ),
+        ]
+        warnings += [text for applies, text in checks if applies]
         warnings += self.experts_in_bf16
         return [*warnings, self.flops.left_out] if self.flops.uncounted else warnings
 
@@ -227,7 +291,8 @@ class Plan:
 
 KEPT_FREE = 0.08  # of a device's memory, beside what the plan counts: CUDA, NCCL, fragments
 WELL_FILLED = 8192  # tokens at once, with which an H200 computes at full speed
-FULL_SPEED = 32_768  # tokens of a microbatch, beyond which a larger one gains less than what is decided here
+# tokens of a microbatch, beyond which a larger one gains less than what is decided here
+FULL_SPEED = 32_768
 LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072 words
 
 
@@ -264,7 +329,9 @@ def _chunk(plan: Plan, packs: int) -> int | None:
     """Returns a chunk of the loss that is longer than the usual one, where there is room; None for the usual one."""
     tokens = min(LOGITS // plan.flops.shape.vocabulary, packs * plan.recipe.data.length)
     longer = 2 ** int(math.log2(max(tokens, 1)))
-    return longer if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs) else None
+    return (
+        longer if longer > USUAL_CHUNK and _has_room(replace(plan, chunk=longer), packs) else None
+    )
 
 
 def _has_room(plan: Plan, packs: int) -> bool:

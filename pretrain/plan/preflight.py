@@ -52,7 +52,8 @@ class Job:
     data: Data | None  # None only for a plan for other machines
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    source_config: Mapping[str, Any] = field(default_factory=dict)  # as `model.source` said when the run began, for its identity
+    # as `model.source` said when the run began, for its identity
+    source_config: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -90,19 +91,30 @@ class Job:
         effective = {"precision": self.precision.name, "fp8_config": self.active.settings}
         if not isinstance(phases := self.recipe.precision, str):
             ran = [active.precision.use for _, active in self.plan.phases]
-            setting = tuple(phase.model_copy(update={"use": use}) for phase, use in zip(phases, ran, strict=True))
+            setting = tuple(
+                phase.model_copy(update={"use": use})
+                for phase, use in zip(phases, ran, strict=True)
+            )
             effective = {"precision": setting, "fp8_config": self.recipe.fp8_config}
         packs = self.data.train
         # The fingerprint has them, too; these say what has changed.
         weights = packs.weights if isinstance(packs, (MixedPacks, StreamedPacks)) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
-        return config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint) | shares | self.source_config
+        return (
+            config.identity_of(self.recipe.model_copy(update=effective), packs.fingerprint)
+            | shares
+            | self.source_config
+        )
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """This rank's training batches, step by step: a pure function of the recipe, the packs, and the packs by which a run is
         further on in them than its steps say."""
         packs, settings = self.data.train, (self.plan.packs_per_step, self.recipe.seed, shift)
-        order = packs.order(*settings) if isinstance(packs, StreamedPacks) else order_of(packs, *settings)
+        order = (
+            packs.order(*settings)
+            if isinstance(packs, StreamedPacks)
+            else order_of(packs, *settings)
+        )
         return BatchStream(packs, order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
@@ -121,30 +133,45 @@ class Job:
 def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
     """Check everything that can be checked, in the order of what it costs. Raises InputError."""
     # What settings say by themselves, and whether the run folder, its beginning and its trackers are there to be used.
-    run_dir, device_type, elsewhere = config.run_dir_of(recipe), accelerator.device.type, purpose == "elsewhere"
+    run_dir, device_type, elsewhere = (
+        config.run_dir_of(recipe),
+        accelerator.device.type,
+        purpose == "elsewhere",
+    )
     config.begin_of(recipe)
     check_ours(run_dir)
     check_trackers(recipe.log)
     missing_here = missing_on(device_type)
-    phases = [(until, select_precision(use, recipe.fp8_config, missing_here)) for until, use in phases_of(recipe.precision)]
+    phases = [
+        (until, select_precision(use, recipe.fp8_config, missing_here))
+        for until, use in phases_of(recipe.precision)
+    ]
     first, unquantized = phases[0][1], None
     check_settings(recipe, first.precision.name, None if elsewhere else accelerator.num_processes)
     check_gap(recipe, replicas=replicas_of(accelerator))
     if any(active.precision.quantized for _, active in phases):
-        unquantized = select_precision(UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing_here)
+        unquantized = select_precision(
+            UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing_here
+        )
 
-    if recipe.model.source:  # first: without a network the hub answers each question after half a minute
+    # first: without a network the hub answers each question after half a minute
+    if recipe.model.source:
         model.load_config(recipe.model)
 
     # Packs that exist are opened now, as they may know the tokenizer. Others are prepared last, which may take hours.
-    missing, opening = unprepared(recipe.data), partial(open_data, recipe.data, is_main_process=accelerator.is_main_process)
+    missing, opening = (
+        unprepared(recipe.data),
+        partial(open_data, recipe.data, is_main_process=accelerator.is_main_process),
+    )
     if missing and purpose == "plan" and recipe.data.prepares:
         raise InputError(
             f"`data.packs`: {missing[0]} is not prepared; run `python -m packing prepare`, or `python -m pretrain plan` without"
         )
     last = purpose == "run" and recipe.data.prepares
     data = None if last or (elsewhere and missing) else opening()
-    recipe = recipe.model_copy(update={"model": with_tokens(recipe.model, recipe.data, data, needed=not elsewhere)})
+    recipe = recipe.model_copy(
+        update={"model": with_tokens(recipe.model, recipe.data, data, needed=not elsewhere)}
+    )
     model_config = model.load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = model.build_on_meta(model_config)
@@ -155,14 +182,25 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         if active.precision.quantized:
             check_scope(shapes, decoder, active)
     compute_dtype = getattr(torch, first.precision.compute_dtype)
-    chosen = attention.choose(recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype)
-    tokenizer = None if elsewhere else load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
-    for prompt in recipe.evaluate.samples if tokenizer else ():  # now, and not at the first evaluation
+    chosen = attention.choose(
+        recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype
+    )
+    tokenizer = (
+        None
+        if elsewhere
+        else load_tokenizer(recipe.data, recipe.model, data, needed=bool(recipe.evaluate.samples))
+    )
+    # now, and not at the first evaluation
+    for prompt in recipe.evaluate.samples if tokenizer else ():
         encoded_prompt(tokenizer, prompt, model_config)
     if last:
         data = opening()
     if data is not None:
-        own = fingerprint_at(recipe.model.weights_source) if data.tokenizer.get("fingerprint") else None
+        own = (
+            fingerprint_at(recipe.model.weights_source)
+            if data.tokenizer.get("fingerprint")
+            else None
+        )
         check_tokens(data, model_config.vocab_size, own, most_positions(model_config))
         check_held_out(recipe, len(data.held_out or ()))
         check_labels(data, recipe.data, recipe.evaluate.packs)
@@ -174,22 +212,44 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     # In figures.
     count, (device, memory) = accelerator.num_processes, device_of(accelerator)
     on_hardware = any(active.backend == "transformer_engine" for _, active in phases)
-    capability = torch.cuda.get_device_capability() if on_hardware else None  # emulation takes the same on every device
+    # emulation takes the same on every device
+    capability = torch.cuda.get_device_capability() if on_hardware else None
     plan = Plan(
         recipe,
         first,
-        Devices(count, accelerator.is_fsdp2, device, memory, replicas=replicas_of(accelerator), capability=capability),
+        Devices(
+            count,
+            accelerator.is_fsdp2,
+            device,
+            memory,
+            replicas=replicas_of(accelerator),
+            capability=capability,
+        ),
         flops,
-        data.mean_squared if data else float(recipe.data.length),  # without packs, as if each were one document
+        # without packs, as if each were one document
+        data.mean_squared if data else float(recipe.data.length),
         phases=phases,
         unquantized=unquantized,
         packs=len(data.train) if data and not data.stream else None,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
     )
-    if recipe.train.epochs is not None:  # steps and tokens were held against the schedule with the settings
+    # steps and tokens were held against the schedule with the settings
+    if recipe.train.epochs is not None:
         schedule.check(recipe.schedule, plan.steps)
     layers = {
-        each.precision.name: layers_of(shapes, flops, recipe, each, device_type, chosen.name, capability) for each in plan.actives
+        each.precision.name: layers_of(
+            shapes, flops, recipe, each, device_type, chosen.name, capability
+        )
+        for each in plan.actives
     }
     plan = spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))
-    return Job(plan, run_dir, model_config, shapes, data, tokenizer, chosen, model.source_config(recipe.model))
+    return Job(
+        plan,
+        run_dir,
+        model_config,
+        shapes,
+        data,
+        tokenizer,
+        chosen,
+        model.source_config(recipe.model),
+    )

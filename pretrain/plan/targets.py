@@ -27,17 +27,18 @@ class Target:
         """`H200` or `8xB200`; InputError for a device whose peak is not known."""
         count, name = re.fullmatch(r"\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*", text, re.DOTALL).groups()
         if peak(name, "bf16") is None or count == "0":
-            raise InputError(f"--on {text}: {name!r} has no known BF16 peak; name it as drivers do: H200, 8xB200, 'RTX 4090'")
+            raise InputError(
+                f"--on {text}: {name!r} has no known BF16 peak; name it as drivers do: H200, 8xB200, 'RTX 4090'"
+            )
         return cls(name, int(count or 1))
 
     def __str__(self) -> str:
         return f"{self.count} x {self.name}"
 
     @property
-    def memory(self) -> int | None:
-        """Bytes of one; None where it is not in the table."""
-        known = entry_of(self.name).memory
-        return None if known is None else int(known * GIB)
+    def memory(self) -> int:
+        """Bytes of memory of one device."""
+        return int(entry_of(self.name).memory * GIB)
 
     @property
     def capability(self) -> tuple[int, int] | None:
@@ -45,13 +46,19 @@ class Target:
 
     def plan(self, job: Job) -> Plan:
         """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
-        active, phases = _on_hardware(job.active), [(until, _on_hardware(each)) for until, each in job.plan.phases]
-        layers = {each.precision.name: self._layers(job, each) for each in map(_on_hardware, job.plan.actives)}
-        usable = None if self.memory is None else int((1 - KEPT_FREE) * self.memory)
+        active, phases = (
+            _on_hardware(job.active),
+            [(until, _on_hardware(each)) for until, each in job.plan.phases],
+        )
+        layers = {
+            each.precision.name: self._layers(job, each)
+            for each in map(_on_hardware, job.plan.actives)
+        }
+        usable = int((1 - KEPT_FREE) * self.memory)
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
         whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases)
         fitted = spend_spare_memory(whole)
-        if self.count == 1 or usable is None or fitted.takes(1) <= usable:
+        if self.count == 1 or fitted.takes(1) <= usable:
             return fitted
         return spend_spare_memory(replace(whole, devices=replace(devices, sharded=True)))
 
@@ -61,8 +68,14 @@ class Target:
         recipe, settings, flops = job.recipe, job.recipe.model, job.plan.flops
         known = self.capability is not None and active.precision.compute_dtype == "bfloat16"
         if known and settings.fused == "auto":
-            recipe = recipe.model_copy(update={"model": settings.model_copy(update={"fused": "on"})})
-        in_one = known and settings.attention in ("auto", "flash_attn") and flops.shape.head_dim in FA4_HEAD_DIMS
+            recipe = recipe.model_copy(
+                update={"model": settings.model_copy(update={"fused": "on"})}
+            )
+        in_one = (
+            known
+            and settings.attention in ("auto", "flash_attn")
+            and flops.shape.head_dim in FA4_HEAD_DIMS
+        )
         attention = "packed_fa4" if in_one else "packed_varlen"
         return layers_of(job.shapes, flops, recipe, active, "cuda", attention, self.capability)
 
@@ -70,7 +83,11 @@ class Target:
         """Returns why `plan` cannot run on it or has no speed; None where it can."""
         for active in plan.actives:
             precision = precision_called(active.requested)
-            if precision.quantized and self.capability and (need := precision.hardware.missing(self.capability)):
+            if (
+                precision.quantized
+                and self.capability
+                and (need := precision.hardware.missing(self.capability))
+            ):
                 return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
                 return f"no {precision.name} peak is known of it"
@@ -81,4 +98,8 @@ class Target:
 
 
 def _on_hardware(active: ActivePrecision) -> ActivePrecision:
-    return replace(active, backend="transformer_engine", reason=None) if active.backend == "emulation" else active
+    return (
+        replace(active, backend="transformer_engine", reason=None)
+        if active.backend == "emulation"
+        else active
+    )

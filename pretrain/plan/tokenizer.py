@@ -13,7 +13,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from transformers import AutoTokenizer, BatchEncoding, PretrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import (
+    AutoTokenizer,
+    BatchEncoding,
+    PretrainedConfig,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from foundation.errors import InputError
 from foundation.reading import refusing
@@ -25,7 +31,9 @@ from pretrain.model.huggingface import config_values, load_config
 from pretrain.plan.data import Data
 from pretrain.settings.recipe import ModelSettings
 
-VOCABULARY_MULTIPLE = 128  # of a vocabulary from scratch: products with the head are fastest so, and every precision takes them
+# of a vocabulary from scratch: products with the head are fastest so, and every precision takes
+# them
+VOCABULARY_MULTIPLE = 128
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
 # Texts that transformers' tokenizer classes normalize or split differently.
 PROBES = (
@@ -38,7 +46,9 @@ PROBES = (
 )
 
 
-def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False) -> ModelSettings:
+def with_tokens(
+    model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False
+) -> ModelSettings:
     """`model` with the keys of the vocabulary that it leaves open filled in from the tokenizer: `data.tokenizer`, else the one
     that the packs name. As it is where no tokenizer is known, and where its `source` brings its own.
 
@@ -50,7 +60,10 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
         return model
     if settings.tokenizer is not None:
         named, packed = load_text_tokenizer(settings.tokenizer).describe(), known.get("fingerprint")
-        for whose, expected in ((settings.packs, packed), ("`model.source`", fingerprint_at(model.weights_source))):
+        for whose, expected in (
+            (settings.packs, packed),
+            ("`model.source`", fingerprint_at(model.weights_source)),
+        ):
             if expected not in (None, named["fingerprint"]):
                 raise InputError(
                     f"`data.tokenizer`: {settings.tokenizer} ({named['fingerprint'][:12]}) is not the tokenizer of {whose} "
@@ -59,13 +72,20 @@ def with_tokens(model: ModelSettings, settings: DataSettings, data: Data | None,
         known = named
     if "vocab_size" not in known or (model.source is not None and not model.from_scratch):
         return model
-    if model.source is not None and known.get("fingerprint") in (None, fingerprint_at(model.source)):
+    if model.source is not None and known.get("fingerprint") in (
+        None,
+        fingerprint_at(model.source),
+    ):
         return model
-    of_type = load_config(model if model.source else ModelSettings(config={"model_type": given["model_type"]}))
+    of_type = load_config(
+        model if model.source else ModelSettings(config={"model_type": given["model_type"]})
+    )
     return model.model_copy(update={"config": tokens_of(known, given, of_type)})
 
 
-def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig) -> dict[str, Any]:
+def tokens_of(
+    tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig
+) -> dict[str, Any]:
     """What is `given` of a model's config, and the keys that `config` has and it leaves open from `tokenizer`, as
     `TextTokenizer.describe`. InputError where they contradict each other.
 
@@ -74,34 +94,47 @@ def tokens_of(tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: Pr
     """
     size = tokenizer["vocab_size"]
     if given.get("vocab_size", size) < size:
-        raise InputError(f"`model.config.vocab_size: {given['vocab_size']}`: the data's tokenizer has {size} ids; leave it out")
+        raise InputError(
+            f"`model.config.vocab_size: {given['vocab_size']}`: the data's tokenizer has {size} ids; leave it out"
+        )
     values = {"vocab_size": -(-size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE}
     for role, name in ROLES.items():
         if f"{role}_id" not in tokenizer:
             continue
         ids, own = given.get(f"{role}_token_id"), tokenizer[f"{role}_id"]
-        if ids is not None and own is not None and own not in (ids if isinstance(ids, list) else [ids]):
+        if (
+            ids is not None
+            and own is not None
+            and own not in (ids if isinstance(ids, list) else [ids])
+        ):
             raise InputError(
                 f"`model.config.{role}_token_id: {ids}`: the {name} token of the data's tokenizer "
                 f"({tokenizer.get('name', 'unnamed')}) is {own}; leave it out, and it is taken from there"
             )
         values[f"{role}_token_id"] = own
     wants_id = {
-        key for key, value in values.items() if value is None and config_values(type(config), {key: None}).get(key, 0) is not None
+        key
+        for key, value in values.items()
+        if value is None and config_values(type(config), {key: None}).get(key, 0) is not None
     }
     values |= dict.fromkeys(wants_id, tokenizer.get("eos_id"))
     refused = {key for key in wants_id if values[key] is None}
-    return {key: value for key, value in values.items() if hasattr(config, key) and key not in refused} | dict(given)
+    return {
+        key: value for key, value in values.items() if hasattr(config, key) and key not in refused
+    } | dict(given)
 
 
-def fingerprint_in_use(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
+def fingerprint_in_use(
+    settings: DataSettings, model: ModelSettings, data: Data | None
+) -> str | None:
     """The fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none."""
     return fingerprint_at(_place(settings, model, data))
 
 
 def fingerprint_at(place: str | None) -> str | None:
     """The fingerprint of the tokenizer in a folder or hub repository; None where there is none."""
-    with contextlib.suppress(InputError):  # a folder or repository without a tokenizer, or a machine without network
+    # a folder or repository without a tokenizer, or a machine without network
+    with contextlib.suppress(InputError):
         return place and load_text_tokenizer(place).fingerprint
     return None
 
@@ -118,11 +151,15 @@ def load_tokenizer(
     place = _place(settings, model, data)
     if place is None:
         if needed:
-            raise InputError("`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`")
+            raise InputError(
+                "`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`"
+            )
         return None
     same = data is not None and data.tokenizer.get("fingerprint") == fingerprint_at(place)
     tokenizer = tokenizer_in(place, data.tokenizer if same else None)
-    if given := next(filter(None, (part.chat_template for part in training_parts(settings).values())), None):
+    if given := next(
+        filter(None, (part.chat_template for part in training_parts(settings).values())), None
+    ):
         tokenizer.chat_template = chat_template(given, str(settings.tokenizer))
     elif data is not None and (file := data.beside(CHAT_TEMPLATE)):
         tokenizer.chat_template = file.read_text(encoding="utf-8")
@@ -134,7 +171,7 @@ def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> s
     """Return where a run's tokenizer.json lies: at the data's tokenizer or the model's source, or
     else with the packs."""
     file = data.beside("tokenizer.json") if data is not None else None
-    # Weights that meant the source's ids are not taken from scratch, so those of the packs may be others.
+    # From scratch, the source's weights, which meant its own ids, are not taken.
     source = None if model.from_scratch and file else model.source
     places = (settings.tokenizer or source, file and str(file))
     return next(filter(fingerprint_at, places), None)
@@ -182,8 +219,8 @@ def _check_export(
         if exported.encode(probe, add_special_tokens=False) != encoding.ids:
             kind = type(exported).__name__
             raise InputError(
-                f"{what}: as {kind}, it encodes {probe!r} otherwise; {remedy}; or make one that both "
-                f'read alike, by transformers.{kind}.from_pretrained("{place}").save_pretrained(NEW), '
+                f"{what}: as {kind}, it encodes {probe!r} otherwise; {remedy}; or make one that "
+                f'agrees, by transformers.{kind}.from_pretrained("{place}").save_pretrained(NEW), '
                 "and prepare packs with `data.tokenizer: NEW`"
             )
 
@@ -193,13 +230,17 @@ def positions_of(config: PretrainedConfig) -> int | None:
     return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
-def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig) -> BatchEncoding:
+def encoded_prompt(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig
+) -> BatchEncoding:
     """`prompt` as [1, tokens] int64, as packs hold it; an empty one as the token that a document
     begins with, or that ends the one before.
     InputError where it leaves `model` no position for another token."""
     text = prompt or tokenizer.bos_token or tokenizer.eos_token
     if not text:
-        raise InputError("prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words")
+        raise InputError(
+            "prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words"
+        )
     encoded = tokenizer(
         text,
         return_tensors="pt",
@@ -208,5 +249,7 @@ def encoded_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, model: Pretr
     )
     tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
     if positions and tokens >= positions:
-        raise InputError(f"prompt {prompt[:40]!r}: {tokens} tokens, and the model has {positions} positions; shorten it")
+        raise InputError(
+            f"prompt {prompt[:40]!r}: {tokens} tokens, and the model has {positions} positions; shorten it"
+        )
     return encoded

@@ -22,10 +22,16 @@ from pretrain.precision.settings import ActivePrecision
 # Columns of a module, as Transformer Engine lays them out. Outputs and input gradients are not quantized.
 SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
 # Of each operand: its direction and its slot there.
-PLACES: dict[Role, tuple[str, int]] = {"input": ("forward", 0), "weight": ("forward", 1), "grad_output": ("backward", 0)}
+PLACES: dict[Role, tuple[str, int]] = {
+    "input": ("forward", 0),
+    "weight": ("forward", 1),
+    "grad_output": ("backward", 0),
+}
 
 
-def of_operand(state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]) -> Tensor:
+def of_operand(
+    state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]
+) -> Tensor:
     """One operand's history [length], or its scale, a scalar, out of a backend's `state`."""
     direction, slot = PLACES[role]
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
@@ -62,7 +68,8 @@ class DelayedState:
             yield
         if self._depth == 0 and torch.is_grad_enabled():
             self._update("forward")
-        elif self._depth == 0:  # what evaluation noted, the next training step would take for its own
+        # what evaluation noted, the next training step would take for its own
+        elif self._depth == 0:
             self._history("forward")[0][0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
@@ -92,7 +99,9 @@ class DelayedState:
         """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32. They change
         as a training forward ends and as its backward ends."""
         return {
-            f"fp8/{module}/{direction}/{key}": of_all[..., number * len(slots) : (number + 1) * len(slots)]
+            f"fp8/{module}/{direction}/{key}": of_all[
+                ..., number * len(slots) : (number + 1) * len(slots)
+            ]
             for direction, slots in SLOTS.items()
             for number, module in enumerate(self._modules)
             for key, of_all in zip(("amax_history", "scale"), self._history(direction), strict=True)
@@ -115,13 +124,18 @@ class DelayedState:
         if dist.is_initialized():
             dist.all_reduce(amax_history[0], op=dist.ReduceOp.MAX)
         maximum = self._active.precision.grid(settings, SLOTS[direction][0]).maximum
-        updated = update_scale(amax_history, scale, maximum, settings.margin, settings.amax_compute_algo)
+        updated = update_scale(
+            amax_history, scale, maximum, settings.margin, settings.amax_compute_algo
+        )
         for live, new in zip((amax_history, scale), updated, strict=True):
             live.copy_(new)  # in place: checkpoints hold views
 
     def _history(self, direction: str) -> tuple[Tensor, Tensor]:
         if direction not in self._histories:
-            columns, length = len(self._modules) * len(SLOTS[direction]), self._active.settings.amax_history_len
+            columns, length = (
+                len(self._modules) * len(SLOTS[direction]),
+                self._active.settings.amax_history_len,
+            )
             zeros = torch.zeros(length, columns, device=self._device)
             self._histories[direction] = zeros, torch.ones(columns, device=self._device)
         return self._histories[direction]

@@ -36,7 +36,9 @@ class Operand(NamedTuple):
     block_scale: Tensor | None = None
 
     def t(self) -> Operand:
-        return Operand(self.values.t(), self.scale, None if self.block_scale is None else self.block_scale.t())
+        return Operand(
+            self.values.t(), self.scale, None if self.block_scale is None else self.block_scale.t()
+        )
 
 
 class BothWays(NamedTuple):
@@ -61,7 +63,9 @@ class EmulationBackend(Backend):
         self.products: list[EmulatedProduct] = []
         self._prepare = functools.cache(self._compiled_preparation)
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False) -> EmulatedProduct:
+    def product(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False
+    ) -> EmulatedProduct:
         self.products.append((EmulatedGroupedProduct if grouped else EmulatedProduct)(self, name))
         return self.products[-1]
 
@@ -69,7 +73,10 @@ class EmulationBackend(Backend):
         return nullcontext() if self.delayed is None else self.delayed.forward()
 
     def checkpoint(
-        self, function: Callable[..., Any], *args: Any, again: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        again: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Any:
         scales = None if self.delayed is None else self.delayed.forward_scales
 
@@ -78,7 +85,9 @@ class EmulationBackend(Backend):
             with again(), nullcontext() if self.delayed is None else self.delayed.recompute(scales):
                 yield
 
-        return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing()))
+        return checkpoint(
+            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing())
+        )
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.delayed is None else self.delayed.state()
@@ -92,14 +101,21 @@ class EmulationBackend(Backend):
         compiled = ", quantization compiled" if self.device.type == "cuda" else ""
         return f"emulated in {dtype_name(self.operand_dtype)}, torch {torch.__version__}{compiled}"
 
-    def prepare(self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
+    def prepare(
+        self, role: Role, x: Tensor, along: Along, scale: Tensor | None = None
+    ) -> tuple[Operand, Tensor | None]:
         """The operand of a product that sums `along` x's features or rows, and x's amax where delayed scaling is to note it."""
         *operand, amax = self._prepare(role, along)(x, scale)
         return Operand(*operand), amax
 
-    def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Tensor | None, ...]]:
+    def _compiled_preparation(
+        self, role: Role, along: Along
+    ) -> Callable[..., tuple[Tensor | None, ...]]:
         precision, dtype = self.active.precision, self.operand_dtype
-        quantize, scaled = precision.quantizer(self.active.settings, role, along), precision.tensor_scaled
+        quantize, scaled = (
+            precision.quantizer(self.active.settings, role, along),
+            precision.tensor_scaled,
+        )
         noting_amax = self.delayed is not None and along == "features"
 
         def preparation(x: Tensor, scale: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -107,14 +123,21 @@ class EmulationBackend(Backend):
             in_blocks = isinstance(quantized, BlockQuantized)
             operand = quantized.operand_in(dtype) if in_blocks else quantized.operand.to(dtype)
             amax = absolute_maximum(x) if noting_amax else None
-            return operand, quantized.tensor_scale if scaled else None, quantized.scales if in_blocks else None, amax
+            return (
+                operand,
+                quantized.tensor_scale if scaled else None,
+                quantized.scales if in_blocks else None,
+                amax,
+            )
 
-        if self.device.type != "cuda":  # a CPU gains little from compiling and would wait for a C++ compiler
+        # a CPU gains little from compiling and would wait for a C++ compiler
+        if self.device.type != "cuda":
             return preparation
         compiled = torch.compile(preparation, fullgraph=True, dynamic=False)
 
         def compiled_for_each_shape(*args: Tensor | None) -> tuple[Tensor | None, ...]:
-            with torch._dynamo.config.patch(recompile_limit=256):  # shapes; torch would give up after eight
+            # shapes; torch would give up after eight
+            with torch._dynamo.config.patch(recompile_limit=256):
                 return compiled(*args)
 
         return compiled_for_each_shape
@@ -148,11 +171,23 @@ class EmulatedProduct(Product):
 
     def factors(self, gemm: Gemm, left: BothWays, right: BothWays) -> list[Operand]:
         """What `gemm` multiplies, both with the axis of its sum last."""
-        return [getattr(operand, along) for operand, along in zip((left, right), ALONG[gemm], strict=True)]
+        return [
+            getattr(operand, along)
+            for operand, along in zip((left, right), ALONG[gemm], strict=True)
+        ]
 
-    def multiply(self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: BothWays,
+        right: BothWays,
+        dtype: torch.dtype,
+        bias: Tensor | None = None,
+    ) -> Tensor:
         factors = self.factors(gemm, left, right)
-        with watched(self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]):
+        with watched(
+            self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]
+        ):
             return multiply(*factors, dtype, bias)
 
     def save(self, operand: BothWays) -> tuple[Sequence[Tensor | None], Any]:
@@ -170,7 +205,14 @@ class EmulatedGroupedProduct(Grouped, EmulatedProduct):
         super().__init__(backend, name)
         self.aligned = max(self.aligned, backend.active.precision.multiple_of)
 
-    def multiply(self, gemm: Gemm, left: BothWays, right: BothWays, dtype: torch.dtype | None, bias: None = None) -> Tensor:
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: BothWays,
+        right: BothWays,
+        dtype: torch.dtype | None,
+        bias: None = None,
+    ) -> Tensor:
         a, b = factors = self.factors(gemm, left, right)
         if gemm == "wgrad":
             operands = a.values.t(), b.values.t()
@@ -179,9 +221,13 @@ class EmulatedGroupedProduct(Grouped, EmulatedProduct):
         else:
             stacked = self._by_expert(b.values)
             operands = a.values, stacked.mT
-            of_blocks = None if b.block_scale is None else self._by_expert(b.block_scale).flatten(0, 1)
+            of_blocks = (
+                None if b.block_scale is None else self._by_expert(b.block_scale).flatten(0, 1)
+            )
             factors = [a, Operand(stacked.flatten(0, 1), b.scale, of_blocks)]
-        with watched(self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]):
+        with watched(
+            self.members, gemm, [(factor.block_scale, factor.scale) for factor in factors]
+        ):
             product = grouped.multiply(gemm, *(each.float() for each in operands), self.ends)
         if a.scale is not None:
             product.mul_(a.scale * b.scale)
@@ -192,13 +238,16 @@ class EmulatedGroupedProduct(Grouped, EmulatedProduct):
         return values.unflatten(1, (len(self.ends), -1)).transpose(0, 1)
 
 
-def multiply(left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None) -> Tensor:
+def multiply(
+    left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None
+) -> Tensor:
     """left [m, k] times right [n, k] transposed, scaled, plus `bias` [n]: all in FP32, then rounded once to `dtype`; [m, n]."""
     if left.values.is_cuda:
         product = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
     else:
         product = left.values @ right.values.t()
-    scale = None if left.scale is None else (left.scale * right.scale).reshape(1)  # of one dimension, or it would be cast
+    # of one dimension, or it would be cast
+    scale = None if left.scale is None else (left.scale * right.scale).reshape(1)
     out = torch.empty_like(product, dtype=dtype)
     if bias is None:
         return out.copy_(product) if scale is None else torch.mul(product, scale, out=out)

@@ -31,15 +31,24 @@ from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, 
 
 STACKS = ("gate_up_proj", "down_proj")  # the weights of all experts, by transformers' names
 MULTIPLE_OF = 8  # features: torch's grouped products take rows of a multiple of 16 bytes
-ALIGNED = 16  # rows: kernels read operands 16 bytes at a time, along the rows too, of which a value has one at least
+# rows: kernels read operands 16 bytes at a time, along the rows too, of which a value has one at
+# least
+ALIGNED = 16
 
 
 def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields each module, by name, that holds the weights of a layer's experts as transformers mostly stacks them,
     [experts, out, in]: gate and up as one, then down, without biases."""
     for name, module in model.named_modules():
-        is_other = any(getattr(module, flag, False) for flag in ("is_transposed", "has_bias", "has_post_expert_norm"))
-        if hasattr(module, "_apply_gate") and not is_other and all(key in module._parameters for key in STACKS):
+        is_other = any(
+            getattr(module, flag, False)
+            for flag in ("is_transposed", "has_bias", "has_post_expert_norm")
+        )
+        if (
+            hasattr(module, "_apply_gate")
+            and not is_other
+            and all(key in module._parameters for key in STACKS)
+        ):
             yield name, module
 
 
@@ -52,7 +61,9 @@ def check_experts(model: PreTrainedModel) -> None:
             experts, width, features = module.get_parameter(key).shape
             if type(chosen) is int and not 0 < chosen <= experts:
                 taken = f"a token takes {chosen} of the {experts} experts of {name}"
-                raise InputError(f"`model.config.num_experts_per_tok`: {taken}; choose 1 to {experts}")
+                raise InputError(
+                    f"`model.config.num_experts_per_tok`: {taken}; choose 1 to {experts}"
+                )
             if width % MULTIPLE_OF or features % MULTIPLE_OF:
                 raise InputError(
                     f"`model.config`: {name}.{key} has experts of {width} x {features}; `hidden_size` and an expert's "
@@ -82,11 +93,14 @@ def arrange(chosen: Tensor, experts: int, aligned: int) -> Groups:
     begins = torch.searchsorted(by_expert, numbers)
     load = torch.searchsorted(by_expert, numbers, right=True) - begins
     ends = (-(-load // aligned) * aligned).cumsum(0)
-    rows = -(-(len(order) + experts * (aligned - 1)) // aligned) * aligned  # the most that they can be
+    # the most that they can be
+    rows = -(-(len(order) + experts * (aligned - 1)) // aligned) * aligned
     moved = ends.roll(1).index_fill_(0, numbers[:1], 0) - begins
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=chosen.device) + moved[by_expert]
-    choice = torch.full((rows,), -1, device=chosen.device).scatter_(0, place, torch.arange(len(order), device=chosen.device))
+    choice = torch.full((rows,), -1, device=chosen.device).scatter_(
+        0, place, torch.arange(len(order), device=chosen.device)
+    )
     empty = (choice >= 0).sort(stable=True).indices[: rows - len(order)]
     ends[-1] = rows
     return Groups(ends.int(), choice.clamp(min=0), place, empty, load)
@@ -125,7 +139,9 @@ class Grouped:
         """As one matrix: a stack is [experts x out, in]."""
         return super().operand(role, x.flatten(0, -2), both=both)
 
-    def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
+    def accumulate(
+        self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False
+    ) -> None:
         """Adds a weight's gradient to the sum in `total`'s dtype. A GPU's kernels give it rounded to BF16, once a microbatch."""
         add_to(total, self.multiply("wgrad", left, right, None), overwrite=overwrite)
 
@@ -133,11 +149,20 @@ class Grouped:
 class PlainGroupedProduct(Grouped, PlainProduct):
     """In the dtype of the operands."""
 
-    def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype | None, *added: Tensor | None) -> Tensor:
+    def multiply(
+        self,
+        gemm: Gemm,
+        left: Tensor,
+        right: Tensor,
+        dtype: torch.dtype | None,
+        *added: Tensor | None,
+    ) -> Tensor:
         with watched(self.members, gemm):
             return multiply(gemm, left, right, self.ends).to(dtype or left.dtype)
 
 
 def multiply(gemm: Gemm, left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """The grouped product `gemm` of two operands as they stand in the formulas above."""
-    return F.grouped_mm(left.t() if gemm == "wgrad" else left, right.mT if gemm == "forward" else right, offs=ends)
+    return F.grouped_mm(
+        left.t() if gemm == "wgrad" else left, right.mT if gemm == "forward" else right, offs=ends
+    )

@@ -56,19 +56,23 @@ SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
 PIECE = 128  # values that are looked at together where the whole tensor has one scale
 SMALLEST_SCALE = 2.0**-100  # below it, a code times its scale leaves the exponents that FP32 has
 ROUNDING = 2.0**-20  # a code times an FP32 scale was rounded to FP32, and is divided by it again
-_FP8 = {"kFloat8E4M3": (torch.float8_e4m3fn, E4M3), "kFloat8E5M2": (torch.float8_e5m2, E5M2)}  # by Transformer Engine's names
+# by Transformer Engine's names
+_FP8 = {"kFloat8E4M3": (torch.float8_e4m3fn, E4M3), "kFloat8E5M2": (torch.float8_e5m2, E5M2)}
 
 
 # ── A sample of an operand ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def sample(matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def sample(
+    matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """Some blocks of `matrix` [rows, k], k the axis of the sum, of any dtype and strides: their values [n, values]; the scale of
     each, FP32 [n]; and the row in which it begins, int64 [n]. `scales` FP32: [rows or rows / block, k / block], or the scalar of
     a tensor with one scale. Where there are none, or not as many as blocks, the scale is 0, which fits no value."""
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     high = size if scaling.square else 1
-    blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, high)).transpose(1, 2)  # [down, across, high, size]
+    # [down, across, high, size]
+    blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, high)).transpose(1, 2)
     down, across = blocks.shape[:2]
     most = max(SAMPLED_VALUES // (high * size), 1)
     if down * across > most:
@@ -93,17 +97,22 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 # ── Whether operands are what their format says ─────────────────────────────────────────────────────────────────────────────────
 
 
-def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None) -> Tensor:
+def examine(
+    codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None
+) -> Tensor:
     """Counts blocks and bad blocks, FP64 [2], of `codes` FP32 [n, values], values divided by their `scale` FP32 [n]. A block is
     bad if one of its values is no code of `grid`, or if its scale is none of the format or too large for its values.
 
     `largest`: the largest code of the whole operand, where one scale serves all of it. Blocks that hold NaN or infinities, and
     those with tiny scales, are left alone.
     """
-    foreign = ((round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()) & codes.isfinite()
+    foreign = (
+        (round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()
+    ) & codes.isfinite()
     amax = codes.abs().amax(1)
     judged = scale.isfinite() & (scale.abs() >= SMALLEST_SCALE) & amax.isfinite()
-    worthless = (scale == 0) & (codes != 0).any(1)  # a scale of zero, as NVFP4 has them, makes every value zero
+    # a scale of zero, as NVFP4 has them, makes every value zero
+    worthless = (scale == 0) & (codes != 0).any(1)
     foreign = (foreign.any(1) & judged) | worthless
 
     unfit = ~_is_scale(scale, scaling) & scale.isfinite()
@@ -111,10 +120,13 @@ def examine(codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest:
         amax = largest.expand_as(amax)
         judged = judged & largest.isfinite()
     least = torch.full_like(amax, scaling.least * grid.maximum)
-    if scaling.kind == "E4M3":  # a subnormal scale may be half of what was wanted, or a third too small
+    # a subnormal scale may be half of what was wanted, or a third too small
+    if scaling.kind == "E4M3":
         least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
     loose = judged & (amax > 0) & (amax < least)
-    return torch.stack([torch.ones_like(foreign), foreign | unfit | loose]).sum(1, dtype=torch.float64)
+    return torch.stack([torch.ones_like(foreign), foreign | unfit | loose]).sum(
+        1, dtype=torch.float64
+    )
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
@@ -124,7 +136,8 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
         return scale > 0
     bits = scale.view(torch.int32)
     mantissa = bits & ((1 << FP32_MANTISSA_BITS) - 1)
-    return (bits > 0) & ((mantissa == 0) | (bits == 1 << (FP32_MANTISSA_BITS - 1)))  # the last is 2^-127
+    # the last is 2^-127
+    return (bits > 0) & ((mantissa == 0) | (bits == 1 << (FP32_MANTISSA_BITS - 1)))
 
 
 # ── Which products there are ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -155,13 +168,16 @@ class ProductObserver:
 
     current: ClassVar[ProductObserver | None] = None  # the one that looks on now
 
-    def __init__(self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None) -> None:
+    def __init__(
+        self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None
+    ) -> None:
         """`active`: what low-precision operands are held against; None: only their kinds are noted. `seed` picks the blocks.
         `examined`: the linears whose operands are held against it, where not all are."""
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active if active and active.precision.quantized else None
         self._examined = examined
-        self._calls: list[_Call] = []  # a stack, as recomputation nests forwards in the backward of a product
+        # a stack, as recomputation nests forwards in the backward of a product
+        self._calls: list[_Call] = []
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []  # with the figures of `examine`
         self._generator = generators(seed)
 
@@ -169,17 +185,29 @@ class ProductObserver:
     def looking_on(self) -> Iterator[None]:
         """While entered, what is `watched` is seen, and every GEMM of Transformer Engine in it."""
 
-        def gemm(left: Any, transposes_left: bool, right: Any, transposes_right: bool, *rest: Any, **options: Any) -> Any:
+        def gemm(
+            left: Any,
+            transposes_left: bool,
+            right: Any,
+            transposes_right: bool,
+            *rest: Any,
+            **options: Any,
+        ) -> Any:
             see(left, right, ("T" if transposes_left else "N") + ("T" if transposes_right else "N"))
             return generic_gemm(left, transposes_left, right, transposes_right, *rest, **options)
 
         extension = sys.modules.get("transformer_engine_torch")
         generic_gemm = extension and extension.generic_gemm
-        with holding(ProductObserver, current=self), holding(extension, generic_gemm=gemm) if extension else nullcontext():
+        with (
+            holding(ProductObserver, current=self),
+            holding(extension, generic_gemm=gemm) if extension else nullcontext(),
+        ):
             yield
 
     @contextmanager
-    def during(self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> Iterator[None]:
+    def during(
+        self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
+    ) -> Iterator[None]:
         """See `watched`; decorates functions too. Products of torch are looked at in here alone: a dispatch mode around a whole
         step would keep it from being compiled."""
         self._calls.append(_Call(names, gemm, scales))
@@ -192,7 +220,11 @@ class ProductObserver:
     def faults(self) -> dict[str, list[str]]:
         """What is wrong with operands, by the linear's name; waits for the device, once."""
         faults: dict[str, list[str]] = {}
-        all_figures = torch.stack([figures for *_, figures in self._findings]).tolist() if self._findings else []
+        all_figures = (
+            torch.stack([figures for *_, figures in self._findings]).tolist()
+            if self._findings
+            else []
+        )
         for (call, role, grid, _), (blocks, wrong) in zip(self._findings, all_figures, strict=True):
             for name in call.names if wrong else ():
                 fault = f"{wrong:.0f} of {blocks:.0f} blocks are no {grid.name} codes under a scale that fits them"
@@ -206,13 +238,24 @@ class ProductObserver:
         if call.scales is None or self._active is None:
             self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
             return
-        precision, settings, roles = self._active.precision, self._active.settings, OPERANDS[call.gemm]
+        precision, settings, roles = (
+            self._active.precision,
+            self._active.settings,
+            OPERANDS[call.gemm],
+        )
         self._note(call, *(precision.operand_kind(settings, role) for role in roles))
         if not self._examines(call):
             return
-        for role, matrix, (of_blocks, of_tensor) in zip(roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True):
+        for role, matrix, (of_blocks, of_tensor) in zip(
+            roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
+        ):
             scaling, largest = precision.scaling(role), None
-            values, scale, _ = sample(matrix, of_blocks if scaling.block else of_tensor, scaling, self._generator(matrix.device))
+            values, scale, _ = sample(
+                matrix,
+                of_blocks if scaling.block else of_tensor,
+                scaling,
+                self._generator(matrix.device),
+            )
             codes = values.float()
             if scaling.block:
                 codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
@@ -226,15 +269,23 @@ class ProductObserver:
         """The factors of torch's grouped product in FP8, codes with the axis of the sum last, and their scales, which are as many
         as there are rows and all alike where a tensor has one."""
         call, grids = self._calls[-1], {dtype: grid for dtype, grid in _FP8.values()}
-        self._note(call, *(f"{grids[codes.dtype].name.lower()} tensor-scaled" for codes, _ in factors))
+        self._note(
+            call, *(f"{grids[codes.dtype].name.lower()} tensor-scaled" for codes, _ in factors)
+        )
         if self._active is None or not self._examines(call):
             return
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
-            scaling, grid, scale = self._active.precision.scaling(role), grids[codes.dtype], scales.flatten()[0]
+            scaling, grid, scale = (
+                self._active.precision.scaling(role),
+                grids[codes.dtype],
+                scales.flatten()[0],
+            )
             codes = codes.flatten(0, -2).view(torch.uint8)
             largest = (codes & 0x7F).amax().reshape(1).view(factors[0][0].dtype).float().reshape(())
             values, of_blocks, _ = sample(codes, scale, scaling, self._generator(codes.device))
-            figures = examine(values.view(factors[0][0].dtype).float(), of_blocks, grid, scaling, largest)
+            figures = examine(
+                values.view(factors[0][0].dtype).float(), of_blocks, grid, scaling, largest
+            )
             figures[1] += (scales != scale).sum()
             self._findings.append((call, role, grid, figures))
 
@@ -249,14 +300,19 @@ class ProductObserver:
             for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
                 self._examine_te(te, call, role, operand, by_rows)
 
-    def _examine_te(self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool) -> None:
+    def _examine_te(
+        self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool
+    ) -> None:
         """The scales of FP8 operands against their codes; any byte is a code. MXFP8's and NVFP4's scales lie in an order of the
         kernel's own, and are left to the library."""
         largest = None
         if isinstance(operand, te.Float8TensorStorage):
             # On GPUs whose products read operands either way there are no transposes.
             transposed = None if by_rows or operand._transpose_invalid else operand._transpose
-            data, scales = operand._data if transposed is None else transposed, operand._scale_inv.reshape(())
+            data, scales = (
+                operand._data if transposed is None else transposed,
+                operand._scale_inv.reshape(()),
+            )
             codes = data.reshape(-1, data.shape[-1])
         elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
             data = operand._rowwise_data if by_rows else operand._columnwise_data
@@ -269,10 +325,16 @@ class ProductObserver:
             return
         dtype, grid = fp8_format(te, operand._fp8_dtype)
         if scales.dim() == 0:  # magnitudes of codes order as their bits do
-            largest = (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
+            largest = (
+                (data.view(torch.uint8) & 0x7F).amax().reshape(1).view(dtype).float().reshape(())
+            )
         scaling = self._active.precision.scaling(role)
-        values, scale, _ = sample(codes.view(torch.uint8), scales, scaling, self._generator(data.device))
-        self._findings.append((call, role, grid, examine(values.view(dtype).float(), scale, grid, scaling, largest)))
+        values, scale, _ = sample(
+            codes.view(torch.uint8), scales, scaling, self._generator(data.device)
+        )
+        self._findings.append(
+            (call, role, grid, examine(values.view(dtype).float(), scale, grid, scaling, largest))
+        )
 
     def _note(self, call: _Call, left: str, right: str) -> None:
         for name in call.names:
@@ -282,7 +344,9 @@ class ProductObserver:
         return self._examined is None or not self._examined.isdisjoint(call.names)
 
 
-def watched(names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None) -> AbstractContextManager[None]:
+def watched(
+    names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
+) -> AbstractContextManager[None]:
     """Put this around a product: what is multiplied inside is `gemm` of the linears called `names`, for whoever looks on.
     `scales`: of an emulated product's operands."""
     observer = ProductObserver.current
@@ -299,7 +363,9 @@ def see(left: Any, right: Any, layout: str) -> None:
 class _TorchProducts(TorchDispatchMode):
     """While entered, tells whoever looks on of each product of two matrices."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         if factors := FACTORS.get(function.overloadpacket):
             ProductObserver.current.torch_product(*args[factors])
         elif function.overloadpacket is _aten._scaled_grouped_mm:
@@ -312,7 +378,11 @@ def operand_kind(te: ModuleType | None, operand: Any) -> str:
     """The number format and the scaling of a GEMM's operand, such as "e4m3 tensor-scaled"; of an unquantized tensor its dtype."""
     if te is None or not isinstance(operand, te.QuantizedTensorStorage):
         return dtype_name(operand.dtype)
-    in_blocks = {te.NVFP4TensorStorage: 16, te.MXFP8TensorStorage: 32, te.Float8BlockwiseQTensorStorage: 128}
+    in_blocks = {
+        te.NVFP4TensorStorage: 16,
+        te.MXFP8TensorStorage: 32,
+        te.Float8BlockwiseQTensorStorage: 128,
+    }
     size = next((size for kind, size in in_blocks.items() if isinstance(operand, kind)), None)
     values = "e2m1" if size == 16 else fp8_format(te, operand._fp8_dtype)[1].name.lower()
     return f"{values} in blocks of {size}" if size else f"{values} tensor-scaled"
@@ -335,10 +405,19 @@ class OperandStatistics:
     weights. It changes nothing that training can see. docs/verification.md ("Statistics and health") has the keys of `records`.
     """
 
-    def __init__(self, active: ActivePrecision, state: Mapping[str, Tensor], groups: Mapping[str, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        active: ActivePrecision,
+        state: Mapping[str, Tensor],
+        groups: Mapping[str, Tensor] | None = None,
+    ) -> None:
         """`active`: a quantized precision. `state`: the context's, where delayed scales are. `groups`: its, of experts' rows."""
         self.precision: QuantizedPrecision = active.precision
-        to_nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in self.precision.options else {}
+        to_nearest = (
+            {"disable_stochastic_rounding": True}
+            if "disable_stochastic_rounding" in self.precision.options
+            else {}
+        )
         self.settings = active.settings.model_copy(update=to_nearest)
         # A layer that is recomputed uses the scales of its forward, although by then the backend's state has newer ones.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
@@ -350,16 +429,28 @@ class OperandStatistics:
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor) -> None:
         """Measure x [rows, features]. Further calls for an operand add up: the LM head takes its tokens in chunks."""
-        amax = torch.linalg.vector_norm(x, math.inf).float()  # a maximum of magnitudes that makes no copy of x
-        scale = of_operand(self._state, name, role, "scale") if self.precision.keeps_history else None
+        # a maximum of magnitudes that makes no copy of x
+        amax = torch.linalg.vector_norm(x, math.inf).float()
+        scale = (
+            of_operand(self._state, name, role, "scale") if self.precision.keeps_history else None
+        )
         scaling = self.precision.scaling(role)
         blocks, _, places = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
         quantized = self.precision.along_features(self.settings, role)(rows, scale, amax)
         self._figures[name, role].append(measure(rows.float(), quantized, amax))
         if (ends := self._groups.get(name)) is not None:
-            expert = places // (len(x) // len(ends)) if role == "weight" else torch.searchsorted(ends.long(), places, right=True)
-            counts = torch.stack(nonzero_and_lost(rows, quantized)).reshape(2, len(blocks), -1).sum(2).double()
+            expert = (
+                places // (len(x) // len(ends))
+                if role == "weight"
+                else torch.searchsorted(ends.long(), places, right=True)
+            )
+            counts = (
+                torch.stack(nonzero_and_lost(rows, quantized))
+                .reshape(2, len(blocks), -1)
+                .sum(2)
+                .double()
+            )
             of_experts = counts @ F.one_hot(expert, len(ends)).double()
             self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
@@ -368,12 +459,24 @@ class OperandStatistics:
         of_parts = [torch.stack(parts) for parts in self._figures.values()]
         figures = [torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]) for parts in of_parts]
         records = []
-        for (name, role), row in zip(self._figures, torch.stack(figures).tolist() if figures else (), strict=True):
+        for (name, role), row in zip(
+            self._figures, torch.stack(figures).tolist() if figures else (), strict=True
+        ):
             amax, log2_scale, scaled, nonzero, underflow, finite, saturation = row
-            record = {"layer": name, "operand": role, "amax": amax, "scale": math.exp2(log2_scale / scaled) if scaled else None}
-            record |= {"underflow": underflow / max(nonzero, 1), "saturation": saturation / max(finite, 1)}
+            record = {
+                "layer": name,
+                "operand": role,
+                "amax": amax,
+                "scale": math.exp2(log2_scale / scaled) if scaled else None,
+            }
+            record |= {
+                "underflow": underflow / max(nonzero, 1),
+                "saturation": saturation / max(finite, 1),
+            }
             if (counts := self._of_experts.get((name, role))) is not None:
-                record["underflow_of_experts"] = [lost / of if of else None for of, lost in counts.t().tolist()]
+                record["underflow_of_experts"] = [
+                    lost / of if of else None for of, lost in counts.t().tolist()
+                ]
             records.append(record)
         return records
 
@@ -388,11 +491,19 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
     """Figures of x [rows, features] FP32, which was quantized to `quantized`, an FP64 vector on its device: `amax` of the whole
     operand, the sum of log2(scale), and how many values are not zero and have a scale, are not zero, become zero, are finite, are
     too large for the format."""
-    magnitude, decode, grid = x.abs(), (quantized.block_scale * quantized.tensor_scale).expand_as(x), quantized.grid
-    (nonzero, lost), finite = nonzero_and_lost(x, quantized), magnitude < math.inf  # not-a-number is not finite either
-    scaled = nonzero & (decode > 0)  # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
+    magnitude, decode, grid = (
+        x.abs(),
+        (quantized.block_scale * quantized.tensor_scale).expand_as(x),
+        quantized.grid,
+    )
+    # not-a-number is not finite either
+    (nonzero, lost), finite = nonzero_and_lost(x, quantized), magnitude < math.inf
+    # an NVFP4 block's scale can be zero: then its values are lost, whatever their codes
+    scaled = nonzero & (decode > 0)
     # The largest magnitude that rounding still gives the largest code: half a step above it.
-    largest_held = grid.maximum + 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits) / 2
+    largest_held = (
+        grid.maximum + 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits) / 2
+    )
     counts = (
         -decode.double().log2().where(scaled, 0).sum(),
         scaled.sum(),

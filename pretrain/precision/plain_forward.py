@@ -54,11 +54,19 @@ class PlainForwardProduct:
     def quantizer(self, role: Role, *, both: bool) -> Any | None:
         return None if role == "input" else self.low.quantizer(role, both=both)
 
-    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> TwoForms:
-        low = self.low.weight_operand(matrix, refresh=refresh, differentiable=True) if differentiable else None
+    def weight_operand(
+        self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool
+    ) -> TwoForms:
+        low = (
+            self.low.weight_operand(matrix, refresh=refresh, differentiable=True)
+            if differentiable
+            else None
+        )
         return TwoForms(matrix, low)
 
-    def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None
+    ) -> Tensor:
         if gemm != "forward":
             return self.low.multiply(gemm, left, right.low if gemm == "dgrad" else right, dtype)
         matrix, right.plain = right.plain(), None
@@ -78,8 +86,11 @@ class PlainForwardBackend:
     def __init__(self, low: Backend) -> None:
         self._low = low
 
-    def product(self, name: str, *sizes: int, bias: bool, grouped: bool = False) -> PlainForwardProduct:
-        there = (each for each in self._low.products if each.name == name)  # of the phase without it
+    def product(
+        self, name: str, *sizes: int, bias: bool, grouped: bool = False
+    ) -> PlainForwardProduct:
+        # of the phase without it
+        there = (each for each in self._low.products if each.name == name)
         low = next(there, None) or self._low.product(name, *sizes, bias=bias, grouped=grouped)
         return PlainForwardProduct(low, (PlainGroupedProduct if grouped else PlainProduct)(name))
 

@@ -28,7 +28,8 @@ from pretrain.precision import searched
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
 
-PREFIX = "fp8/"  # of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
+# of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
+PREFIX = "fp8/"
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
 Saved = tuple[Sequence[Tensor | None], Any]  # of operands, see `Product.save`
 Gemm = Literal["forward", "dgrad", "wgrad"]
@@ -37,12 +38,14 @@ Gemm = Literal["forward", "dgrad", "wgrad"]
 class Product:
     """The products of one linear, or of several whose weights are stacked into one."""
 
-    supports_fused_loss: bool = False  # as the LM head: its output gradient may come quantized from the softmax
+    # as the LM head: its output gradient may come quantized from the softmax
+    supports_fused_loss: bool = False
 
     def __init__(self, name: str) -> None:
         self.name = name  # of its history and its scales in a checkpoint
         self.members: Sequence[str] = (name,)  # the linears that it computes, for whoever looks on
-        self.weight: Operand | None = None  # what is kept of the weight for a step's later microbatches
+        # what is kept of the weight for a step's later microbatches
+        self.weight: Operand | None = None
 
     def begin(self, x: Tensor) -> None:
         """Called before the first operand of a forward over `x` [tokens, in]."""
@@ -58,7 +61,9 @@ class Product:
         """The library's own, for a kernel that writes the operand itself; None where only `operand` makes it."""
         return None
 
-    def weight_operand(self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool) -> Operand:
+    def weight_operand(
+        self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool
+    ) -> Operand:
         """The weight as a factor: what was kept of it, or quantized anew from `matrix`(), [out, in], under `refresh` (a step's
         first microbatch) and where nothing was kept. Evaluation, not `differentiable`, leaves alone what training keeps."""
         if not differentiable:
@@ -68,12 +73,16 @@ class Product:
             self.weight = self.operand("weight", matrix())
         return self.weight
 
-    def multiply(self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None
+    ) -> Tensor:
         """The result of `gemm` in `dtype`, summed in FP32. `added` to a forward product: a bias [out], before it is rounded, and
         a residual [tokens, out], before or after, which stays as it was."""
         raise NotImplementedError
 
-    def accumulate(self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False) -> None:
+    def accumulate(
+        self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False
+    ) -> None:
         """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
         add_to(total, self.multiply("wgrad", left, right, torch.float32), overwrite=overwrite)
 
@@ -102,7 +111,9 @@ class Product:
     def finish_backward() -> None:
         """All gradients of this microbatch have been quantized: histories of delayed scaling move on."""
 
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PrecisionContext) -> Tensor:
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PrecisionContext
+    ) -> Tensor:
         """x [tokens, in], weight [out, in], bias [out] -> [tokens, out], differentiable in each, in the context's compute dtype,
         to which all are cast.
 
@@ -110,7 +121,9 @@ class Product:
         its `main_grad` where it has one."""
         dtype = context.compute_dtype
         x, weight = x.to(dtype), summing_where(weight, weight.to(dtype))
-        call = LinearCall(self, context, refresh=context.first_microbatch, differentiable=torch.is_grad_enabled())
+        call = LinearCall(
+            self, context, refresh=context.first_microbatch, differentiable=torch.is_grad_enabled()
+        )
         return LinearFunction.apply(x, weight, None if bias is None else bias.to(dtype), call)
 
 
@@ -123,7 +136,9 @@ class PlainProduct(Product):
     def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
         return matrix()
 
-    def multiply(self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, *added: Tensor | None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, *added: Tensor | None
+    ) -> Tensor:
         with watched(self.members, gemm):
             if gemm == "forward":
                 return searched.linear(left, right, *added)
@@ -131,7 +146,9 @@ class PlainProduct(Product):
                 return dx.to(dtype)
             return ((left if gemm == "dgrad" else left.t()) @ right).to(dtype)
 
-    def accumulate(self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
+    def accumulate(
+        self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False
+    ) -> None:
         with watched(self.members, "wgrad"):
             searched.add_product_(total, left.t(), right, overwrite=overwrite)
 
@@ -145,9 +162,21 @@ class Multiplication:
     """One forward of a product over a microbatch, or a part of it, and its backward: call the product's `begin`, then these in
     order. Observers see operands before they are quantized, and results."""
 
-    def __init__(self, product: Product, context: PrecisionContext, *, refresh: bool = True, differentiable: bool = True) -> None:
+    def __init__(
+        self,
+        product: Product,
+        context: PrecisionContext,
+        *,
+        refresh: bool = True,
+        differentiable: bool = True,
+    ) -> None:
         """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward."""
-        self.product, self.context, self.refresh, self.differentiable = product, context, refresh, differentiable
+        self.product, self.context, self.refresh, self.differentiable = (
+            product,
+            context,
+            refresh,
+            differentiable,
+        )
         self.seen_by = context  # whose observers see operands and results
 
     def operand(self, role: Role, x: Tensor) -> Operand:
@@ -156,17 +185,25 @@ class Multiplication:
         return self.product.operand(role, x, both=self.differentiable)
 
     def output(
-        self, x: Operand, weight: Operand, matrix: Callable[[], Tensor], bias: Tensor | None, residual: Tensor | None = None
+        self,
+        x: Operand,
+        weight: Operand,
+        matrix: Callable[[], Tensor],
+        bias: Tensor | None,
+        residual: Tensor | None = None,
     ) -> Tensor:
         """-> [tokens, out], with `residual` added, in the product itself where it can be; `residual` stays as it was. `matrix`
         gives the weight [out, in] as it is now."""
         self.show_weight(weight, matrix)
-        inside = residual is not None and not self.seen_by.result_observers  # who looks on sees this product alone
+        # who looks on sees this product alone
+        inside = residual is not None and not self.seen_by.result_observers
         y = self.multiply("forward", x, weight, bias, *([residual] if inside else []))
         self.product.end()
         return y if inside or residual is None else y.add_(residual)
 
-    def weight_gradient(self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False) -> Tensor | None:
+    def weight_gradient(
+        self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False
+    ) -> Tensor | None:
         """-> [out, in]; None where it was added to `total`, or with `overwrite` took its place."""
         if total is None:
             return self.multiply("wgrad", dy, x)
@@ -177,10 +214,17 @@ class Multiplication:
         return None
 
     def multiply(
-        self, gemm: Gemm, left: Operand, right: Operand, *added: Tensor | None, dtype: torch.dtype | None = None
+        self,
+        gemm: Gemm,
+        left: Operand,
+        right: Operand,
+        *added: Tensor | None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """`added`: bias and residual."""
-        result = self.product.multiply(gemm, left, right, dtype or self.context.compute_dtype, *added)
+        result = self.product.multiply(
+            gemm, left, right, dtype or self.context.compute_dtype, *added
+        )
         self.show_result(gemm, result, *added[:1])
         return result
 
@@ -211,7 +255,9 @@ class LinearCall(Multiplication):
         product.begin(x)
         self._ends_backward = self.differentiable and product.is_first_in_forward()
         operand = self.operand("input", x)
-        self._weight = product.weight_operand(lambda: weight, refresh=self.refresh, differentiable=self.differentiable)
+        self._weight = product.weight_operand(
+            lambda: weight, refresh=self.refresh, differentiable=self.differentiable
+        )
         y = self.output(operand, self._weight, lambda: weight, bias)
         return y, product.save(operand) if self.differentiable else ((), None)
 
@@ -222,7 +268,9 @@ class LinearCall(Multiplication):
         gradient = self.operand("grad_output", dy.contiguous())
         dx, dw = self.multiply("dgrad", gradient, self._weight), None
         if saved is not None:
-            dw = self.weight_gradient(gradient, *self.product.restore(*saved), total, overwrite=overwrite)
+            dw = self.weight_gradient(
+                gradient, *self.product.restore(*saved), total, overwrite=overwrite
+            )
         if self._ends_backward:
             self.product.finish_backward()
         return dx, dw
@@ -232,9 +280,13 @@ class LinearFunction(torch.autograd.Function):
     """A linear by itself: x, weight and bias in, y out, see `Product.__call__`."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall) -> Tensor:
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
+    ) -> Tensor:
         ctx.call, ctx.main_gradient = call, getattr(weight, "main_grad", None)
-        y, (tensors, ctx.rest) = call.forward(x.detach(), weight.detach(), None if bias is None else bias.detach())
+        y, (tensors, ctx.rest) = call.forward(
+            x.detach(), weight.detach(), None if bias is None else bias.detach()
+        )
         ctx.save_for_backward(*tensors)
         return y
 
@@ -261,14 +313,21 @@ class Backend(Protocol):
 
     products: list[Any]  # all that `product` has made
 
-    def product(self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False) -> Product:
+    def product(
+        self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False
+    ) -> Product:
         """The product of the linear called `name`, with a state of its own where the precision keeps one. `grouped`: of all
         experts of a mixture's layer (pretrain.precision.grouped)."""
 
     def forward(self) -> AbstractContextManager[Any]:
         """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
 
-    def checkpoint(self, function: Callable[..., Any], *args: Any, again: Callable[[], AbstractContextManager[None]]) -> Any:
+    def checkpoint(
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        again: Callable[[], AbstractContextManager[None]],
+    ) -> Any:
         """function(*args) now, and once more in backward, inside of `again()`, with the same scales and random numbers."""
 
     def state(self) -> dict[str, Tensor]:
@@ -298,10 +357,14 @@ class PrecisionContext:
     # Who is watching, called as `Multiplication` does in `show`, `show_weight` and `show_result`.
     observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
     weight_observers: list[Callable[[Product, Operand, Tensor], None]] = field(default_factory=list)
-    result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(default_factory=list)
+    result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(
+        default_factory=list
+    )
     quantizing: bool = True  # false while parity runs the same model with its quantization off
-    groups: dict[str, Tensor] = field(default_factory=dict)  # of grouped products, by name: where each expert's rows end now
-    backends: Sequence[Backend] = ()  # of all precisions that the run computes in, one after the other
+    # of grouped products, by name: where each expert's rows end now
+    groups: dict[str, Tensor] = field(default_factory=dict)
+    # of all precisions that the run computes in, one after the other
+    backends: Sequence[Backend] = ()
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -317,7 +380,9 @@ class PrecisionContext:
         second time it uses what was kept of weights the first time."""
         again = partial(holding, self, low_precision=self.low_precision, first_microbatch=False)
         if self.backend is None or not self.quantizing:
-            return checkpoint(function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again()))
+            return checkpoint(
+                function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
+            )
         return self.backend.checkpoint(function, *args, again=again)
 
     def state(self) -> dict[str, Tensor]:
@@ -326,7 +391,9 @@ class PrecisionContext:
 
     def saved_state(self) -> dict[str, Tensor]:
         """`state` of every precision of the run, whose turn it is or not: what a checkpoint holds."""
-        return {name: tensor for backend in self.backends for name, tensor in backend.state().items()}
+        return {
+            name: tensor for backend in self.backends for name, tensor in backend.state().items()
+        }
 
     def copied_state(self) -> list[Tensor]:
         """Copies `saved_state`, on its device, for `go_back`."""
@@ -373,7 +440,9 @@ class TakesTurns:
 class LowPrecisionLinear(TakesTurns, nn.Module):
     """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
-    def __init__(self, linear: nn.Linear | Conv1D, name: str, product: Product, context: PrecisionContext) -> None:
+    def __init__(
+        self, linear: nn.Linear | Conv1D, name: str, product: Product, context: PrecisionContext
+    ) -> None:
         """`product`: of the context's present backend."""
         super().__init__()
         self.weight, self.bias = linear.weight, linear.bias
@@ -385,12 +454,21 @@ class LowPrecisionLinear(TakesTurns, nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] -> [..., out]."""
-        weight = summing_where(self.weight, self.weight.t(), transposed=True) if self.transposed else self.weight
+        weight = (
+            summing_where(self.weight, self.weight.t(), transposed=True)
+            if self.transposed
+            else self.weight
+        )
         rows = x.reshape(-1, x.shape[-1])
         if low := self.low:
             return low(rows, weight, self.bias, self.context).view(*x.shape[:-1], -1)
-        weight, bias = summing_where(weight, weight.to(x.dtype)), None if self.bias is None else self.bias.to(x.dtype)
+        weight, bias = (
+            summing_where(weight, weight.to(x.dtype)),
+            None if self.bias is None else self.bias.to(x.dtype),
+        )
         if self.context.quantizing:
             with watched((self.name,), "forward"):
                 return F.linear(x, weight, bias)
-        return PlainProduct(self.name)(rows, weight, bias, PrecisionContext(None, x.dtype)).view(*x.shape[:-1], -1)
+        return PlainProduct(self.name)(rows, weight, bias, PrecisionContext(None, x.dtype)).view(
+            *x.shape[:-1], -1
+        )

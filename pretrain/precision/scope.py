@@ -21,7 +21,8 @@ from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
-_ROUTERS = ("gate", "gate.*", "router*")  # as transformers calls a mixture's, and what they consist of
+# as transformers calls a mixture's, and what they consist of
+_ROUTERS = ("gate", "gate.*", "router*")
 
 
 @dataclass(frozen=True)
@@ -33,16 +34,26 @@ class Decision:
 
 
 def decide(
-    hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision, capability: tuple[int, int] | None = None
+    hf: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    active: ActivePrecision,
+    capability: tuple[int, int] | None = None,
 ) -> dict[str, Decision]:
     """A decision for each linear of `hf`, by name, and for each stack of a mixture's experts, such as
     `model.layers.0.mlp.experts.down_proj`. `layers`: its decoder layers in order. Shapes are enough: `hf` may be on the meta
     device. `capability`: CUDA's, of the device that computes; None: this machine's, without a GPU Hopper's."""
     settings, head = active.settings, hf.get_output_embeddings()
-    (first, last), left_out = active.kept_layers(len(layers)), UNQUANTIZED[active.precision.compute_dtype].name
-    outer_layers = [layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last]
+    (first, last), left_out = (
+        active.kept_layers(len(layers)),
+        UNQUANTIZED[active.precision.compute_dtype].name,
+    )
+    outer_layers = [
+        layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last
+    ]
     by_default = settings.keep_bf16_layers.last is None and last
-    why_kept = f"keep_bf16_layers{f', by default the last {last} of {len(layers)}' if by_default else ''}"
+    why_kept = (
+        f"keep_bf16_layers{f', by default the last {last} of {len(layers)}' if by_default else ''}"
+    )
     inside = {module for layer in outer_layers for module in layer.modules()}
     decisions, groups, no_groups = {}, {}, None
     for name, module in stacked_experts(hf):
@@ -50,7 +61,11 @@ def decide(
     if groups and active.backend == "transformer_engine":
         here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         no_groups = active.precision.no_groups_on(capability or here, settings)
-    linears = {name: (module, features_of(module)) for name, module in hf.named_modules() if isinstance(module, LINEARS)}
+    linears = {
+        name: (module, features_of(module))
+        for name, module in hf.named_modules()
+        if isinstance(module, LINEARS)
+    }
     for name, (module, features) in (linears | groups).items():
         if module is head and settings.scope == "linear":
             reason = "scope linear leaves the LM head out"
@@ -59,9 +74,16 @@ def decide(
         elif module in inside:
             reason = why_kept
         else:
-            by_name = (f"keep_bf16: {pattern}" for pattern in settings.keep_bf16 if is_called(name, pattern))
-            multiple = active.precision.multiple_of  # in emulation too, which is to show what the hardware does
-            misfits = (f"{size} is not a multiple of {multiple}" for size in features if size % multiple)
+            by_name = (
+                f"keep_bf16: {pattern}"
+                for pattern in settings.keep_bf16
+                if is_called(name, pattern)
+            )
+            # in emulation too, which is to show what the hardware does
+            multiple = active.precision.multiple_of
+            misfits = (
+                f"{size} is not a multiple of {multiple}" for size in features if size % multiple
+            )
             reason = next(chain(by_name, misfits, [no_groups] if name in groups else []), None)
         decisions[name] = Decision(active.precision.name if reason is None else left_out, reason)
     return decisions
@@ -73,7 +95,11 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     decisions, kind = decide(hf, layers, active), type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):
-            ends = dict.fromkeys(name.split(".", dots)[-1] for name in decisions for dots in range(name.count(".") + 1))
+            ends = dict.fromkeys(
+                name.split(".", dots)[-1]
+                for name in decisions
+                for dots in range(name.count(".") + 1)
+            )
             (nearest,) = difflib.get_close_matches(pattern, [*ends], n=1, cutoff=0)
             raise InputError(
                 f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}; the nearest is {nearest}. A pattern is "
@@ -95,5 +121,6 @@ def is_called(name: str, pattern: str) -> bool:
 
 def features_of(linear: nn.Module) -> tuple[int, int]:
     """(in_features, out_features)."""
-    transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)  # as Conv1D's stand-in says
+    # as Conv1D's stand-in says
+    transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)
     return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))

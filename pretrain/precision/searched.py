@@ -21,7 +21,19 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import POINTER, byref, c_float, c_int, c_int8, c_int32, c_int64, c_size_t, c_uint64, c_void_p, sizeof
+from ctypes import (
+    POINTER,
+    byref,
+    c_float,
+    c_int,
+    c_int8,
+    c_int32,
+    c_int64,
+    c_size_t,
+    c_uint64,
+    c_void_p,
+    sizeof,
+)
 from typing import Any, NamedTuple
 
 import torch
@@ -98,7 +110,9 @@ def multiply(
 # Products in any dtype and on any device, by `multiply` where it can; not differentiable.
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
+) -> Tensor:
     """x [n, k] weight [m, k]^T + `bias` [m] as torch's linear; `residual` [n, m] added, which stays as it was."""
     if bias is None and (y := multiply(weight, x, residual=residual)) is not None:
         return y
@@ -114,7 +128,9 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
     elif not total.is_cuda:
         total.copy_(left @ right if overwrite else total + left @ right)
     elif multiply(right, left.t(), layout="NT", total=total, overwrite=overwrite) is None:
-        torch.addmm(total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total)
+        torch.addmm(
+            total, left, right, beta=0 if overwrite else 1, out_dtype=torch.float32, out=total
+        )
 
 
 # ── Operands ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,19 +140,37 @@ def _factor(operand: Any) -> Factor | None:
     """The operand as a factor; None for what is neither a plain tensor in BF16 nor FP8, quantized along its rows, with one scale
     or in blocks."""
     if type(operand) in (Tensor, nn.Parameter):
-        return Factor(operand, operand.dtype, None) if operand.dtype == _BF16 and operand.is_cuda else None
+        return (
+            Factor(operand, operand.dtype, None)
+            if operand.dtype == _BF16 and operand.is_cuda
+            else None
+        )
     te = sys.modules.get("transformer_engine.pytorch")
     if te and isinstance(operand, te.Float8TensorStorage):
         values, scale, mode = operand._data, operand._scale_inv, 0
     elif te and isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        values, scale, mode = operand._rowwise_data, operand._rowwise_scale_inv, _SQUARES if operand._is_2D_scaled else _VECTORS
+        values, scale, mode = (
+            operand._rowwise_data,
+            operand._rowwise_scale_inv,
+            _SQUARES if operand._is_2D_scaled else _VECTORS,
+        )
     else:
         return None
-    return None if values is None else Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode)
+    return (
+        None
+        if values is None
+        else Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode)
+    )
 
 
 def problem_of(
-    a: Factor, b: Factor, transposed: tuple[bool, bool], residual: Tensor | None, total: Tensor | None, *, fast_accumulation: bool
+    a: Factor,
+    b: Factor,
+    transposed: tuple[bool, bool],
+    residual: Tensor | None,
+    total: Tensor | None,
+    *,
+    fast_accumulation: bool,
 ) -> Problem | None:
     """What the product of `a` and `b` is, as `multiply` has it; None where cublasLt would not take it as they lie."""
     is_fp8 = a.scale is not None
@@ -150,7 +184,16 @@ def problem_of(
     if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
     types = a.dtype, b.dtype, _BF16 if total is None else total.dtype
-    return Problem(m, n, k, types, transposed, is_fp8 and fast_accumulation, residual is not None, (a.mode, b.mode))
+    return Problem(
+        m,
+        n,
+        k,
+        types,
+        transposed,
+        is_fp8 and fast_accumulation,
+        residual is not None,
+        (a.mode, b.mode),
+    )
 
 
 # ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -170,7 +213,8 @@ class Products:
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
         self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON
-        self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}  # None: cublasLt refuses it
+        # None: cublasLt refuses it
+        self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}
 
     def require(self, name: str, *arguments: Any) -> None:
         if status := getattr(self.library, name)(*arguments):
@@ -184,13 +228,21 @@ class Products:
     def set_value(self, kind: str, where: c_void_p, attribute: int, value: Any) -> None:
         self.require(f"cublasLt{kind}SetAttribute", where, attribute, byref(value), sizeof(value))
 
-    def multiply(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None) -> Tensor | None:
+    def multiply(
+        self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None
+    ) -> Tensor | None:
         """Multiplies as the function `multiply` does; None where cublasLt refuses, in which case nothing was started."""
         if problem in self.chosen and self.chosen[problem] is None:
             return None
-        if torch.cuda.current_stream().cuda_stream != self.stream or (a.scale is not None and not self._has_fp8):
+        if torch.cuda.current_stream().cuda_stream != self.stream or (
+            a.scale is not None and not self._has_fp8
+        ):
             return None
-        d = torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device) if total is None else total
+        d = (
+            torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device)
+            if total is None
+            else total
+        )
         with suppress(CublasLtError, torch.OutOfMemoryError):  # no room to try algorithms for a sum
             chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
             if chosen is not None and chosen[0].run(chosen[1], a, b, added, d) == SUCCESS:
@@ -198,7 +250,9 @@ class Products:
         self.chosen[problem] = None
         return None
 
-    def _choose(self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> tuple[Matmul, Algorithm] | None:
+    def _choose(
+        self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor
+    ) -> tuple[Matmul, Algorithm] | None:
         """The fastest algorithm, or None. d is written over, more than once, unless it is `added`: then it stays as it is."""
         matmul = Matmul(self, problem)
         matmul.set_scales(a, b)  # not all algorithms can scale
@@ -218,12 +272,15 @@ class Products:
 @functools.cache
 def products_on(device: torch.device) -> Products | None:
     """The products of `device`, the current one; None where cublasLt cannot be called."""
-    with suppress(CublasLtError, OSError, AttributeError):  # no such library, or one that lacks a function
+    # no such library, or one that lacks a function
+    with suppress(CublasLtError, OSError, AttributeError):
         return Products(device)
     return None
 
 
-def same_as_first(launches: Sequence[Callable[[], int]], d: Tensor, added: Tensor | None) -> tuple[list[int], bool]:
+def same_as_first(
+    launches: Sequence[Callable[[], int]], d: Tensor, added: Tensor | None
+) -> tuple[list[int], bool]:
     """The numbers of those that run and write into d the bits of the first of them, by the sum of all that they write; and
     whether that is decisive. It is not for a product of zeros, nor where d is not finite: any algorithm would write that."""
     ran, sums = [], []
@@ -234,10 +291,13 @@ def same_as_first(launches: Sequence[Callable[[], int]], d: Tensor, added: Tenso
     if not ran:
         return [], False
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
-    finite = d.sum().isfinite().long()  # of the last one, as of all: the operands decide it. In FP64 the sum would copy d
+    # of the last one, as of all: the operands decide it. In FP64 the sum would copy d
+    finite = d.sum().isfinite().long()
     *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
     decisive = bool(finite) and bits[0] not in (0, unchanged)
-    return [number for number, written in zip(ran, bits, strict=True) if written == bits[0]], decisive
+    return [
+        number for number, written in zip(ran, bits, strict=True) if written == bits[0]
+    ], decisive
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
@@ -266,16 +326,24 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
 
 SUCCESS = 0
 ALIGNMENT = 256  # bytes, what the heuristic supposes of a tensor where it is not told
-_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}  # cudaDataType
+# cudaDataType
+_TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
 # cublasLtMatmulDescAttributes_t
-_DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = 3, 4, 17, 18, 25
+_DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = (
+    3,
+    4,
+    17,
+    18,
+    25,
+)
 _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
 # cublasLtMatmulMatrixScale_t, since CUDA 12.9, of r rows: FP32 [k / 128, r], and [r / 128, k / 128], its rows padded to fours. A
 # product of two tensors in squares there is none.
 _VECTORS, _SQUARES = 4, 5
 _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-_FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}  # alpha and beta, read by the call itself
+# alpha and beta, read by the call itself
+_FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}
 
 
 class Algorithm(ctypes.Structure):
@@ -287,7 +355,13 @@ class Algorithm(ctypes.Structure):
 class HeuristicResult(ctypes.Structure):
     """cublasLtMatmulHeuristicResult_t."""
 
-    _fields_ = [("algorithm", Algorithm), ("workspace", c_size_t), ("state", c_int), ("waves", c_float), ("reserved", c_int * 4)]
+    _fields_ = [
+        ("algorithm", Algorithm),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
 
 
 # Each returns a cublasStatus_t. Handles, descriptors and device pointers are void *; a value comes with its bytes.
@@ -299,7 +373,12 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
     # handle, operation, layouts of A, B, C and D, preference, count, results, how many there are
-    "cublasLtMatmulAlgoGetHeuristic": [*[c_void_p] * 7, c_int, POINTER(HeuristicResult), POINTER(c_int)],
+    "cublasLtMatmulAlgoGetHeuristic": [
+        *[c_void_p] * 7,
+        c_int,
+        POINTER(HeuristicResult),
+        POINTER(c_int),
+    ],
     # handle, operation, alpha, A and B each with its layout, beta, C and D each with its layout, algorithm, workspace, stream
     "cublasLtMatmul": [*[c_void_p] * 12, POINTER(Algorithm), c_void_p, c_size_t, c_void_p],
 }
@@ -316,11 +395,14 @@ class Matmul:
     def __init__(self, products: Products, problem: Problem) -> None:
         self._products, (m, n, k), transposed = products, problem[:3], problem.transposed
         self._operation = products.create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
-        self._set(_DESC_TRANSPOSE_A, c_int32(transposed[0]))  # cublasOperation_t: 0 as it lies, 1 transposed
+        # cublasOperation_t: 0 as it lies, 1 transposed
+        self._set(_DESC_TRANSPOSE_A, c_int32(transposed[0]))
         self._set(_DESC_TRANSPOSE_B, c_int32(transposed[1]))
         if problem.fast_accumulation:
             self._set(_DESC_FAST_ACCUMULATION, c_int8(1))
-        for attribute, mode in zip((_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), problem.modes, strict=True):
+        for attribute, mode in zip(
+            (_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), problem.modes, strict=True
+        ):
             if mode:  # one scale is what libraries take that know no other
                 self._set(attribute, c_int32(mode))
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
@@ -347,11 +429,15 @@ class Matmul:
         products.set_value("MatmulPreference", preference, _PREFERENCE_WORKSPACE_BYTES, size)
         results, number = (HeuristicResult * _REQUESTED)(), c_int()
         product = (products.handle, self._operation, *self._layouts, preference)
-        products.require("cublasLtMatmulAlgoGetHeuristic", *product, _REQUESTED, results, byref(number))
+        products.require(
+            "cublasLtMatmulAlgoGetHeuristic", *product, _REQUESTED, results, byref(number)
+        )
         usable = [result for result in results[: number.value] if result.state == SUCCESS]
         return [Algorithm.from_buffer_copy(result.algorithm) for result in usable]
 
-    def run(self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor) -> int:
+    def run(
+        self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor
+    ) -> int:
         """d = a b (+ `added`), started on the products' stream; a cublasStatus_t, other than 0 where nothing was started."""
         self.set_scales(a, b)
         (layout_a, layout_b, layout_c, layout_d), products = self._layouts, self._products
@@ -360,5 +446,10 @@ class Matmul:
             *(products.handle, self._operation),
             *(_FACTORS[1.0], a.values.data_ptr(), layout_a, b.values.data_ptr(), layout_b),
             *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
-            *(algorithm, products.workspace.data_ptr(), products.workspace.numel(), products.stream),
+            *(
+                algorithm,
+                products.workspace.data_ptr(),
+                products.workspace.numel(),
+                products.stream,
+            ),
         )

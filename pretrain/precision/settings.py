@@ -29,13 +29,19 @@ from pretrain.precision.formats.unquantized import BF16, FP32
 
 Weights = Literal["fp32", "bf16", "bf16_exact"]  # `weights:` of a recipe
 # The torch dtype that parameters are kept in.
-WEIGHT_DTYPES: dict[Weights, str] = {"fp32": "float32", "bf16": "bfloat16", "bf16_exact": "bfloat16"}
+WEIGHT_DTYPES: dict[Weights, str] = {
+    "fp32": "float32",
+    "bf16": "bfloat16",
+    "bf16_exact": "bfloat16",
+}
 
-_LOW = (each.PRECISION for each in (delayed, current, block, mxfp8, nvfp4, mxfp4))  # in the order of tables and messages
+# in the order of tables and messages
+_LOW = (each.PRECISION for each in (delayed, current, block, mxfp8, nvfp4, mxfp4))
 PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (FP32, BF16, *_LOW)}
 # What computes a linear that low precision leaves out, by the dtype of its activations.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
-BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}  # by its `mixed_precision`
+# by its `mixed_precision`
+BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}
 
 PrecisionName = Literal[tuple(PRECISIONS)]
 
@@ -46,7 +52,12 @@ def precision_called(name: str) -> Precision:
     precision = PRECISIONS[name.removesuffix(PLAIN_FORWARD)]
     if not name.endswith(PLAIN_FORWARD):
         return precision
-    return replace(precision, name=name, plain_forward=True, description=f"{precision.description}; forward products in BF16")
+    return replace(
+        precision,
+        name=name,
+        plain_forward=True,
+        description=f"{precision.description}; forward products in BF16",
+    )
 
 
 # ── `precision`: a name, or a schedule ──────────────────────────────────────────────────────────────────────────────────────────
@@ -56,7 +67,9 @@ def _share_or_step(number: float) -> float | int:
     if 0 < number < 1:
         return number
     if number < 2 or number != number // 1:
-        raise ValueError(f"{number:g} is neither a share of the steps, above 0 and below 1, nor the number of a step, 2 or more")
+        raise ValueError(
+            f"{number:g} is neither a share of the steps, above 0 and below 1, nor the number of a step, 2 or more"
+        )
     return int(number)
 
 
@@ -66,12 +79,15 @@ class PrecisionPhase(Settings):
     # where the phase ends: a share of all steps, or a step's number; the last phase has none
     until: Annotated[float, AfterValidator(_share_or_step)] | None = None
     use: PrecisionName  # what its products compute in
-    forward: Literal["bf16"] | None = None  # of a quantized precision: forward products in BF16, gradients in that precision
+    # of a quantized precision: forward products in BF16, gradients in that precision
+    forward: Literal["bf16"] | None = None
 
     @model_validator(mode="after")
     def _quantizes_gradients(self) -> Self:
         if self.forward and not PRECISIONS[self.use].quantized:
-            raise ValueError(f"`forward: bf16` is for what quantizes its gradients, and {self.use} does not; leave it out")
+            raise ValueError(
+                f"`forward: bf16` is for what quantizes its gradients, and {self.use} does not; leave it out"
+            )
         return self
 
 
@@ -120,8 +136,11 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     *before, (_, last) = phases
     if in_a_path:
         return "-then-".join([*(f"{name}-to-{until}" for until, name in before), last])
-    ends = (f"{100 * until:g} %" if until < 1 else f"step {int(until)}" for until, _ in before)  # a step is 3.0 in config.yaml
-    return ", then ".join([*(f"{name} to {end}" for (_, name), end in zip(before, ends, strict=True)), last])
+    # a step is 3.0 in config.yaml
+    ends = (f"{100 * until:g} %" if until < 1 else f"step {int(until)}" for until, _ in before)
+    return ", then ".join(
+        [*(f"{name} to {end}" for (_, name), end in zip(before, ends, strict=True)), last]
+    )
 
 
 def is_quantized(setting: Any) -> bool:
@@ -132,7 +151,10 @@ def is_quantized(setting: Any) -> bool:
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
     """The last step of each phase in a run of `steps`; shares are rounded to whole steps, as the learning rate's decay is.
     InputError where a phase would have no step."""
-    ends = [steps if until is None else round(until * steps) if isinstance(until, float) else until for until in untils]
+    ends = [
+        steps if until is None else round(until * steps) if isinstance(until, float) else until
+        for until in untils
+    ]
     for number, (before, end) in enumerate(pairwise([0, *ends]), 1):
         if not before < end or (number < len(ends) and end >= steps):
             raise InputError(
@@ -152,20 +174,29 @@ class KeepBf16Layers(Settings):
 
 
 class LowPrecisionSettings(Settings):
-    backend: Literal["TE", "emulation"] = "TE"  # TE: Transformer Engine; emulation: in software, also where the hardware could
-    scope: Literal["linear", "linear+head"] = "linear"  # linear: all but the LM head; linear+head: the head too
-    on_unsupported: Literal["error", "emulate", "fallback"] = "error"  # without hardware for it; fallback: delayed, else bf16
+    # TE: Transformer Engine; emulation: in software, also where the hardware could
+    backend: Literal["TE", "emulation"] = "TE"
+    # linear: all but the LM head; linear+head: the head too
+    scope: Literal["linear", "linear+head"] = "linear"
+    # without hardware for it; fallback: delayed, else bf16
+    on_unsupported: Literal["error", "emulate", "fallback"] = "error"
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
-    keep_bf16: tuple[str, ...] = ()  # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]
-    use_autocast_during_eval: bool = False  # evaluate in the low precision too, not in BF16; accelerate's name for it
+    # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]
+    keep_bf16: tuple[str, ...] = ()
+    # evaluate in the low precision too, not in BF16; accelerate's name for it
+    use_autocast_during_eval: bool = False
 
     # Options, of which only those that the precision takes may be set:
-    fp8_format: Literal["HYBRID", "E4M3"] | None = None  # HYBRID: gradients in E5M2, the rest in E4M3
-    # E4M3 has a range of 2**17.8: by 19 halvings the largest value itself would become zero
-    margin: Annotated[Count, Field(le=18)] | None = None  # halvings of the scale, for room above the largest value seen;
-    amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None  # microbatches whose largest values are remembered
+    # HYBRID: gradients in E5M2, the rest in E4M3
+    fp8_format: Literal["HYBRID", "E4M3"] | None = None
+    # halvings of the scale, for room above the largest value seen; 19 would make the largest value
+    # itself zero, as E4M3 has a range of 2**17.8
+    margin: Annotated[Count, Field(le=18)] | None = None
+    # microbatches whose largest values are remembered
+    amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None
     amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
-    disable_rht: bool | None = None  # no random Hadamard transform of what the weight gradient multiplies
+    # no random Hadamard transform of what the weight gradient multiplies
+    disable_rht: bool | None = None
     disable_stochastic_rounding: bool | None = None  # gradients are rounded to nearest
 
     @property
@@ -175,12 +206,17 @@ class LowPrecisionSettings(Settings):
 
     def contradictions(self, precision: Precision) -> dict[str, Any]:
         """The options that are set and that `precision` does not take, by key."""
-        return {key: value for key, value in self.options_set.items() if key not in precision.options}
+        return {
+            key: value for key, value in self.options_set.items() if key not in precision.options
+        }
 
     def resolved(self, precision_name: str) -> Self:
         """The settings with every option that the precision takes, by its default where it is None, and all others None."""
         defaults = precision_called(precision_name).options
-        options = {key: self.options_set.get(key, defaults[key]) if key in defaults else None for key in OPTIONS}
+        options = {
+            key: self.options_set.get(key, defaults[key]) if key in defaults else None
+            for key in OPTIONS
+        }
         return type(self).model_validate(self.model_dump() | options)
 
     def without_options(self) -> Self:
@@ -189,7 +225,11 @@ class LowPrecisionSettings(Settings):
 
 
 # Keys that only some precisions take.
-OPTIONS = tuple(key for key in LowPrecisionSettings.model_fields if any(key in each.options for each in PRECISIONS.values()))
+OPTIONS = tuple(
+    key
+    for key in LowPrecisionSettings.model_fields
+    if any(key in each.options for each in PRECISIONS.values())
+)
 
 # ── What a run computes in ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,10 +251,16 @@ class ActivePrecision:
         keep = self.settings.keep_bf16_layers
         if keep.last is not None or not self.precision.quantized:
             return keep.first, keep.last or 0
-        return keep.first, max(0, min(math.ceil(self.precision.keeps_last * layers), layers - keep.first - 1))
+        return keep.first, max(
+            0, min(math.ceil(self.precision.keeps_last * layers), layers - keep.first - 1)
+        )
 
     @property
     def notice(self) -> str | None:
         """What is done in place of what was requested, for the user to read; None where nothing is."""
-        instead = f"{self.precision.name} is trained in its place" if self.precision.name != self.requested else "it is emulated"
+        instead = (
+            f"{self.precision.name} is trained in its place"
+            if self.precision.name != self.requested
+            else "it is emulated"
+        )
         return self.reason and f"{self.reason}: {instead}"

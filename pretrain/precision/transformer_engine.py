@@ -32,9 +32,15 @@ from pretrain.precision.settings import ActivePrecision
 
 # A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}  # layout, and the recipe's name
+# layout, and the recipe's name
+TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}
 # What the names of variables begin with that change the defaults of Transformer Engine's recipes.
-DEFAULTS_CHANGED_BY = ("NVTE_BACKWARD_OVERRIDE", "NVTE_FP8_BLOCK_SCALING", "NVTE_FP8_CURRENT_SCALING", "NVTE_NVFP4_")
+DEFAULTS_CHANGED_BY = (
+    "NVTE_BACKWARD_OVERRIDE",
+    "NVTE_FP8_BLOCK_SCALING",
+    "NVTE_FP8_CURRENT_SCALING",
+    "NVTE_NVFP4_",
+)
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 
@@ -46,7 +52,8 @@ def missing() -> str | None:
         return "Transformer Engine, which is not installed (docs/b200.md says how)"
     try:
         library()
-    except (ImportError, OSError, RuntimeError) as error:  # a library that was built for another torch, CUDA or Python
+    # a library that was built for another torch, CUDA or Python
+    except (ImportError, OSError, RuntimeError) as error:
         return f"a Transformer Engine that can be imported ({one_line(error)})"
     return None
 
@@ -66,7 +73,9 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
 
     Raises InputError where variables would change the defaults, and for an option that the installed version drops."""
     if variables := sorted(name for name in os.environ if name.startswith(DEFAULTS_CHANGED_BY)):
-        raise InputError(f"{', '.join(variables)}: Transformer Engine would compute otherwise than `precision` says; unset it")
+        raise InputError(
+            f"{', '.join(variables)}: Transformer Engine would compute otherwise than `precision` says; unset it"
+        )
     te = importlib.import_module("transformer_engine.common.recipe")
     options = {key: getattr(settings, key) for key in precision.options}
     if "fp8_format" in options:
@@ -95,7 +104,9 @@ class TransformerEngineProduct(Product):
 
     @property
     def supports_fused_loss(self) -> bool:
-        return not self.linear.use_bias and self.backend.precision.fuses_head_on(torch.cuda.get_device_capability())
+        return not self.linear.use_bias and self.backend.precision.fuses_head_on(
+            torch.cuda.get_device_capability()
+        )
 
     def begin(self, x: Tensor) -> None:
         self.linear.prepare_forward(x)
@@ -116,7 +127,8 @@ class TransformerEngineProduct(Product):
         return quantizer
 
     def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
-        x, quantizer = x.contiguous(), self.quantizer(role, both=both)  # Conv1D's weight is a transpose
+        # Conv1D's weight is a transpose
+        x, quantizer = x.contiguous(), self.quantizer(role, both=both)
         if role == "weight":
             # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
             quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, x)
@@ -128,7 +140,13 @@ class TransformerEngineProduct(Product):
         return operand._data if one_scale else operand._rowwise_data
 
     def multiply(
-        self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype, *added: Tensor | None, out: Tensor | None = None
+        self,
+        gemm: Gemm,
+        left: Any,
+        right: Any,
+        dtype: torch.dtype,
+        *added: Tensor | None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """`out` takes a gradient, in its dtype."""
         bias, residual = (*added, None, None)[:2]
@@ -146,7 +164,8 @@ class TransformerEngineProduct(Product):
         return y if residual is None else y.add_(residual)
 
     def accumulate(self, total: Tensor, left: Any, right: Any, *, overwrite: bool = False) -> None:
-        if not total.is_contiguous():  # Conv1D's is a transpose, which the library's product does not add to
+        # Conv1D's is a transpose, which the library's product does not add to
+        if not total.is_contiguous():
             return super().accumulate(total, left, right, overwrite=overwrite)
         self._gemm("wgrad", left, right, out=total, out_dtype=total.dtype, accumulate=not overwrite)
 
@@ -156,7 +175,9 @@ class TransformerEngineProduct(Product):
         options |= {"layout": layout, "grad": gemm != "forward"}
         split = split_accumulator(self.backend.te_recipe, product)
         with watched(self.members, gemm):
-            return library().cpp_extensions.general_gemm(right, left, use_split_accumulator=split, **options)[0]
+            return library().cpp_extensions.general_gemm(
+                right, left, use_split_accumulator=split, **options
+            )[0]
 
     @staticmethod
     def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
@@ -178,7 +199,8 @@ class TransformerEngineProduct(Product):
         state = manager.quantization_state
         before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
         if library().distributed.in_fp8_activation_recompute_phase():
-            state.is_first_fp8_module = before  # the answer was given in forward, and is asked for again
+            # the answer was given in forward, and is asked for again
+            state.is_first_fp8_module = before
         return first
 
     @staticmethod
@@ -190,7 +212,9 @@ class ScaledGroupedProduct(Grouped, TransformerEngineProduct):
     """Quantizes the operands of all experts by one call of Transformer Engine's kernel, and multiplies them by torch's grouped
     product: the library's own is a launch an expert. That takes a scale for each row, which is the tensor's one each time."""
 
-    def multiply(self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype | None = None, bias: None = None) -> Tensor:
+    def multiply(
+        self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype | None = None, bias: None = None
+    ) -> Tensor:
         experts, by_rows = len(self.ends), gemm == "wgrad"
         if gemm == "dgrad":
             right.update_usage(columnwise_usage=True)
@@ -198,13 +222,22 @@ class ScaledGroupedProduct(Grouped, TransformerEngineProduct):
         if by_rows:
             b, scales = b.t(), (len(a) * experts, len(b) * experts)
         else:  # [experts, k, n], where k lies in one piece
-            b = b.unflatten(0, (experts, -1)).mT if gemm == "forward" else b.unflatten(1, (experts, -1)).permute(1, 2, 0)
+            b = (
+                b.unflatten(0, (experts, -1)).mT
+                if gemm == "forward"
+                else b.unflatten(1, (experts, -1)).permute(1, 2, 0)
+            )
             scales = (len(a), (experts, b.shape[2]))
-        of_a, of_b = (x._scale_inv.expand(size).contiguous() for x, size in zip((left, right), scales, strict=True))
+        of_a, of_b = (
+            x._scale_inv.expand(size).contiguous()
+            for x, size in zip((left, right), scales, strict=True)
+        )
         # Sums stay in the tensor cores, in gradients too. To add them up outside spills registers where experts are small, at a
         # third of the speed; what it would save is less than what rounding to BF16 costs (docs/log.md).
         with watched(self.members, gemm):
-            y = torch._scaled_grouped_mm(a, b, of_a, of_b, offs=self.ends, out_dtype=torch.bfloat16, use_fast_accum=True)
+            y = torch._scaled_grouped_mm(
+                a, b, of_a, of_b, offs=self.ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
         return y if dtype is None else y.to(dtype)
 
 
@@ -227,11 +260,20 @@ class TransformerEngineBackend(Backend):
     def product(
         self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False
     ) -> TransformerEngineProduct:
-        linear = self.te.Linear(in_features, out_features, bias=bias, params_dtype=torch.bfloat16, device="meta", name=name)
+        linear = self.te.Linear(
+            in_features,
+            out_features,
+            bias=bias,
+            params_dtype=torch.bfloat16,
+            device="meta",
+            name=name,
+        )
         # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
-        self.products.append((ScaledGroupedProduct if grouped else TransformerEngineProduct)(name, linear, self))
+        self.products.append(
+            (ScaledGroupedProduct if grouped else TransformerEngineProduct)(name, linear, self)
+        )
         return self.products[-1]
 
     @contextmanager
@@ -244,7 +286,10 @@ class TransformerEngineBackend(Backend):
                 product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
     def checkpoint(
-        self, function: Callable[..., Any], *args: Any, again: Callable[[], AbstractContextManager[None]] = nullcontext
+        self,
+        function: Callable[..., Any],
+        *args: Any,
+        again: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Any:
         @contextmanager
         def recomputing() -> Iterator[None]:
@@ -254,7 +299,9 @@ class TransformerEngineBackend(Backend):
                 yield
 
         return self.te.checkpoint(
-            functools.partial(function, *args), use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing())
+            functools.partial(function, *args),
+            use_reentrant=False,
+            context_fn=lambda: (nullcontext(), recomputing()),
         )
 
     def state(self) -> dict[str, Tensor]:
@@ -280,7 +327,8 @@ class TransformerEngineBackend(Backend):
         return f"Transformer Engine {importlib.metadata.version('transformer_engine')}, {type(self.te_recipe).__name__}"
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
-        return self.te.autocast(enabled=enabled, recipe=self.te_recipe)  # no reduction group means the default one, all ranks
+        # no reduction group means the default one, all ranks
+        return self.te.autocast(enabled=enabled, recipe=self.te_recipe)
 
 
 def library() -> ModuleType:

@@ -66,7 +66,8 @@ class Assembly:
     """One model under its names, its optimizer and its precision."""
 
     hf: PreTrainedModel  # as transformers knows it
-    model: PackedLanguageModel  # as it maps packed batches to losses, sharded where the topology does
+    # as it maps packed batches to losses, sharded where the topology does
+    model: PackedLanguageModel
     optimizer: ExactAdamW
     active: ActivePrecision  # of the steps at present; `use` changes it
     context: PrecisionContext  # which its products share
@@ -81,7 +82,11 @@ class Assembly:
     @property
     def audit(self) -> dict[str, Any]:
         """What audit.json says; parity and `confirming_audit` add to each precision's part what they find."""
-        several = {"precisions": {name: each.audit for name, each in self.precisions.items()}} if "phases" in self.around else {}
+        several = (
+            {"precisions": {name: each.audit for name, each in self.precisions.items()}}
+            if "phases" in self.around
+            else {}
+        )
         return self.now.audit | self.around | several
 
     def use(self, active: ActivePrecision) -> None:
@@ -101,7 +106,9 @@ class Assembly:
 
     def describe_schedule(self, plan: Plan) -> None:
         """Let the audit say which steps compute in what, where that changes on the way."""
-        self.around = {key: value for key, value in self.around.items() if key not in ("schedule", "phases")}
+        self.around = {
+            key: value for key, value in self.around.items() if key not in ("schedule", "phases")
+        }
         if plan.is_scheduled:
             phases = {first: active.precision.name for first, _, active in plan.spans}
             self.around |= {"schedule": plan.computes, "phases": phases}
@@ -126,7 +133,9 @@ class Assembly:
     def optimizer_tensors(self) -> dict[str, Tensor]:
         return named_state(self.optimizer, self.hf)
 
-    def precision_watch(self, every: int | None, folder: Path, step: int, main_process: bool) -> PrecisionWatch | None:
+    def precision_watch(
+        self, every: int | None, folder: Path, step: int, main_process: bool
+    ) -> PrecisionWatch | None:
         """The watch over low-precision operands every so many steps; None without such operands, or where nobody wants it."""
         if not self.context.backends or every is None:
             return None
@@ -148,10 +157,14 @@ class Assembly:
         """Watches the first microbatch of a later `step`; raises InputError, before the step's update, where its low-precision
         products are not the audit's any more, or histories do not move on."""
         products = self.now.audit["products"]
-        return audit.confirming_first_microbatch(self.model, self.active, products, step, most=EXAMINED_AGAIN)
+        return audit.confirming_first_microbatch(
+            self.model, self.active, products, step, most=EXAMINED_AGAIN
+        )
 
 
-def build_model(job: Job, accelerator: Accelerator, attention: str) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def build_model(
+    job: Job, accelerator: Accelerator, attention: str
+) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """The model of `job`, the same on all ranks; and by parameter the values that it gets later, when it is placed on its
     devices: under `bf16_exact` the FP32 values, under FSDP2 all values, on the first rank alone. Collective."""
     recipe, exact = job.recipe, job.recipe.weights == "bf16_exact"
@@ -160,7 +173,9 @@ def build_model(job: Job, accelerator: Accelerator, attention: str) -> tuple[Pre
     if accelerator.is_fsdp2:
         options |= {"kept": weights, "weights": job.weight_dtype}
         return model.build_on_first_rank(recipe.model, job.model_config, accelerator, **options)
-    hf = model.build(recipe.model, job.model_config, weights=weights, device=accelerator.device, **options)
+    hf = model.build(
+        recipe.model, job.model_config, weights=weights, device=accelerator.device, **options
+    )
     take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
     return hf, model.round_weights(hf, job.weight_dtype) if exact else {}
 
@@ -182,7 +197,9 @@ def in_its_precisions(
     precisions = {}
     for each in actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
-        precisions[each.precision.name] = AssembledPrecision(each, backends[each.precision.name], decisions, {})
+        precisions[each.precision.name] = AssembledPrecision(
+            each, backends[each.precision.name], decisions, {}
+        )
     # A phase with a BF16 forward takes its products from its precision without one, which so comes first.
     in_order = sorted(precisions.values(), key=lambda each: each.active.precision.plain_forward)
     packed.fused, what_is_fused = _fuse(job, layers, in_order, context, device.type)
@@ -203,7 +220,10 @@ def _fuse(
     """Fuse the layers that can be. Returns them, None where there are none, and what the audit says of it."""
     # Of several precisions the quantized one's arithmetic serves all, and its reason counts, so it comes first.
     actives = sorted(job.plan.actives, key=lambda each: each.precision.quantized, reverse=True)
-    chosen = [choose_arithmetic(job.recipe.model.fused, active, device_type, context) for active in actives]
+    chosen = [
+        choose_arithmetic(job.recipe.model.fused, active, device_type, context)
+        for active in actives
+    ]
     if reasons := [why_not for arithmetic, why_not in chosen if arithmetic is None]:
         return None, reasons[0]
     arithmetic = chosen[0][0]
@@ -234,7 +254,9 @@ def _sums_apart(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -
     return fused is not None or accelerator.num_processes > 1 or (emulated and kept_in == "fp32")
 
 
-def give_values(hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactAdamW, *, exact: bool) -> None:
+def give_values(
+    hf: PreTrainedModel, aside: dict[str, Tensor], optimizer: ExactAdamW, *, exact: bool
+) -> None:
     """Give the placed parameters the values that were set `aside`. These are taken out one by one, so that FP32 weights are freed
     as remainders are allocated."""
     weights = torch.float32 if exact else hf.dtype
@@ -285,7 +307,9 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[aud
             batch = beginning_of(batch, SEEN_UNQUANTIZED)
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
-    entries = audit.observe(packed, lambda: loss_of(0), job.active, assembly.now.decisions, assembly.optimizer)
+    entries = audit.observe(
+        packed, lambda: loss_of(0), job.active, assembly.now.decisions, assembly.optimizer
+    )
     advance()
     if packed.context.state():
         with torch.compiler.set_stance("force_eager"):
@@ -299,11 +323,17 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[aud
 def beginning_of(batch: Microbatch, tokens: int) -> Microbatch:
     """The first `tokens` of a microbatch of one pack, as a shorter pack; all of it where that is as short."""
     length = min(tokens, batch.max_seqlen)
-    cut = {name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")}
+    cut = {
+        name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")
+    }
     return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
 def what_is_compiled(compiled: bool, packed: PackedLanguageModel) -> str:
     if not compiled or (packed.fused and not packed.fused.left_out):
         return "nothing"
-    return "each layer, between its low-precision products" if packed.context.backends else "each layer"
+    return (
+        "each layer, between its low-precision products"
+        if packed.context.backends
+        else "each layer"
+    )

@@ -30,11 +30,28 @@ from pretrain.precision.settings import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN3_1_7B = {
-    **{"model_type": "qwen3", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28},
-    **{"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 32768},
+    **{
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+    },
+    **{
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+    },
     **{"rope_theta": 1e6, "tie_word_embeddings": True},
 }
-SMALL = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
 VOCABULARY = 512  # embedding and head are not what is tried
 STEPS, TIMED = 8, 5  # of a trial, and of these the last
 SECONDS = 300  # for one trial
@@ -47,8 +64,12 @@ def main(options: argparse.Namespace) -> int:
         raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
     gpu = torch.cuda.is_available()
     missing, rows = missing_on("cuda" if gpu else "cpu"), []
-    libraries = ", ".join(f"{name} {version_of(name)}" for name in ("torch", "transformer-engine") if version_of(name))
-    print(f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}")
+    libraries = ", ".join(
+        f"{name} {version_of(name)}" for name in ("torch", "transformer-engine") if version_of(name)
+    )
+    print(
+        f"{torch.cuda.get_device_name() if gpu else 'CPU'}; {libraries}, CUDA {torch.version.cuda}"
+    )
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
         for name in dict.fromkeys(options.precisions or PRECISIONS):
@@ -67,7 +88,9 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     with PackWriter(folder / "packs", length) as writer:
         for _ in range(4 * packs):
             lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
-            writer.add("train", Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths))
+            writer.add(
+                "train", Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths)
+            )
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return {
         "name": "doctor",
@@ -81,7 +104,9 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     }
 
 
-def row_of(name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path, *, gpu: bool) -> tuple[str, ...]:
+def row_of(
+    name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path, *, gpu: bool
+) -> tuple[str, ...]:
     """A precision on hardware, or emulated where the device `lacks` something."""
     settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / name)}
     if PRECISIONS[name].quantized:
@@ -107,6 +132,12 @@ def try_training(recipe: Mapping[str, Any], folder: Path) -> tuple[float, float]
         raise InputError(f"took longer than {SECONDS} s") from None
     except subprocess.CalledProcessError as ended:
         lines = ended.stderr.strip().splitlines() or [f"status {ended.returncode}"]
-        raise InputError(next((line for line in lines if line.startswith(("error: ", "halted: "))), lines[-1])) from None
-    steps = [each for each in read_metrics(Path(recipe["run_dir"])) if kind(each) == "step"][-TIMED:]
-    return tuple(statistics.median(step[key] for step in steps) for key in ("step_ms", "tokens_per_second"))
+        raise InputError(
+            next((line for line in lines if line.startswith(("error: ", "halted: "))), lines[-1])
+        ) from None
+    steps = [each for each in read_metrics(Path(recipe["run_dir"])) if kind(each) == "step"][
+        -TIMED:
+    ]
+    return tuple(
+        statistics.median(step[key] for step in steps) for key in ("step_ms", "tokens_per_second")
+    )

@@ -37,7 +37,10 @@ def evaluate(run: Run) -> None:
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - began)
             if run.job.recipe.checkpoint.best:
-                run.best = broadcast_object_list([best_evaluation([*filter(None, [run.best]), record])])[0]  # the main process's
+                # the main process's
+                run.best = broadcast_object_list(
+                    [best_evaluation([*filter(None, [run.best]), record])]
+                )[0]
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 
@@ -46,7 +49,11 @@ def evaluate_once(run: Run) -> None:
     """Evaluates, unless the same evaluation of the present step is in metrics.jsonl already."""
     done = False
     if run.accelerator.is_main_process:
-        lines = [line for line in read_metrics(run.folder.path) if kind(line) == "evaluation" and line["step"] == run.state.step]
+        lines = [
+            line
+            for line in read_metrics(run.folder.path)
+            if kind(line) == "evaluation" and line["step"] == run.state.step
+        ]
         done = any(same_measure(line, measure_of(run)) for line in lines)
     if not largest_over_ranks(run.accelerator, int(done)):
         evaluate(run)
@@ -61,18 +68,24 @@ def measure_of(run: Run) -> dict[str, Any]:
     return {
         "held_out_fingerprint": job.data.held_out.fingerprint[:16],
         "held_out_packs": sum(most for _, most in evaluated_parts(job).values()),
-        "held_out_precision": (job.precision if as_trained else UNQUANTIZED[job.precision.compute_dtype]).name,
+        "held_out_precision": (
+            job.precision if as_trained else UNQUANTIZED[job.precision.compute_dtype]
+        ).name,
     }
 
 
-def held_out_figures(job: Job, model: PackedLanguageModel, accelerator: Accelerator) -> dict[str, float]:
+def held_out_figures(
+    job: Job, model: PackedLanguageModel, accelerator: Accelerator
+) -> dict[str, float]:
     """`held_out_loss` of the held-out packs that the recipe evaluates on; of several sources, an equal share of each one's packs,
     and `held_out_loss/NAME` too. Collective."""
     sums = {}
     for name, (packs, most) in evaluated_parts(job).items():
         with Batching(**job.batching(accelerator)).evaluation(packs, most) as batches:
             sums[name] = held_out_sums(model, batches, accelerator)
-    by_source = {f"held_out_loss/{name}": figures_of(each)["held_out_loss"] for name, each in sums.items()}
+    by_source = {
+        f"held_out_loss/{name}": figures_of(each)["held_out_loss"] for name, each in sums.items()
+    }
     return figures_of(sum(sums.values())) | (by_source if len(sums) > 1 else {})
 
 
@@ -80,7 +93,10 @@ def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
     """Returns for each source, by name, its held-out packs and how many of them are evaluated on."""
     held_out, limit = job.data.held_out, job.recipe.evaluate.packs
     parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
-    return {name: (packs, packs_evaluated(len(packs), len(held_out), limit)) for name, packs in parts.items()}
+    return {
+        name: (packs, packs_evaluated(len(packs), len(held_out), limit))
+        for name, packs in parts.items()
+    }
 
 
 def best_so_far(run: Run) -> Record | None:
@@ -89,7 +105,9 @@ def best_so_far(run: Run) -> Record | None:
     best = None
     if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
         evaluations = own_evaluations(read_metrics(run.folder.path))
-        best = best_evaluation(e for e in evaluations if step_folder(run.folder.checkpoints, e["step"]).exists())
+        best = best_evaluation(
+            e for e in evaluations if step_folder(run.folder.checkpoints, e["step"]).exists()
+        )
         best = best if best and same_measure(best, measure_of(run)) else None
     return broadcast_object_list([best])[0]
 
@@ -100,7 +118,9 @@ def is_best(run: Run) -> bool:
 
 
 @torch.no_grad()
-def held_out_sums(model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator) -> Tensor:
+def held_out_sums(
+    model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator
+) -> Tensor:
     """Evaluates on `batches`, this rank's share of held-out packs, of which every rank must pass equally many. Returns sums over
     all ranks, FP64: the cross-entropy in nats, the valid labels, and where the loss has a penalty also that."""
     head = model.hf.get_output_embeddings()
@@ -124,5 +144,9 @@ def figures_of(sums: Tensor) -> dict[str, float]:
     loss_sum, tokens, *penalty = sums.tolist()
     loss = loss_sum / max(tokens, 1)
     perplexity = math.exp(min(loss, 700.0))  # a larger one would overflow
-    figures = {"held_out_loss": loss, "held_out_perplexity": perplexity, "held_out_tokens": int(tokens)}
+    figures = {
+        "held_out_loss": loss,
+        "held_out_perplexity": perplexity,
+        "held_out_tokens": int(tokens),
+    }
     return figures | {"held_out_penalty": penalty[0] / max(tokens, 1)} if penalty else figures

@@ -32,7 +32,9 @@ def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Te
     return assembly.tensors, assembly.optimizer_tensors | histories
 
 
-def check_room(job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None) -> None:
+def check_room(
+    job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None
+) -> None:
     """InputError where the disk has no room for the checkpoints to come, of which the kept ones are on it already."""
     at_once = job.plan.checkpoints_at_once
     if source is not None and checkpoints.owns(source.path):
@@ -54,10 +56,13 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
 def save(run: Run, *, behind: bool = False) -> None:
     """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
     with run.console.progress(f"saving step {run.state.step}"):
-        if run.accelerator.is_main_process:
-            fsync(run.folder.metrics)  # first: after a resume from this checkpoint nothing repeats the steps before it
+        # Somebody may have removed the file. The weights are saved all the same.
+        if run.accelerator.is_main_process and run.folder.metrics.exists():
+            # first: after a resume from this checkpoint nothing repeats the steps before it
+            fsync(run.folder.metrics)
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
-        state["precision"] = run.assembly.active.precision.name  # of this step, whose histories are saved
+        # of this step, whose histories are saved
+        state["precision"] = run.assembly.active.precision.name
         if run.stream:
             state["stream"] = run.stream.record()
         spared = run.best["step"] if run.best else None
@@ -65,7 +70,8 @@ def save(run: Run, *, behind: bool = False) -> None:
         run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, **how)
 
 
-FAILED = 999  # why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest
+# why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest
+FAILED = 999
 
 
 def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
@@ -95,7 +101,9 @@ def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
 def tell_stopped(run: Run, number: int) -> int:
     """Say that the signal of this number has stopped the run, and what comes next; returns the number."""
     todo = "evaluate and export it" if run.state.finished else "go on from here"
-    run.console.notice(f"stopped by {signal.Signals(number).name} after step {run.state.step}; start the run again to {todo}")
+    run.console.notice(
+        f"stopped by {signal.Signals(number).name} after step {run.state.step}; start the run again to {todo}"
+    )
     return number
 
 
@@ -113,10 +121,18 @@ def save_last(run: Run, stop: StopRequest) -> int:
 def judge_weights(run: Run) -> StepDecision:
     """Whether the weights may be saved: the last update may have overflowed them, and its loss and gradient, computed before,
     cannot show that. Where it stops the run, metrics.jsonl says so. Collective."""
-    device, parts = run.accelerator.device, {name: local_part(each) for name, each in run.assembly.hf.named_parameters()}
+    device, parts = (
+        run.accelerator.device,
+        {name: local_part(each) for name, each in run.assembly.hf.named_parameters()},
+    )
     # A norm allocates nothing of the parameters' size.
-    largest = [torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(()) for each in parts.values()]
-    bad = run.accelerator.reduce(torch.stack([~each.to(device).isfinite() for each in largest]).float(), reduction="sum")
+    largest = [
+        torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(())
+        for each in parts.values()
+    ]
+    bad = run.accelerator.reduce(
+        torch.stack([~each.to(device).isfinite() for each in largest]).float(), reduction="sum"
+    )
     names = [name for name, ranks in zip(parts, bad.tolist(), strict=True) if ranks]
     if not names:
         return StepDecision()

@@ -34,7 +34,8 @@ from pretrain.verify.gap import GapMeter
 
 def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
     return Recorder(
-        flops=None if job.plan.flops.uncounted else job.plan.flops,  # without all weights an MFU would be wrong
+        # without all weights an MFU would be wrong
+        flops=None if job.plan.flops.uncounted else job.plan.flops,
         peak_tflops=peak(job.plan.devices.name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
@@ -47,7 +48,8 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in [*notices, *kept_from_source(job.recipe.model)]:
         console.notice(text)
-    for text in dict.fromkeys(active.notice for active in job.plan.actives if active.notice):  # phases may share one
+    # phases may share one
+    for text in dict.fromkeys(active.notice for active in job.plan.actives if active.notice):
         console.warning(text)
     return console
 
@@ -56,25 +58,36 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     """Say and write down what this run is, before its first step; `notes` are of what it goes on from."""
     plan, data, assembly, folder = run.job.plan, run.job.data, run.assembly, run.folder
     run.console.notice(render(plan, brief=True))
-    if not run.begins and folder.audit.is_file():  # parity was looked at before the run's first step
+    # parity was looked at before the run's first step
+    if not run.begins and folder.audit.is_file():
         before = load_object(folder.audit, "delete it")
-        looked_at = before.get("precisions", {before.get("effective"): before})  # by precision: it says nothing of another
+        # by precision: it says nothing of another
+        looked_at = before.get("precisions", {before.get("effective"): before})
         for name, record in looked_at.items():
             if name in assembly.precisions and "parity" in record:
                 assembly.precisions[name].audit["parity"] = record["parity"]
-    run.console.panel(f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit))
+    run.console.panel(
+        f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit)
+    )
     for note in notes:
         run.console.notice(note)
     settings = config.resolved(run.job.recipe)
     if run.accelerator.is_main_process:
         folder.summary.unlink(missing_ok=True)  # first: it does not describe the other records
-        replace_file(folder.config, yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120).encode())
+        replace_file(
+            folder.config,
+            yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120).encode(),
+        )
         known = {
             "horizon": plan.steps,
             "data_fingerprint": data.train.fingerprint,
             "source_config": dict(run.job.source_config),
-            "held_out_fingerprint": data.held_out.fingerprint if data.held_out is not None else None,
-            "tokenizer_fingerprint": fingerprint_in_use(run.job.recipe.data, run.job.recipe.model, data),
+            "held_out_fingerprint": data.held_out.fingerprint
+            if data.held_out is not None
+            else None,
+            "tokenizer_fingerprint": fingerprint_in_use(
+                run.job.recipe.data, run.job.recipe.model, data
+            ),
         }
         environment = describe_environment(describe_topology(run.accelerator))
         write_json(folder.environment, known | environment | {"past": run.constants["past"]})
@@ -92,7 +105,11 @@ def statistics_of_step(run: Run) -> dict[str, Any]:
     step, hf, statistics, log = run.state.step + 1, run.assembly.hf, {}, run.job.plan.recipe.log
     if due(step, log.gradient_statistics):
         statistics |= gradient_statistics(hf, decoder_layers(hf), run.accelerator)
-    if (routing := run.assembly.model.routing) and routing.loads is not None and due(step, log.fp8_statistics):
+    if (
+        (routing := run.assembly.model.routing)
+        and routing.loads is not None
+        and due(step, log.fp8_statistics)
+    ):
         statistics["expert_loads"] = routing.loads.double().round(decimals=3).tolist()
     if run.precision_watch:
         figures, warning = run.precision_watch.report(step)
@@ -102,7 +119,9 @@ def statistics_of_step(run: Run) -> dict[str, Any]:
     return statistics
 
 
-def judge_gap(run: Run, decision: StepDecision, gap: GapMeter) -> tuple[StepDecision, dict[str, Any]]:
+def judge_gap(
+    run: Run, decision: StepDecision, gap: GapMeter
+) -> tuple[StepDecision, dict[str, Any]]:
     """What the `gap` decides of a step that its loss and norm would let update, and the gap's part of its metrics. If the run is
     to go on in BF16, its plan says so from here on, and the next step changes."""
     health, step = run.health, run.state.step + 1
@@ -126,7 +145,9 @@ def record_of_step(
     `PackedLanguageModel.mean_losses` has."""
     plan, labelled, loss = run.job.plan, batches.valid_tokens > 0, losses["loss"]
     beside = {name: value if labelled else None for name, value in losses.items() if name != "loss"}
-    frozen = adamw.frozen_share(run.assembly.optimizer, run.accelerator) if decision.proceed else 0.0
+    frozen = (
+        adamw.frozen_share(run.assembly.optimizer, run.accelerator) if decision.proceed else 0.0
+    )
     reason = decision.reason if decision.action in ("update", "skip") else None
     warnings = run.health.warnings_of(run.state.step, frozen, batches.valid_tokens, losses)
     for warning in filter(None, (reason, *warnings)):
@@ -138,7 +159,11 @@ def record_of_step(
         "epoch": batches.epoch,
         **({"precision": run.job.precision.name} if plan.is_scheduled else {}),
         **batches.sources,
-        **({"loss": loss} if labelled or not math.isfinite(loss) else {"loss": None, "unlabelled": True}),
+        **(
+            {"loss": loss}
+            if labelled or not math.isfinite(loss)
+            else {"loss": None, "unlabelled": True}
+        ),
         **beside,
         **measured,
         "frozen_updates": frozen,
@@ -154,7 +179,9 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
     """The step's line in metrics.jsonl, in the trackers and, every `log.every` steps, on the screen."""
     record = run.recorder.finish(**figures, data_wait_ms=data_wait_ms)
     run.trackers.log(record)
-    run.console.step(record, show=due(run.state.step, run.job.recipe.log.every) or run.state.finished)
+    run.console.step(
+        record, show=due(run.state.step, run.job.recipe.log.every) or run.state.finished
+    )
     if run.profile and run.profile.step == run.state.step:
         run.console.notice(f"profile of this step: {run.folder.path / TABLE_FILE}")
 

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +17,22 @@ from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.settings import parse
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints
-from pretrain.checkpoint.format import STATE, newest_in, read_manifest, step_folders
+from pretrain.checkpoint.checkpoint import Checkpoints, checksums
+from pretrain.checkpoint.format import (
+    DTYPE_NAMES,
+    MANIFEST,
+    STATE,
+    newest_in,
+    read_manifest,
+    step_folders,
+)
 from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
-from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState
+from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState, TrainingHalted, some_of
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
-from pretrain.optimizer.adamw import set_updates_done
+from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.plan.preflight import Job
@@ -52,7 +59,8 @@ class ResumePoint:
     record: dict[str, Any]  # its state.json
     notes: list[str]  # what differs between its recipe and the present one
     begins: bool = False  # it is that of `train.begin_with`
-    past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)  # of the run that goes on from it
+    # of the run that goes on from it
+    past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
 
     @property
     def step(self) -> int:
@@ -61,27 +69,44 @@ class ResumePoint:
     @property
     def health(self) -> HealthState:
         """The state after the steps up to here; of another run only the losses, which tell what is usual here too."""
-        own = {"skipped_steps": 0, "rollbacks": 0, "switched_after": None, "usual_gap": {}} if self.begins else {}
+        own = (
+            {"skipped_steps": 0, "rollbacks": 0, "switched_after": None, "usual_gap": {}}
+            if self.begins
+            else {}
+        )
         return HealthState(**self.record["health"] | own)
 
     def is_of_another_stream(self, job: Job) -> bool:
         """Whether this run streams packs of text in which the checkpoint has no place: then it begins at the first pack."""
-        return job.data.stream is not None and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+        return (
+            job.data.stream is not None
+            and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+        )
+
+    def place(self, job: Job) -> int:
+        """Return the place in the stream after the checkpoint's last pack, in packs of this job."""
+        identity, progress = self.record["identity"], self.record["progress"]
+        if self.is_of_another_stream(job):
+            return 0
+        steps = progress["step"] + progress["left_out"]
+        packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
+        # Checkpoints of earlier versions have no place. Their counters give it.
+        return -(-progress.get("place", packs) * identity["data.length"] // job.recipe.data.length)
 
     def shift(self, job: Job) -> int:
-        """`TrainState.shift` with which the first step reads the pack after the checkpoint's last, whatever its size is now."""
-        identity, progress = self.record["identity"], self.record["progress"]
-        steps = progress["step"] + progress["left_out"]
-        if self.is_of_another_stream(job):
-            return -steps * job.plan.packs_per_step
-        packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
-        return -(-packs * identity["data.length"] // job.recipe.data.length) - steps * job.plan.packs_per_step
+        """Return the `TrainState.shift` with which the first step reads from `place` on."""
+        steps = self.record["progress"]["step"] + self.record["progress"]["left_out"]
+        return self.place(job) - steps * job.plan.packs_per_step
 
 
-def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, Checkpoints, ResumePoint | None]:
+def where_to_resume(
+    job: Job, wanted: str, accept_changes: bool
+) -> tuple[Job, Checkpoints, ResumePoint | None]:
     """The run folder's checkpoints, the one to go on from, and the job as it goes on. Changes nothing on disk. Collective.
     InputError as `find_resume_point`, and where nothing can be trained from there."""
-    checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay)
+    checkpoints = Checkpoints(
+        job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
+    )
     source = find_resume_point(checkpoints, wanted, job, accept_changes)
     own = source is not None and checkpoints.owns(source.path)
     if not own:
@@ -90,12 +115,15 @@ def where_to_resume(job: Job, wanted: str, accept_changes: bool) -> tuple[Job, C
     if source is not None:
         _require_steps_to_come(source, job, own=own)
         job = job.with_plan(done=source.step, switched_after=source.health.switched_after)
-        if job.recipe.loss.chunk == "auto":  # what the run began with, so that sums keep their order
+        # what the run began with, so that sums keep their order
+        if job.recipe.loss.chunk == "auto":
             chunk = source.record["loss_chunk"]
     return job.with_settings("loss", chunk=chunk), checkpoints, source
 
 
-def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool) -> ResumePoint | None:
+def find_resume_point(
+    checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool
+) -> ResumePoint | None:
     """The checkpoint to continue, `wanted` ("auto", a checkpoint, or a run folder: its newest); where there is none yet that of
     another run with which the recipe begins (`train.begin_with`), or None.
 
@@ -104,27 +132,50 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
     """
     path = checkpoints.newest() if wanted == "auto" else newest_in(Path(wanted))
     if path is None and checkpoints.damaged:
-        raise InputError(f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning")
+        raise InputError(
+            f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning"
+        )
     begins = path is None
     path = path or begin_of(job.recipe)
     if path is None:
         return None
+    if begins and not (path / MANIFEST).is_file():
+        example = newest_in(path) if newest_in(path) != path else "RUN/checkpoints/step-00000100"
+        raise InputError(f"`train.begin_with`: {path}: is no checkpoint; name one, as {example}")
     record = checkpoints.read_state(path)
-    identity, present, past, own = record["identity"], job.identity, record["past"], checkpoints.owns(path)
+    identity, present, past, own = (
+        record["identity"],
+        job.identity,
+        record["past"],
+        checkpoints.owns(path),
+    )
     steps, longer = record["progress"]["steps"], []
     if steps != job.plan.steps and _rates_were_alike(record, job):
         schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
         longer = [f"the horizon moves from step {steps:,} to {job.plan.steps:,}; {schedule}"]
-    if steps == job.plan.steps or longer:  # the same horizon, perhaps written otherwise, or one that may move
+    # the same horizon, perhaps written otherwise, or one that may move
+    if steps == job.plan.steps or longer:
         present = present | {key: identity.get(key) for key in HORIZON}
     keys = changed_keys(identity, present)
-    changes = [f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}" for key in keys]
+    changes = [
+        f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}"
+        for key in keys
+    ]
     only_horizon = {*keys} <= {*HORIZON}
-    past_it = only_horizon and record["progress"]["step"] > job.plan.steps  # which `_require_steps_to_come` refuses
+    # which `_require_steps_to_come` refuses
+    past_it = only_horizon and record["progress"]["step"] > job.plan.steps
     if changes and not (accept_changes or begins or past_it):
         listed = "".join(f"\n  {each}" for each in changes)
-        others = [each for each in step_folders(checkpoints.folder) if each != path and (each / STATE).is_file()]
-        serves = (f", which {each} is" for each in others if _rates_were_alike(load_object(each / STATE, "name another"), job))
+        others = [
+            each
+            for each in step_folders(checkpoints.folder)
+            if each != path and (each / STATE).is_file()
+        ]
+        serves = (
+            f", which {each} is"
+            for each in others
+            if _rates_were_alike(load_object(each / STATE, "name another"), job)
+        )
         elsewhere = f" To end elsewhere, name a checkpoint from before the learning rate fell with --resume{next(serves, '')}."
         anew = "Set another `run_dir`" if own else "Leave --resume out"
         raise InputError(
@@ -133,12 +184,24 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
         )
     implied = {"train.begin_with"} if begins else set[str]()
     if "precision" in keys:  # which brings options that the earlier one lacks
-        implied |= {key for key in keys if key.startswith("fp8_config.") and identity.get(key) is None}
-    notes = [f"the recipe has changed: {each}" for key, each in zip(keys, changes, strict=True) if key not in implied]
+        implied |= {
+            key for key in keys if key.startswith("fp8_config.") and identity.get(key) is None
+        }
+    notes = [
+        f"the recipe has changed: {each}"
+        for key, each in zip(keys, changes, strict=True)
+        if key not in implied
+    ]
     was = {} if begins else {key: identity.get(key) for key in keys}
     past = {
-        "changed": [] if begins else [*past["changed"], *([{"step": record["progress"]["step"], "was": was}] if was else [])],
-        "left_out": past["left_out"] if own else record["progress"]["left_out"],  # the folder's own metrics have its rollbacks
+        "changed": []
+        if begins
+        else [
+            *past["changed"],
+            *([{"step": record["progress"]["step"], "was": was}] if was else []),
+        ],
+        # the folder's own metrics have its rollbacks
+        "left_out": past["left_out"] if own else record["progress"]["left_out"],
     }
     return ResumePoint(path, record, notes if begins else longer + notes, begins, past)
 
@@ -146,7 +209,9 @@ def find_resume_point(checkpoints: Checkpoints, wanted: str, job: Job, accept_ch
 def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
     """Whether the checkpoint's steps had the present horizon's rates, by the last one: a rate that had begun to fall differs."""
     rates = [
-        learning_rate(max(record["progress"]["step"] - 1, 0), job.recipe.schedule, job.recipe.optimizer, steps)
+        learning_rate(
+            max(record["progress"]["step"] - 1, 0), job.recipe.schedule, job.recipe.optimizer, steps
+        )
         for steps in (record["progress"]["steps"], job.plan.steps)
     ]
     return rates[0] == rates[1] and not job.plan.is_scheduled
@@ -161,22 +226,35 @@ def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
     train, plan, tokens = job.recipe.train, job.plan, source.record["progress"]["tokens"]
     if train.steps is None and tokens != source.step * plan.tokens_per_step:
         steps = source.step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
-        raise InputError(f"{source.path}: its steps had another `batch.tokens`; set the horizon as `train.steps: {steps}`")
-    if source.step > plan.steps or (source.step == plan.steps and not own):  # at it, a run of this folder has ended
-        ends = f"is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it"
-        raise InputError(f"{source.path}: {ends}{', or set another `run_dir` to start a new run' if own else ''}")
+        raise InputError(
+            f"{source.path}: its steps had another `batch.tokens`; set the horizon as `train.steps: {steps}`"
+        )
+    # at it, a run of this folder has ended
+    if source.step > plan.steps or (source.step == plan.steps and not own):
+        ends = (
+            f"is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it"
+        )
+        raise InputError(
+            f"{source.path}: {ends}{', or set another `run_dir` to start a new run' if own else ''}"
+        )
 
 
 def _require_own_records(job: Job) -> None:
     """InputError where a start that goes on from none of the run folder's checkpoints would write over what stands there: the
     model of a finished run, or the steps of another training."""
     if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
-        raise InputError(f"{job.run_dir}: is of a finished run that has no checkpoint to go on from; set another `run_dir`")
+        raise InputError(
+            f"{job.run_dir}: is of a finished run that has no checkpoint to go on from; set another `run_dir`"
+        )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
-        trained = identity_of(parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or "")
+        trained = identity_of(
+            parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or ""
+        )
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
-            raise InputError(f"{job.run_dir}: is of another training ({', '.join(changed)}); set another `run_dir`")
+            raise InputError(
+                f"{job.run_dir}: is of another training ({', '.join(changed)}); set another `run_dir`"
+            )
 
 
 # ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -196,14 +274,23 @@ def restore(
     """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
     `Checkpoints.abandon_newer` is left to do."""
     begin_stream(source, job)
-    state = TrainState(**{**source.record["progress"], "steps": job.plan.steps, "shift": source.shift(job)})
+    state = TrainState(
+        **{
+            **source.record["progress"],
+            "steps": job.plan.steps,
+            "shift": source.shift(job),
+            "place": source.place(job),
+        }
+    )
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
     return state, [f"resumed from {source.path} at step {state.step}", *source.notes, *notes]
 
 
-def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly) -> list[str]:
+def load_weights(
+    source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly
+) -> list[str]:
     """Copy weights, moments and histories into place, whatever mode of `weights:` they were saved in; returns notes for the user.
 
     Weights of another mode are read as they were stored, become FP32 masters, and are stored in this run's `mode`. Histories that
@@ -211,31 +298,86 @@ def load_weights(source: ResumePoint, checkpoints: Checkpoints, mode: Weights, a
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
-    index, targets, stored = read_manifest(source.path).optimizer, dict(assembly.optimizer_tensors), {}
-    if holds_histories(source, assembly):
-        targets |= assembly.context.saved_state()
+    index = read_manifest(source.path).optimizer
+    stored: dict[str, torch.Tensor] = {}
+    targets = assembly.optimizer_tensors | histories_in(source, assembly)
     if saved != mode:
-        stored = {name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved])) for name, p in parameters.items()}
-        targets = {name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")}
+        stored = {
+            name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved]))
+            for name, p in parameters.items()
+        }
+        targets = {
+            name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")
+        }
         # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
         if (saved, mode) == ("bf16_exact", "fp32"):
-            targets |= {f"remainder/{name}": torch.empty_like(p, dtype=torch.int16) for name, p in parameters.items()}
-    left_out = {name for name in index.keys() - targets.keys() if name.startswith((PREFIX, "remainder/"))}
+            targets |= {
+                f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
+                for name, p in parameters.items()
+            }
+    left_out = {
+        name for name in index.keys() - targets.keys() if name.startswith((PREFIX, "remainder/"))
+    }
     checkpoints.load(source.path, assembly.tensors | stored, targets, left_out=left_out)
     if saved == mode:
         return []
     for name, parameter in parameters.items():
         remainder = targets.pop(f"remainder/{name}", None)
-        master = master_of(local_part(stored.pop(name)), None if remainder is None else local_part(remainder))
+        master = master_of(
+            local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
+        )
         assembly.optimizer.set_master(parameter, master)
-    lost = "the lower 16 bits of each weight are LOST" if mode == "bf16" else "nothing is lost, and updates are exact from now on"
+    lost = (
+        "the lower 16 bits of each weight are LOST"
+        if mode == "bf16"
+        else "nothing is lost, and updates are exact from now on"
+    )
     return [f"weights: {saved} became {mode}; {lost}"]
+
+
+def require_restored(source: ResumePoint, assembly: Assembly) -> None:
+    """Raise TrainingHalted unless the live tensors have the checkpoint's bits. Collective.
+
+    Compared are weights, moments, remainders and histories that have the checkpoint's dtype.
+    Checkpoints of earlier versions have no checksums.
+    """
+    manifest = read_manifest(source.path)
+    saved = manifest.model | manifest.optimizer
+    live = {
+        **assembly.tensors,
+        **named_state(assembly.optimizer, assembly.hf),
+        **histories_in(source, assembly),
+    }
+    comparable = {
+        name: tensor
+        for name, tensor in live.items()
+        if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]  # and not converted
+    }
+    present = checksums(comparable)
+    if wrong := [name for name in present if saved[name].checksum not in (None, present[name])]:
+        raise TrainingHalted(
+            source.step,
+            f"{source.path}: {len(wrong)} tensors in memory differ from what was saved: "
+            f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
+            "not in the recipe",
+        )
+
+
+def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, torch.Tensor]:
+    """Return the live histories and scales of delayed scaling if the checkpoint holds them."""
+    return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
 
 def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
     """Whether the checkpoint has all histories and scales of delayed scaling that this run has, and no others."""
-    saved = {name: entry.shape for name, entry in read_manifest(source.path).optimizer.items() if name.startswith(PREFIX)}
-    return saved == {name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()}
+    saved = {
+        name: entry.shape
+        for name, entry in read_manifest(source.path).optimizer.items()
+        if name.startswith(PREFIX)
+    }
+    return saved == {
+        name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()
+    }
 
 
 def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
@@ -244,21 +386,35 @@ def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
     that the model was built with, whose gradients are many times as large."""
     if not assembly.context.state():
         return False
-    follow = any(key.startswith(SCALES_FOLLOW) for key in changed_keys(source.record["identity"], job.identity))
-    return follow or source.record["precision"] != assembly.active.precision.name or not holds_histories(source, assembly)
+    follow = any(
+        key.startswith(SCALES_FOLLOW)
+        for key in changed_keys(source.record["identity"], job.identity)
+    )
+    return (
+        follow
+        or source.record["precision"] != assembly.active.precision.name
+        or not holds_histories(source, assembly)
+    )
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
     """After `source` was read, take the precision of the run's last step before it or, where the checkpoint is another run's, of
     its next step. The next step may change it. Histories that the checkpoint lacks begin here. Collective."""
+    require_restored(source, run.assembly)
     plan, ran = run.job.plan, None if source.begins else source.record["precision"]
-    last = next((each for *_, each in plan.spans if each.precision.name == ran), plan.active_after(run.state.step))
-    if plan.is_scheduled or last != run.assembly.active:  # which a rollback to before a switch to BF16 takes back
+    last = next(
+        (each for *_, each in plan.spans if each.precision.name == ran),
+        plan.active_after(run.state.step),
+    )
+    # which a rollback to before a switch to BF16 takes back
+    if plan.is_scheduled or last != run.assembly.active:
         run.assembly.use(last)
         run.compute_in(last, first_step=1)
     if begins_histories(source, run.assembly, run.job):
         run.assembly.begin(run.assembly.active, run.job, run.accelerator)
-        run.console.notice(f"delayed scaling fills its histories again, from {REHEARSALS} packs under the checkpoint's weights")
+        run.console.notice(
+            f"delayed scaling fills its histories again, from {REHEARSALS} packs under the checkpoint's weights"
+        )
 
 
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -275,7 +431,8 @@ def roll_back(run: Run, reason: str) -> None:
     """
     judged, rollbacks, checkpoints = run.state, run.health.state.rollbacks + 1, run.checkpoints
     checkpoints.wait()
-    path = checkpoints.newest() or checkpoints.latest  # none of this run's own yet: the one that it was resumed from
+    # none of this run's own yet: the one that it was resumed from
+    path = checkpoints.newest() or checkpoints.latest
     record = checkpoints.read_state(path)
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
@@ -285,10 +442,16 @@ def roll_back(run: Run, reason: str) -> None:
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
-    run.resumed_step = min(run.resumed_step, step)  # what is trained from here is no checkpoint's yet
+    # what is trained from here is no checkpoint's yet
+    run.resumed_step = min(run.resumed_step, step)
     run.health.state.rollbacks = rollbacks
-    run.state.left_out = judged.left_out + judged.step - step
-    run.state.shift = judged.shift  # the text goes on after the judged step's packs, whatever shift the checkpoint had
+    # The next packs are those after the judged step's, whatever place the checkpoint had.
+    run.state = replace(
+        run.state,
+        left_out=judged.left_out + judged.step - step,
+        shift=judged.shift,
+        place=judged.place,
+    )
 
     run.job = run.job.with_plan(done=step, switched_after=run.health.state.switched_after)
     run.assembly.describe_schedule(run.job.plan)

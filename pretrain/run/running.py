@@ -54,7 +54,9 @@ class Run:
     checkpoints: Checkpoints
     constants: Mapping[str, Any]  # what all its checkpoints say alike
     state: TrainState
-    begins: bool  # here, with no step or with another run's; False where it goes on from a checkpoint that it resumes
+    # here, with no step or with another run's; False where it goes on from a checkpoint that it
+    # resumes
+    begins: bool
     resumed_step: int
     has_masks: bool  # of its packs: not every token has a label
     health: Health
@@ -65,7 +67,8 @@ class Run:
     console: Console
     stream: StreamedPacks | None = None  # of packs that are made meanwhile
     gap: GapMeter | None = None  # of a run that measures it
-    best: Record | None = None  # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
+    # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
+    best: Record | None = None
 
     def compute_in(self, active: ActivePrecision, first_step: int) -> None:
         """Tell the job and the watch that steps compute in `active` now. Operands of `first_step` are measured in any case."""
@@ -76,11 +79,17 @@ class Run:
 
 def follow_the_schedule(run: Run) -> None:
     """Change to the precision of the next step, if that is another, before random numbers are drawn for it. Collective."""
-    active, before, step = run.job.plan.active_after(run.state.step), run.assembly.active, run.state.step
+    active, before, step = (
+        run.job.plan.active_after(run.state.step),
+        run.assembly.active,
+        run.state.step,
+    )
     if active.precision.name == before.precision.name:
         return
     with run.console.progress("looking at what runs"):
         run.assembly.begin(active, run.job, run.accelerator)
     run.compute_in(active, first_step=step + 1)
     change = f"{before.precision.name}, then {active.precision.name}"
-    run.console.notice(f"precision after step {step}: {change}, audited again: {in_short(run.assembly.audit)['products']}")
+    run.console.notice(
+        f"precision after step {step}: {change}, audited again: {in_short(run.assembly.audit)['products']}"
+    )

@@ -7,19 +7,28 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from foundation.attributes import holding
 from foundation.errors import InputError
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
+from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of, tokenizer_in
 from pretrain.run.running import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
+from pretrain.settings.recipe import ModelSettings
 
-COLDEST = 1e-4  # a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all there is
+# a temperature below which FP32 scores divided by it could overflow, and the likeliest token is all
+# there is
+COLDEST = 1e-4
 
 
 def draw_samples(run: Run) -> None:
@@ -28,7 +37,8 @@ def draw_samples(run: Run) -> None:
     how = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(settings.samples):
-            seed = step_seed(run.job.recipe.seed, number, 0)  # its own, or one text would begin like the other
+            # its own, or one text would begin like the other
+            seed = step_seed(run.job.recipe.seed, number, 0)
             text = sample(run.assembly.hf, run.job.tokenizer, prompt, seed=seed, **how)
             run.console.sample(prompt, text)
             samples.append({"prompt": prompt, "seed": seed, "text": text})
@@ -59,37 +69,55 @@ def sample(
     encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
     positions = positions_of(hf.config)
     tokens = min(tokens, positions - encoded["input_ids"].shape[1]) if positions else tokens
-    drawn = {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0} if temperature > COLDEST else {}
+    drawn = (
+        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
+        if temperature > COLDEST
+        else {}
+    )
     alone = GenerationConfig(
         max_new_tokens=tokens,
         eos_token_id=hf.generation_config.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id
+        if tokenizer.pad_token_id is not None
+        else tokenizer.eos_token_id,
         **drawn,
     )
     with ExitStack() as restored, torch.compiler.set_stance("force_eager"):
-        restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        restored.callback(
+            torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()
+        )
         restored.callback(hf.train, hf.training)
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
         torch.use_deterministic_algorithms(False)
         hf.eval()
         hf.set_attn_implementation("sdpa" if hf._supports_sdpa else "eager")
         torch.manual_seed(seed)
-        restored.enter_context(holding(hf, generation_config=alone))  # as an argument it would be completed by the model's own
+        # as an argument it would be completed by the model's own
+        restored.enter_context(holding(hf, generation_config=alone))
         output = hf.generate(**encoded)
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 def main(options: argparse.Namespace) -> int:
     if not (prompts := [*options.prompts, *options.prompt]):
-        raise InputError("command line: no prompt is given; write a text behind the folder, or '' to begin one")
+        raise InputError(
+            "command line: no prompt is given; write a text behind the folder, or '' to begin one"
+        )
     if not (options.temperature >= 0 and 0 < options.top_p <= 1):
         given = f"--temperature {options.temperature:g} --top-p {options.top_p:g}"
-        raise InputError(f"command line: {given}: give a temperature of 0 or more, and a probability above 0 and up to 1")
+        raise InputError(
+            f"command line: {given}: give a temperature of 0 or more, and a probability above 0 and up to 1"
+        )
     hf, tokenizer = load(options.folder)
     hf.to("cuda" if torch.cuda.is_available() else "cpu").eval()
-    console, how = Console(0), {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p}
+    console, how = (
+        Console(0),
+        {"tokens": options.tokens, "temperature": options.temperature, "top_p": options.top_p},
+    )
     for index, prompt in enumerate(prompts):
-        console.sample(prompt, sample(hf, tokenizer, prompt, seed=step_seed(options.seed, index, 0), **how))
+        console.sample(
+            prompt, sample(hf, tokenizer, prompt, seed=step_seed(options.seed, index, 0), **how)
+        )
     return 0
 
 
@@ -104,5 +132,12 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             if folder.is_dir()
             else f"{folder}: there is no such folder; name a run's, as runs/my-fp32-fp32, or a model's"
         )
-    hf = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", trust_remote_code=False)
+    load_config(ModelSettings(source=str(folder)))  # refuses a model that brings code of its own
+    # eager: the attention that a foreign config.json names may be a kernel of the hub.
+    hf = AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype="auto",
+        attn_implementation="eager",
+        trust_remote_code=False,
+    )
     return hf, tokenizer_in(str(folder))

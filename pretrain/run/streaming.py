@@ -22,7 +22,9 @@ def packing_stream(job: Job, accelerator: Accelerator) -> Iterator[None]:
     """A block in which a process of its own makes the packs of the job's stream, once `StreamedPacks.begin` says from where.
     Entering it is collective, leaving is not. InputError where another run has the folder."""
     stream = job.data.stream
-    stream.packing = refused_together(lambda: PackerProcess(job.recipe.data) if accelerator.is_main_process else None)
+    stream.packing = refused_together(
+        lambda: PackerProcess(job.recipe.data) if accelerator.is_main_process else None
+    )
     with stream.packing or nullcontext():
         require_shared(stream.path)
         yield
@@ -35,14 +37,18 @@ def tell_stream(run: Run, stream: StreamedPacks) -> None:
     stream.reads(order.places_of_step(run.state.data_steps[0]))
 
 
-def wait_for_packs(run: Run, steps: Prefetch[StepBatches], reason_to_stop: Callable[[], int]) -> int:
+def wait_for_packs(
+    run: Run, steps: Prefetch[StepBatches], reason_to_stop: Callable[[], int]
+) -> int:
     """Return once the next step's packs are there on all ranks, with 0, or a rank has a reason to stop, with the largest that any
     has. Collective. What the run waits for packs is a part of the time that the user waits.
 
     `steps` are ready, too, where no more packs come, and `next` raises that: so the reason is asked for after them.
     """
     with run.console.progress("waiting for packs"):
-        while largest_over_ranks(run.accelerator, int(not steps.ready(_LOOK) or reason_to_stop() > 0)):
+        while largest_over_ranks(
+            run.accelerator, int(not steps.ready(_LOOK) or reason_to_stop() > 0)
+        ):
             if stopped_by := largest_over_ranks(run.accelerator, reason_to_stop()):
                 return stopped_by
     return 0

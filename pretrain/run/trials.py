@@ -26,10 +26,13 @@ from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 
 # Left free for the allocator's fragments, communication buffers and evaluation.
 RESERVE = 0.04
-PARITY_MICROBATCH = 2  # packs laid end to end, where a smaller shape than training's costs no compilation
+# packs laid end to end, where a smaller shape than training's costs no compilation
+PARITY_MICROBATCH = 2
 
 
-def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator) -> int:
+def choose_microbatch(
+    job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator
+) -> int:
     """What `auto` means, in packs: the microbatch of the `resumed` state, or the largest that fits now, in each of the run's
     precisions; on a CPU, what is expected to fit.
 
@@ -46,10 +49,20 @@ def choose_microbatch(job: Job, assembly: Assembly, resumed: Mapping[str, Any] |
     most_reserved = partial(torch.cuda.max_memory_reserved, device)
     with assembly.context.preserving_state():
         for active in plan.actives:
-            options = {"multiple_of": active.precision.multiple_of, "usable": usable, "most_reserved": most_reserved}
+            options = {
+                "multiple_of": active.precision.multiple_of,
+                "usable": usable,
+                "most_reserved": most_reserved,
+            }
             with assembly.using(active):
                 fitting.append(
-                    largest_that_fits(assembly.model, accelerator, plan.microbatch_sizes, job.data.trial_batch, **options)
+                    largest_that_fits(
+                        assembly.model,
+                        accelerator,
+                        plan.microbatch_sizes,
+                        job.data.trial_batch,
+                        **options,
+                    )
                 )
     if None in fitting:
         raise InputError(
@@ -85,7 +98,11 @@ def largest_that_fits(
         # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
         torch.compiler.reset()
         try:
-            _try(model, accelerator, beginning_of(make_batch(1), half) if packs < 1 else make_batch(int(packs)))
+            _try(
+                model,
+                accelerator,
+                beginning_of(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
+            )
             used = most_reserved()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -96,7 +113,9 @@ def largest_that_fits(
     return grow(sorted(sizes), limit, most_used, half / length)
 
 
-def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], begin: float = 0.5) -> int | None:
+def grow(
+    sizes: Sequence[int], limit: int, most_used: Callable[[float], int], begin: float = 0.5
+) -> int | None:
     """The largest of `sizes` (packs, ascending) for which `most_used` gives no more than `limit` bytes; None if there is none.
 
     Memory is taken to grow linearly in packs, by the last two sizes tried: much of it is taken at any size. The first size is
@@ -116,7 +135,11 @@ def grow(sizes: Sequence[int], limit: int, most_used: Callable[[float], int], be
             largest = packs
         each = max((used - less) / (packs - fewer), 0)
         fewer, less = packs, used
-        following = [size for size in sizes if (largest or packs) < size <= 4 * packs and used + (size - packs) * each <= limit]
+        following = [
+            size
+            for size in sizes
+            if (largest or packs) < size <= 4 * packs and used + (size - packs) * each <= limit
+        ]
     return largest
 
 
@@ -129,7 +152,8 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     sharding = getattr(model, "sharding", None)
     try:
-        for last in (False, True):  # the second pass holds gradients as well, as every later microbatch does
+        # the second pass holds gradients as well, as every later microbatch does
+        for last in (False, True):
             # Ranks that hold the whole model must not wait here for one that has run out of memory. Shards wait in any case.
             with sharding.accumulating() if sharding and not last else nullcontext():
                 accelerator.backward(model(**inputs_of(batch, device)))
@@ -149,7 +173,9 @@ def find_parity(run: Run) -> list[Parity | str]:
         for each in assembly.precisions.values():
             with assembly.using(each.active):
                 results.append(_in_one_precision(run, run.job.with_plan(active=each.active)))
-            record = {"left_out": results[-1]} if isinstance(results[-1], str) else results[-1].record()
+            record = (
+                {"left_out": results[-1]} if isinstance(results[-1], str) else results[-1].record()
+            )
             each.audit["parity"] = {"source": "this run"} | record
         assembly.use(assembly.active)
     return results
@@ -159,7 +185,9 @@ def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
     """Says what the comparisons have found; raises TrainingHalted where one failed."""
     for active, result in zip(run.job.plan.actives, parity, strict=False):
         name = f"{active.precision.name}: " if len(parity) > 1 else ""
-        run.console.notice(name + (f"parity left out: {result}" if isinstance(result, str) else result.summary()))
+        run.console.notice(
+            name + (f"parity left out: {result}" if isinstance(result, str) else result.summary())
+        )
         if isinstance(result, Parity):
             result.require()
 
@@ -172,11 +200,21 @@ def _in_one_precision(run: Run, job: Job) -> Parity | str:
     if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
         return f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)"
     if run.assembly.audit["compiled"] == "nothing":
-        job = job.with_settings("batch", microbatch=math.gcd(job.plan.microbatch, PARITY_MICROBATCH))
+        job = job.with_settings(
+            "batch", microbatch=math.gcd(job.plan.microbatch, PARITY_MICROBATCH)
+        )
     batches, mask_boundaries = job.batches(accelerator), job.recipe.data.mask_boundaries
     packs = [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()]
     optimizer = run.assembly.optimizer
-    return check_parity(model, optimizer, batches.step(0), packs, job.active, accelerator, mask_boundaries=mask_boundaries)
+    return check_parity(
+        model,
+        optimizer,
+        batches.step(0),
+        packs,
+        job.active,
+        accelerator,
+        mask_boundaries=mask_boundaries,
+    )
 
 
 def _fits(model: PackedLanguageModel, device: torch.device) -> bool:

@@ -39,8 +39,19 @@ def plan(add: Callable) -> None:
     What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`; it needs packs.
     """
     several = {"action": "append", "default": []}
-    add("--on", metavar="DEVICE", help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}", **several)
-    add("--mfu", type=float, metavar="SHARE", help="of the peak that is reached, 0.4 say; twice: from, to", **several)
+    add(
+        "--on",
+        metavar="DEVICE",
+        help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}",
+        **several,
+    )
+    add(
+        "--mfu",
+        type=float,
+        metavar="SHARE",
+        help="of the peak that is reached, 0.4 say; twice: from, to",
+        **several,
+    )
 
 
 def evaluate(add: Callable) -> None:
@@ -51,7 +62,12 @@ def evaluate(add: Callable) -> None:
 
     On GPUs behind `accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate`.
     """
-    add("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
+    add(
+        "--resume",
+        default="auto",
+        metavar="CHECKPOINT",
+        help="default auto: the run's newest intact one",
+    )
 
 
 def doctor(add: Callable) -> None:
@@ -62,12 +78,23 @@ def doctor(add: Callable) -> None:
 
 def export(add: Callable) -> None:
     """Any checkpoint as a Hugging Face folder with its card. It takes no GPU, and the memory of the weights."""
-    add("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder, of which the newest, or a step-*")
+    add(
+        "source",
+        type=Path,
+        metavar="RUN_OR_CHECKPOINT",
+        help="a run folder, of which the newest, or a step-*",
+    )
     add("out", type=Path, nargs="?", metavar="OUT", help="the folder to make; default: RUN/export")
-    add("--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss")
+    add(
+        "--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss"
+    )
     stored = "of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder"
     add("--dtype", choices=["bf16", "fp32"], help=stored)
-    add("--push", metavar="OWNER/NAME", help="to this repository of the hub too; made, private, if missing")
+    add(
+        "--push",
+        metavar="OWNER/NAME",
+        help="to this repository of the hub too; made, private, if missing",
+    )
 
 
 def sample(add: Callable) -> None:
@@ -76,9 +103,27 @@ def sample(add: Callable) -> None:
     add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
     add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
     add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
-    add("--tokens", "--max-new-tokens", "--max_new_tokens", type=count, default=TOKENS, help="at most; default %(default)s")
-    add("--temperature", type=float, default=TEMPERATURE, help="default %(default)s; 0: always the likeliest token")
-    add("--top-p", "--top_p", type=float, default=TOP_P, help="the likeliest with this probability; default %(default)s")
+    add(
+        "--tokens",
+        "--max-new-tokens",
+        "--max_new_tokens",
+        type=count,
+        default=TOKENS,
+        help="at most; default %(default)s",
+    )
+    add(
+        "--temperature",
+        type=float,
+        default=TEMPERATURE,
+        help="default %(default)s; 0: always the likeliest token",
+    )
+    add(
+        "--top-p",
+        "--top_p",
+        type=float,
+        default=TOP_P,
+        help="the likeliest with this probability; default %(default)s",
+    )
     add("--seed", type=int, default=42, help="default 42; of it each prompt's own is made")
 
 
@@ -86,9 +131,20 @@ def flops(add: Callable) -> None:
     """What a model costs to train, a token, by every definition in use, beside each other. MODEL is a recipe, a folder or a name
     of a model. Nothing of its weights is read. docs/planning.md derives each definition."""
     add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
-    add("--length", type=count, nargs="+", metavar="T", help="of a sequence, in tokens; default: the recipe's")
+    add(
+        "--length",
+        type=count,
+        nargs="+",
+        metavar="T",
+        help="of a sequence, in tokens; default: the recipe's",
+    )
     add("--tokens-per-second", type=float, metavar="N", help="of all devices: also MFU")
-    add("--on", metavar="DEVICE", default="H200", help="default: H200; 8xB200: its dense BF16 peak is 100 %%")
+    add(
+        "--on",
+        metavar="DEVICE",
+        default="H200",
+        help="default: H200; 8xB200: its dense BF16 peak is 100 %%",
+    )
 
 
 COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {

@@ -27,17 +27,43 @@ from pretrain.settings.recipe import Recipe
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
 _NOT_IDENTITY = (
-    *("name", "run_dir", "log.", "checkpoint.", "evaluate.", "health.", "parity", "deterministic", "batch.microbatch"),
-    *("loss.kind", "loss.chunk", "model.attention", "model.compile", "model.fused", "model.gradient_checkpointing"),
+    *(
+        "name",
+        "run_dir",
+        "log.",
+        "checkpoint.",
+        "evaluate.",
+        "health.",
+        "parity",
+        "deterministic",
+        "batch.microbatch",
+    ),
+    *(
+        "loss.kind",
+        "loss.chunk",
+        "model.attention",
+        "model.compile",
+        "model.fused",
+        "model.gradient_checkpointing",
+    ),
     # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
     *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
     # How the packs came to be: what they hold has a fingerprint of its own.
-    *("data.packs", "data.source", "data.subset", "data.split", "data.streaming", "data.text", "data.tokenizer"),
+    *(
+        "data.packs",
+        "data.source",
+        "data.subset",
+        "data.split",
+        "data.streaming",
+        "data.text",
+        "data.tokenizer",
+    ),
     *("data.validation", "data.messages", "data.chat_template", "data.input_ids", "data.labels"),
     *("data.packing", "data.held_out", "data.on_bad_line"),
 )
 
-SOURCE = "model.source."  # with which an identity's keys of what the config.json of `model.source` says begin
+# with which an identity's keys of what the config.json of `model.source` says begin
+SOURCE = "model.source."
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -62,7 +88,9 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     for text in overrides:
         key, _, value = text.partition("=")
         if not key or key == text:
-            raise InputError(f"command line: {text!r} is not key=value, as in weights=bf16 or optimizer.learning_rate=1e-4")
+            raise InputError(
+                f"command line: {text!r} is not key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
+            )
         values.append((key.strip(), value_from_text(Recipe, key.strip(), value)))
     return values
 
@@ -79,8 +107,14 @@ def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     for section, mine in own.items():
         below = merged.get(section)
         if isinstance(below, dict) and isinstance(mine, dict):
-            gone = {replaced for key, value in mine.items() for replaced in _replaced_by(f"{section}.{key}", value)}
-            mine = {key: value for key, value in below.items() if f"{section}.{key}" not in gone} | mine
+            gone = {
+                replaced
+                for key, value in mine.items()
+                for replaced in _replaced_by(f"{section}.{key}", value)
+            }
+            mine = {
+                key: value for key, value in below.items() if f"{section}.{key}" not in gone
+            } | mine
         merged[section] = mine
     return merged
 
@@ -93,12 +127,18 @@ def run_dir_of(recipe: Recipe) -> Path:
 def begin_of(recipe: Recipe) -> Path | None:
     """The checkpoint of another run with which it begins, {keys} filled in; None where there is none."""
     begin_with = recipe.train.begin_with
-    return None if begin_with is None else Path(filled_in(begin_with, _fields_of(recipe), "train.begin_with"))
+    return (
+        None
+        if begin_with is None
+        else Path(filled_in(begin_with, _fields_of(recipe), "train.begin_with"))
+    )
 
 
 def _fields_of(recipe: Recipe) -> dict[str, Any]:
     fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
-    return {key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")}
+    return {
+        key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")
+    }
 
 
 def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
@@ -108,7 +148,9 @@ def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str
         if field[1] in fields:
             return in_a_name(fields[field[1]])
         near = difflib.get_close_matches(field[1] or "", fields, n=1, cutoff=0.7)
-        hint = f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
+        hint = (
+            f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
+        )
         raise InputError(f"`{key}`: {path!r} cannot be filled in; {hint}")
 
     return re.sub(r"{(.*?)}|[{}]", written, path)
@@ -116,7 +158,11 @@ def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str
 
 def in_a_name(value: Any) -> str:
     """A setting's value as a part of a folder's name: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B."""
-    text = value if isinstance(value, str) else json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
+    text = (
+        value
+        if isinstance(value, str)
+        else json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
+    )
     return re.sub(r"^\.+[^A-Za-z0-9._+=,-]*|[^A-Za-z0-9._+=,-]+", "_", text)
 
 
@@ -139,7 +185,9 @@ def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
 def settings_without(recipe: Recipe, idle: tuple[str, ...]) -> dict[str, Any]:
     """Flat settings, but those whose keys begin with one of `idle`, and options of a low precision that is not used."""
     idle = idle if is_quantized(recipe.precision) else (*idle, "fp8_config.")
-    return {key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)}
+    return {
+        key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)
+    }
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -169,7 +217,11 @@ class LaunchParser(CommandParser):
 
         def is_setting(text: str) -> bool:
             name, equals, _ = text.partition("=")
-            return bool(equals) and name.startswith("--") and not any(option.startswith(name) for option in options)
+            return (
+                bool(equals)
+                and name.startswith("--")
+                and not any(option.startswith(name) for option in options)
+            )
 
         # Intermixed, so that key=value may follow an option.
         return super().read([text[2:] if is_setting(text) else text for text in arguments])
@@ -178,11 +230,26 @@ class LaunchParser(CommandParser):
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """Returns the launcher's arguments; `description`: what it is, for --help. InputError for an option that there is not."""
     parser = LaunchParser(None, description)
-    parser.add_argument("--resume", default="auto", metavar="CHECKPOINT", help="default auto: the run's newest intact one")
-    parser.add_argument("--accept-changes", action="store_true", help="continue a checkpoint although the recipe has changed")
+    parser.add_argument(
+        "--resume",
+        default="auto",
+        metavar="CHECKPOINT",
+        help="default auto: the run's newest intact one",
+    )
+    parser.add_argument(
+        "--accept-changes",
+        action="store_true",
+        help="continue a checkpoint although the recipe has changed",
+    )
     one = parser.add_mutually_exclusive_group()
-    one.add_argument("--plan", action="store_true", help="say what would happen, check every setting, and stop")
-    one.add_argument("--profile", action="store_true", help="record a step: profile.md and a trace in the run folder")
+    one.add_argument(
+        "--plan", action="store_true", help="say what would happen, check every setting, and stop"
+    )
+    one.add_argument(
+        "--profile",
+        action="store_true",
+        help="record a step: profile.md and a trace in the run folder",
+    )
     return parser.read(sys.argv[1:])
 
 

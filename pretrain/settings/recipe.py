@@ -19,24 +19,30 @@ MOST_FP32 = 1e38  # the optimizer computes in FP32, where 3.4e38 is the last num
 USUAL_CHUNK = 4096  # tokens of the loss at once
 # YAML reads a bare `on` as true and a bare `off` as false.
 Switch = Annotated[
-    Literal["auto", "on", "off"], BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value)
+    Literal["auto", "on", "off"],
+    BeforeValidator(lambda value: ("off", "on")[value] if isinstance(value, bool) else value),
 ]
 Attention = Literal["auto", "varlen", "flash_attn", "documents", "sdpa"]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class ModelSettings(Settings):
-    source: PathText | None = None  # folder, hub name or name@revision; null: from scratch, by `config`
-    from_scratch: bool = False  # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
-    # From scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
-    config: dict[str, Any] | None = None  # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config.
+    # folder, hub name or name@revision; null: from scratch, by `config`
+    source: PathText | None = None
+    # of `source` take the architecture and the tokenizer, and draw the weights from `seed`
+    from_scratch: bool = False
+    # without source: from scratch, {model_type: qwen3, ...}; with: changes to its config. From
+    # scratch, vocab_size and the ids of eos, bos and pad that are not set come from the tokenizer.
+    config: dict[str, Any] | None = None
     # auto: on Hopper and Blackwell FlashAttention-4 where its package is; otherwise varlen on a GPU, documents on a CPU, sdpa
     # elsewhere. flash_attn: FlashAttention-4; version 2 is varlen, torch's own.
     attention: Attention = "auto"
     # Layers that keep no activations and are computed again in backward: no layer, every layer, or with a number n each n-th.
     gradient_checkpointing: Literal["none", "full"] | PositiveCount = "none"
-    compile: Literal["auto", "layer", "none"] = "auto"  # auto: each layer on a GPU, nothing on a CPU
-    fused: Switch = "auto"  # layers of known architectures as a few large products; auto: where faster
+    # auto: each layer on a GPU, nothing on a CPU
+    compile: Literal["auto", "layer", "none"] = "auto"
+    # layers of known architectures as a few large products; auto: where faster
+    fused: Switch = "auto"
 
     @property
     def repository(self) -> str | None:
@@ -65,15 +71,20 @@ class ModelSettings(Settings):
                 "`from_scratch: true` takes the architecture of a `source`: set one, as `config` alone is from scratch anyway"
             )
         if self.source is None and "model_type" not in (self.config or {}):
-            raise ValueError("set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3}")
+            raise ValueError(
+                "set `source` (hub name or folder), or `config` with a model_type: {model_type: qwen3}"
+            )
         return self
 
 
 class BatchSettings(Settings):
-    tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072  # tokens of one optimizer step, over all devices
+    # tokens of one optimizer step, over all devices
+    tokens: Annotated[PositiveCount, Field(le=2**40)] = 131_072
     # The most packs that a device takes at once; auto: what fits is found by trying, auto:16: up to 16 of them.
     microbatch: (
-        Literal["auto"] | PositiveCount | Annotated[str, Field(pattern="^auto:[1-9][0-9]{0,8}$", examples=["auto:16"])]
+        Literal["auto"]
+        | PositiveCount
+        | Annotated[str, Field(pattern="^auto:[1-9][0-9]{0,8}$", examples=["auto:16"])]
     ) = "auto"
 
     @property
@@ -90,20 +101,27 @@ class BatchSettings(Settings):
 class OptimizerSettings(Settings):
     """AdamW, the only optimizer."""
 
-    learning_rate: float = Field(3.0e-4, gt=0, le=MOST_FP32)  # the largest, which the schedule reaches after its warmup
+    # the largest, which the schedule reaches after its warmup
+    learning_rate: float = Field(3.0e-4, gt=0, le=MOST_FP32)
     betas: tuple[Share, Share] = (0.9, 0.95)  # AdamW's
     eps: float = Field(1.0e-8, gt=0, le=MOST_FP32)  # AdamW's
-    weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)  # AdamW's, times the learning rate; of matrices and embeddings alone
-    moments: Literal["fp32", "bf16"] | None = None  # null: fp32, but bf16 under `weights: bf16`, as in torch
+    # AdamW's, times the learning rate; of matrices and embeddings alone
+    weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)
+    # null: fp32, but bf16 under `weights: bf16`, as in torch
+    moments: Literal["fp32", "bf16"] | None = None
     # What microbatches add up in; null: fp32, but bf16 under `weights: bf16`. Over processes sums are in FP32 in any case.
     gradients: Literal["fp32", "bf16"] | None = None
-    clip: float | None = Field(1.0, gt=0, le=MOST_FP32)  # the largest gradient norm; null: gradients are not clipped
+    # the largest gradient norm; null: gradients are not clipped
+    clip: float | None = Field(1.0, gt=0, le=MOST_FP32)
 
 
 class ScheduleSettings(Settings):
-    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"  # wsd: warmup, stable, then a linear decay
+    # wsd: warmup, stable, then a decay
+    kind: Literal["wsd", "cosine", "linear", "constant"] = "wsd"
     warmup: Count = 0  # steps
     decay: Fraction = 0.2  # wsd: share of all steps that decays, at the end
+    # wsd: curve of the decay, decay_type of transformers.get_wsd_schedule (whose default is cosine)
+    decay_shape: Literal["linear", "cosine", "1-sqrt"] = "linear"
     min_lr_ratio: Fraction = 0.0  # where the decay ends, as a share of `optimizer.learning_rate`
 
 
@@ -112,7 +130,8 @@ class TrainSettings(Settings):
 
     steps: PositiveCount | None = None  # optimizer steps
     tokens: PositiveCount | None = None  # rounded up to whole steps
-    epochs: float | None = Field(None, gt=0)  # passes over the training packs, rounded up to whole steps
+    # passes over the training packs, rounded up to whole steps
+    epochs: float | None = Field(None, gt=0)
     # Another run's checkpoint, a step-* folder, with which a run that has none of its own begins: its weights, moments, step and
     # place in the text, under this recipe's precision and settings. Keys in braces are filled in, as in `run_dir`.
     begin_with: PathText | None = None
@@ -128,14 +147,16 @@ PenaltyKind = Literal["non_max_sum", "neg_entropy"]
 
 
 class LossSettings(Settings):
-    # chunked: a part of the logits at a time; cce: cut-cross-entropy's Triton kernel, in BF16
+    # chunked: a part of the logits at a time, gradients summed in FP32; cce: cut-cross-entropy's Triton
+    # kernel, in BF16. Its release 25.1.1 has neither Kahan summation nor FP32 sums.
     kind: Literal["chunked", "cce"] = "chunked"
     # Tokens whose logits exist at once; auto: 4096; on a GPU more where the vocabulary is small.
     chunk: Literal["auto"] | PositiveCount = "auto"
     # Added to each token's cross-entropy, for sharper distributions: 1 - max p, or the entropy. Held-out loss is cross-entropy
     # alone.
     penalty: PenaltyKind | None = None
-    penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)  # lambda, by which the penalty is multiplied
+    # lambda, by which the penalty is multiplied
+    penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)
 
     @property
     def tokens_at_once(self) -> int:
@@ -146,31 +167,45 @@ class LossSettings(Settings):
     def _a_penalty_is_whole(self) -> LossSettings:
         if self.penalty is None and self.penalty_weight is not None:
             kinds = ", ".join(get_args(PenaltyKind))
-            raise ValueError(f"`penalty_weight` is set and `penalty` is not; set it to one of {kinds}, or leave the weight out")
+            raise ValueError(
+                f"`penalty_weight` is set and `penalty` is not; set it to one of {kinds}, or leave the weight out"
+            )
         if self.penalty is not None and self.penalty_weight is None:
-            raise ValueError(f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only measures the penalty")
+            raise ValueError(
+                f"`penalty: {self.penalty}` needs `penalty_weight`; 0.01 is usual, and 0 only measures the penalty"
+            )
         return self
 
 
 class EvaluateSettings(Settings):
-    every: PositiveCount | None = None  # steps; null: at the end, and before the first step of a trained `model.source`
-    packs: PositiveCount | None = None  # held-out packs to evaluate on, from the first; null: all of them
-    samples: tuple[str, ...] = ()  # prompts to continue at every evaluation, by 64 tokens at most, each with a seed of its own
+    # steps; null: at the end, and before the first step of a trained `model.source`
+    every: PositiveCount | None = None
+    # held-out packs to evaluate on, from the first; null: all of them
+    packs: PositiveCount | None = None
+    # prompts to continue at every evaluation, by 64 tokens at most, each with a seed of its own
+    samples: tuple[str, ...] = ()
 
 
 class CheckpointSettings(Settings):
     every: PositiveCount | None = 500  # steps; null: at the end and on a signal only
-    keep: PositiveCount = 3  # how many of the newest, beside the last one before wsd's decay; others are deleted
-    best: bool = False  # save at each evaluation with the lowest held-out loss so far, and keep that one, however old it becomes
+    # how many of the newest, beside the last one before wsd's decay; others are deleted
+    keep: PositiveCount = 3
+    # save at each evaluation with the lowest held-out loss so far, and keep that one, however old
+    # it becomes
+    best: bool = False
     at_end: bool = True  # false, for speed tests: no last checkpoint and no exported model
 
 
 class LogSettings(Settings):
     every: PositiveCount = 1  # steps between console lines; metrics.jsonl takes every step
-    trackers: tuple[str, ...] = ("jsonl",)  # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
-    project: str = "pretrain"  # the project that a hosted tracker files the run under; MLflow calls it experiment
-    gradient_statistics: PositiveCount | None = None  # steps between mean and deviation of each layer's gradient; null: never
-    fp8_statistics: PositiveCount | None = 100  # steps between figures of quantization and of experts; null: never
+    # of accelerate's, by name: tensorboard, wandb, trackio, ...; jsonl is always written
+    trackers: tuple[str, ...] = ("jsonl",)
+    # the project that a hosted tracker files the run under; MLflow calls it experiment
+    project: str = "pretrain"
+    # steps between mean and deviation of each layer's gradient; null: never
+    gradient_statistics: PositiveCount | None = None
+    # steps between figures of quantization and of experts; null: never
+    fp8_statistics: PositiveCount | None = 100
     # Steps between looks at what low precision costs: a microbatch once more in BF16, its loss and gradient beside; null: never.
     gap: PositiveCount | None = None
 
@@ -226,14 +261,18 @@ _OTHER_NAMES = {
 class Recipe(Settings):
     """A whole training recipe: what is trained, on what, how long, and what is recorded."""
 
-    OTHER_NAMES: ClassVar = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
+    OTHER_NAMES: ClassVar = {
+        name: key for key, names in _OTHER_NAMES.items() for name in names.split()
+    }
 
     name: str  # of the run; also a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding
     # Two runs have the same bits on a GPU too, stopped and resumed or not. Settings that cannot repeat bits are refused.
     deterministic: bool = False
-    precision: PrecisionSetting | None = None  # what products compute in; a list: one after the other; null: as accelerate's file
-    fp8_config: LowPrecisionSettings = LowPrecisionSettings()  # over the accelerate configuration's, key by key
+    # what products compute in; a list: one after the other; null: as accelerate's file
+    precision: PrecisionSetting | None = None
+    # over the accelerate configuration's, key by key
+    fp8_config: LowPrecisionSettings = LowPrecisionSettings()
     # Before a fresh run's first step, compare it with plain transformers and stop if it is not the same training.
     parity: bool = True
     # What parameters are stored in. bf16_exact: BF16, and 16 more bits for each that make it FP32, so that no update is lost.
@@ -249,13 +288,16 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()
     log: LogSettings = LogSettings()
     health: HealthSettings = HealthSettings()
-    run_dir: PathText = "runs/{name}-{precision}-{weights}"  # any key in braces is filled in: {seed}, {optimizer.learning_rate}
+    # any key in braces is filled in: {seed}, {optimizer.learning_rate}
+    run_dir: PathText = "runs/{name}-{precision}-{weights}"
 
     @field_validator("name")
     @classmethod
     def _is_part_of_a_path(cls, name: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-            raise ValueError(f"{name!r} is a part of the run folder's name; take letters, digits and . _ - alone")
+            raise ValueError(
+                f"{name!r} is a part of the run folder's name; take letters, digits and . _ - alone"
+            )
         return name
 
     @property

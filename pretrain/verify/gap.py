@@ -34,9 +34,15 @@ PIECE = 2**24  # values of a gradient that are compared at once, in FP32
 class GapMeter:
     """One run's. At a step that is due: `look`, then `beside` around the step's own first microbatch, then `figures`."""
 
-    def __init__(self, packed: PackedLanguageModel, optimizer: ExactAdamW, accelerator: Accelerator) -> None:
+    def __init__(
+        self, packed: PackedLanguageModel, optimizer: ExactAdamW, accelerator: Accelerator
+    ) -> None:
         self._packed, self._optimizer, self._accelerator = packed, optimizer, accelerator
-        self._matrices = {name: each.dim() > 1 for name, each in packed.hf.named_parameters() if each.requires_grad}
+        self._matrices = {
+            name: each.dim() > 1
+            for name, each in packed.hf.named_parameters()
+            if each.requires_grad
+        }
         self._layers = tuple(decoder_layers(packed.hf))
         # Of each matrix at the last look, where its gradient lies beside the one in BF16, see `_place`. Rounding takes it some
         # way off, in a deep model in FP4 as far as the gradient is long; much the same at each look, until something breaks.
@@ -46,21 +52,30 @@ class GapMeter:
         """Forward and backward of the first microbatch in BF16. Random numbers are left for the caller to seed again."""
         self._in_bf16: list[Tensor | None] = []
         device = self._accelerator.device
-        self._sums = torch.zeros(len(self._matrices), 3, dtype=torch.float64, device=device)  # by parameter, see `_products`
-        self._losses = torch.zeros(3, dtype=torch.float64, device=device)  # in low precision, in BF16; and the labels they are of
-        self._choices = torch.zeros(2, dtype=torch.float64, device=device)  # of experts: those that BF16 has not made, and all
+        # by parameter, see `_products`
+        self._sums = torch.zeros(len(self._matrices), 3, dtype=torch.float64, device=device)
+        # in low precision, in BF16; and the labels they are of
+        self._losses = torch.zeros(3, dtype=torch.float64, device=device)
+        # of experts: those that BF16 has not made, and all
+        self._choices = torch.zeros(2, dtype=torch.float64, device=device)
         self._chosen: list[list[Tensor]] = []  # in BF16, by layer
         if not batches.microbatches:
             return
         inputs, packed = inputs_of(batches.microbatches[0], device), self._packed
         more_come = packed.sharding and len(batches.microbatches) > 1
-        with holding(packed.context, quantizing=False), packed.sharding.accumulating() if more_come else nullcontext():
+        with (
+            holding(packed.context, quantizing=False),
+            packed.sharding.accumulating() if more_come else nullcontext(),
+        ):
             with recording_choices(packed) as self._chosen:
                 loss = packed(**inputs)
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1], self._losses[2] = loss.detach(), (inputs["labels"] != IGNORE).sum()
         # What lies in `.grad` is let go by clearing, and stays here; sums are cleared in place.
-        self._in_bf16 = [None if each is None else each.clone() if is_sum else each for each, is_sum in self._gradients()]
+        self._in_bf16 = [
+            None if each is None else each.clone() if is_sum else each
+            for each, is_sum in self._gradients()
+        ]
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
             product.plain.weight = None  # of the unquantized path, which training may never take
@@ -78,11 +93,16 @@ class GapMeter:
                 yield
         finally:
             hook.remove()
-        for (low, *_), (in_bf16,) in zip(chosen, self._chosen, strict=False):  # a layer that is recomputed chooses alike again
+        # a layer that is recomputed chooses alike again
+        for (low, *_), (in_bf16,) in zip(chosen, self._chosen, strict=False):
             others = (low[:, :, None] != in_bf16[:, None]).all(2)
-            self._choices += torch.stack([others.sum(), torch.full_like(others.sum(), others.numel())])
+            self._choices += torch.stack(
+                [others.sum(), torch.full_like(others.sum(), others.numel())]
+            )
         self._chosen = []
-        for row, (gradient, _), in_bf16 in zip(self._sums, self._gradients(), self._in_bf16, strict=True):
+        for row, (gradient, _), in_bf16 in zip(
+            self._sums, self._gradients(), self._in_bf16, strict=True
+        ):
             if gradient is not None and in_bf16 is not None:
                 row.copy_(_products(gradient, in_bf16))
         self._in_bf16 = []  # their memory
@@ -93,21 +113,36 @@ class GapMeter:
         for parameter in self._packed.hf.parameters():
             if parameter.requires_grad:
                 gradient = gradient_of(parameter)
-                yield (None, False) if gradient is None else (local_part(gradient), gradient is not parameter.grad)
+                yield (
+                    (None, False)
+                    if gradient is None
+                    else (local_part(gradient), gradient is not parameter.grad)
+                )
 
     def figures(self) -> dict[str, float]:
         """What the step adds to its line of metrics: `gap/loss` (nats per token, above 0 where low precision's loss is higher),
         of a mixture `gap/routing` (the share of tokens' choices of experts that BF16 has not made), the gradient's `gap/cosine`
         and `gap/norm_ratio` (low precision over BF16), and the same of each layer. Waits for the device. Collective."""
         all_sums = torch.cat([self._sums.flatten(), self._losses, self._choices])
-        *products, low, bf16, labels, others, choices = self._accelerator.reduce(all_sums, reduction="sum").tolist()
+        *products, low, bf16, labels, others, choices = self._accelerator.reduce(
+            all_sums, reduction="sum"
+        ).tolist()
         rows = dict(zip(self._matrices, np.array(products).reshape(-1, 3), strict=True))
-        self.places = {name: _place(*rows[name]) for name, is_matrix in self._matrices.items() if is_matrix and rows[name][2]}
+        self.places = {
+            name: _place(*rows[name])
+            for name, is_matrix in self._matrices.items()
+            if is_matrix and rows[name][2]
+        }
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))
         for name, row in rows.items():
             layers[layer_of(name, self._layers)] += row
-        figures = {"gap/loss": (low - bf16) / max(labels, 1)} | ({"gap/routing": others / choices} if choices else {})
-        for suffix, sums in [("", sum(rows.values())), *((f"/{layer}", sums) for layer, sums in layers.items())]:
+        figures = {"gap/loss": (low - bf16) / max(labels, 1)} | (
+            {"gap/routing": others / choices} if choices else {}
+        )
+        for suffix, sums in [
+            ("", sum(rows.values())),
+            *((f"/{layer}", sums) for layer, sums in layers.items()),
+        ]:
             dot, of_low, of_bf16 = sums.tolist()
             if of_low and of_bf16:  # the layer has a gradient
                 figures[f"gap/cosine{suffix}"] = dot / math.sqrt(of_low * of_bf16)

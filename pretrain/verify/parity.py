@@ -33,16 +33,32 @@ from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
 from pretrain.verify.probe import Compared, watching_products
-from pretrain.verify.reference_model import Document, reference_model, reference_pass, routes_alike, whole, wrong_batches
+from pretrain.verify.reference_model import (
+    Document,
+    reference_model,
+    reference_pass,
+    routes_alike,
+    whole,
+    wrong_batches,
+)
+from pretrain.verify.reference_quantizer import watching_quantizers
 
 MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
-SEVENTHS = (0, 1, 3, 5, 7)  # of a pack, where its documents begin and end: no block of a kernel ends there
+# of a pack, where its documents begin and end: no block of a kernel ends there
+SEVENTHS = (0, 1, 3, 5, 7)
 TOKENS, DOCUMENTS = 1024, 3  # of a microbatch, at most, that the plain side computes
-PLAIN_BYTES = 16  # a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
-DIFFERENT = 16  # tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's do
-TAUGHT = 2  # passes in which delayed scaling sees the gradients of other labels: in each, what scales cut reaches less far
-NORM_RATIO = 2.0  # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within 1.3
-FP32_OF_BF16 = 2.0**-8  # FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+# a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
+PLAIN_BYTES = 16
+# tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's
+# do
+DIFFERENT = 16
+# of the norm of a gradient over several microbatches, from that of the sum of theirs
+SUMS_APART = 0.1
+# by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within
+# 1.3
+NORM_RATIO = 2.0
+# FP32 rounds 2^16 times finer than the BF16 that is measured; the rest is for another order of sums
+FP32_OF_BF16 = 2.0**-8
 SHOWN = 10  # the worst of a table
 
 
@@ -59,9 +75,14 @@ class Parity:
     gradient_norm: float
     tensors: Sequence[Compared]  # the worst first
     products: Sequence[Compared] = ()  # the worst first
+    # of some operands, with the reference quantizer's; the worst first
+    codes: Sequence[Compared] = ()
+    # quantized gradients over all microbatches, with the sum of each one's; the worst first
+    sums: Sequence[Compared] = ()
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
-    quantized_left_out: str | None = None  # why quantized products were not compared, where there are some
+    # why quantized products were not compared, where there are some
+    quantized_left_out: str | None = None
 
     def summary(self) -> str:
         """In one line how far apart the sides are."""
@@ -69,19 +90,28 @@ class Parity:
         text = f"parity with plain transformers: loss {loss:+.1e}, gradients differ by at most {worst:.0%} of the tolerance"
         if self.products:
             text += f", {len(self.products)} quantized products by at most {self.products[0].excess:.0%} of theirs"
-        return text + (f"; quantized products are not compared: {self.quantized_left_out}" if self.quantized_left_out else "")
+        return text + (
+            f"; quantized products are not compared: {self.quantized_left_out}"
+            if self.quantized_left_out
+            else ""
+        )
 
     def record(self) -> dict[str, Any]:
         """What audit.json says: the figures, the worst tensors and products, and how many there were."""
         counts = {"tensors_compared": len(self.tensors), "products_compared": len(self.products)}
-        worst = {"tensors": self.tensors[:SHOWN], "products": self.products[:SHOWN]}
+        worst = {
+            name: getattr(self, name)[:SHOWN] for name in ("tensors", "products", "codes", "sums")
+        }
         return asdict(replace(self, **worst)) | counts
 
     def require(self) -> None:
         """TrainingHalted with what differs and what to try, unless all is within the tolerance."""
         if not self.failures:
             return
-        lines = ["parity: this run would not train what plain transformers trains:", *(f"  {line}" for line in self.failures)]
+        lines = [
+            "parity: this run would not train what plain transformers trains:",
+            *(f"  {line}" for line in self.failures),
+        ]
         lines.append(
             "Nothing has been trained; audit.json has all figures. `precision=bf16`, `model.compile=none`, `model.fused=off` and "
             "`model.attention=sdpa`, one by one, show what is at fault; `parity=off` trains without this check."
@@ -107,7 +137,10 @@ def check_parity(
     """
     device, check = accelerator.device, _Check(model, optimizer, active, accelerator)
     try:
-        with torch.random.fork_rng([device] if device.type == "cuda" else []), model.context.preserving_state():
+        with (
+            torch.random.fork_rng([device] if device.type == "cuda" else []),
+            model.context.preserving_state(),
+        ):
             parity = check.run(step, packs, mask_boundaries)
         if sum(from_all_ranks(len(parity.failures))) and not parity.failures:
             parity.failures.append("of another process")
@@ -133,11 +166,16 @@ class _Check:
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
         failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
         vocabulary = self.model.hf.config.get_text_config().vocab_size
-        recut = [cut(batch, vocabulary, at_end=n % 2 == 0) for n, batch in enumerate(step.microbatches[:MICROBATCHES])]
+        recut = [
+            cut(batch, vocabulary, at_end=n % 2 == 0)
+            for n, batch in enumerate(step.microbatches[:MICROBATCHES])
+        ]
         step = replace(step, microbatches=[batch for batch, _ in recut])
         microbatches = [of_batch for _, of_batch in recut]
         documents = [document for of_batch in microbatches for document in of_batch]
-        tokens = max(sum(from_all_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents))), 1)
+        tokens = max(
+            sum(from_all_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents))), 1
+        )
         different = {token for each in documents for token in each.tokens.tolist()}
         variety = min(from_all_ranks(len(different)))
         is_varied = variety >= DIFFERENT
@@ -145,16 +183,26 @@ class _Check:
         mean_over = valid_tokens / tokens
 
         # The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger.
-        head, half = self.model.hf.get_output_embeddings(), -(-step.microbatches[0].input_ids.shape[1] // 2)
+        head, half = (
+            self.model.hf.get_output_embeddings(),
+            -(-step.microbatches[0].input_ids.shape[1] // 2),
+        )
         with training_without_dropout(self.model), holding(head, chunk=min(head.chunk, half)):
             advance()
-            with holding(self.model.context, quantizing=False), recording_choices(self.model) as chosen:
+            with (
+                holding(self.model.context, quantizing=False),
+                recording_choices(self.model) as chosen,
+            ):
                 loss = self._pass(step) * mean_over
             of_plain = self._plain(_as_chosen(microbatches, chosen), valid_tokens, tokens)
             losses, reference, loss_noise, noise, alike = of_plain
-            gradients = {name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()}
-            dtypes = {self.model.context.compute_dtype, *(each.dtype for each in gradients.values() if each is not None)}
-            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0  # gradients may add up in BF16
+            gradients = self._gradients()
+            dtypes = {
+                self.model.context.compute_dtype,
+                *(each.dtype for each in gradients.values() if each is not None),
+            }
+            # gradients may add up in BF16
+            resolution = FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
             parity = Parity(
                 failures=failures,
                 tokens=tokens,
@@ -162,17 +210,26 @@ class _Check:
                 reference_loss=sum(from_all_ranks(losses.double().sum().item())) / tokens,
                 loss_tolerated=loss_noise * resolution * (1.0 if is_varied else LEEWAY),
                 gradient_norm=gradient_norm(self.model.parameters()).item(),
-                tensors=judge(distances(gradients, reference), noise, resolution, tokens, routes_alike=alike),
+                tensors=judge(
+                    distances(gradients, reference), noise, resolution, tokens, routes_alike=alike
+                ),
             )
-            if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:  # not-a-number is never tolerated
+            # not-a-number is never tolerated
+            if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:
                 losses_of_both = f"{loss:.6f}, of plain transformers {parity.reference_loss:.6f}"
-                failures.append(f"loss of the packed path {losses_of_both}; tolerated is {parity.loss_tolerated:.2g} apart")
-            failures += worst_of(parity.tensors, "gradients", "the packed path is not plain transformers")
+                failures.append(
+                    f"loss of the packed path {losses_of_both}; tolerated is {parity.loss_tolerated:.2g} apart"
+                )
+            failures += worst_of(
+                parity.tensors, "gradients", "the packed path is not plain transformers"
+            )
             if self.active.precision.quantized and is_varied:
                 del reference
                 failures += self._quantized(parity, step, mean_over)
             elif self.active.precision.quantized:
-                parity.quantized_left_out = f"the text has {variety} different tokens, and they take {DIFFERENT}"
+                parity.quantized_left_out = (
+                    f"the text has {variety} different tokens, and they take {DIFFERENT}"
+                )
         return parity
 
     def _plain(
@@ -186,49 +243,134 @@ class _Check:
         for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
             parameter.data = parameter.data.to(torch.bfloat16)
         rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens)
-        for parameter in plain.parameters():  # modules whose forward was replaced are cycles, which wait for the collector
+        # modules whose forward was replaced are cycles, which wait for the collector
+        for parameter in plain.parameters():
             parameter.data = parameter.data.new_empty(0)
-        loss_noise = math.sqrt(sum(from_all_ranks((rounded_losses - losses).double().square().sum().item())) / tokens)
+        loss_noise = math.sqrt(
+            sum(from_all_ranks((rounded_losses - losses).double().square().sum().item())) / tokens
+        )
         return losses, reference, loss_noise, distances(rounded, reference), routes_alike(plain)
 
     def _plain_pass(
         self, plain: PreTrainedModel, microbatches: Sequence[Sequence[Document]], valid_tokens: int
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses of this rank's tokens, and the gradient of all ranks' losses, divided by the step's tokens."""
-        losses, gradients = reference_pass(plain, microbatches, self.model.hf.get_output_embeddings().settings)
-        for name in gradients:  # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
-            gradients[name] = self.accelerator.reduce(gradients[name].div_(valid_tokens), reduction="sum")
+        losses, gradients = reference_pass(
+            plain, microbatches, self.model.hf.get_output_embeddings().settings
+        )
+        # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
+        for name in gradients:
+            gradients[name] = self.accelerator.reduce(
+                gradients[name].div_(valid_tokens), reduction="sum"
+            )
         return losses, gradients
 
     def _quantized(self, parity: Parity, step: StepBatches, mean_over: float) -> list[str]:
         """Compares the quantized path with the unquantized one of `parity`, which gets the figures; returns what is wrong."""
         advance()
-        for _ in range(TAUGHT if self.model.context.state() else 0):
+        # delayed scaling sees the gradients of other labels, here and in the passes that follow
+        if self.model.context.state():
             self._pass(step)
+        parity.sums = self._compare_sums(step)
         with ExitStack() as watching:
-            parity.products, histories = watching.enter_context(watching_products(self.model, self.active))
+            parity.products, histories = watching.enter_context(
+                watching_products(self.model, self.active)
+            )
+            parity.codes = watching.enter_context(
+                watching_quantizers(self.model.context, self.active)
+            )
             parity.quantized_loss = self._pass(step, watching) * mean_over
         parity.quantized_gradient_norm = gradient_norm(self.model.parameters()).item()
-        lines = worst_of(parity.products, "low-precision products", "they are not what the format makes")
+        lines = worst_of(
+            parity.products, "low-precision products", "they are not what the format makes"
+        )
+        lines += worst_of(
+            parity.codes,
+            "codes of operands",
+            "the format's quantizer is not the reference quantizer",
+        )
+        lines += worst_of(
+            parity.sums, "gradients over two microbatches", "they are not the sum of each one's"
+        )
         if histories:
-            lines.append(f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them")
+            lines.append(
+                f"delayed scaling: scale or history of {len(histories)} operands, {histories[0]} among them"
+            )
         loss, norm = parity.quantized_loss, parity.quantized_gradient_norm
-        if not (math.isfinite(loss) and parity.gradient_norm / NORM_RATIO <= norm <= parity.gradient_norm * NORM_RATIO):
-            losses, norms = f"{loss:.6f} and {parity.loss:.6f}", f"{norm:.4g} and {parity.gradient_norm:.4g}"
-            lines.append(f"quantized path and unquantized one: loss {losses}, gradient norm {norms}")
+        if not (
+            math.isfinite(loss)
+            and parity.gradient_norm / NORM_RATIO <= norm <= parity.gradient_norm * NORM_RATIO
+        ):
+            losses, norms = (
+                f"{loss:.6f} and {parity.loss:.6f}",
+                f"{norm:.4g} and {parity.gradient_norm:.4g}",
+            )
+            lines.append(
+                f"quantized path and unquantized one: loss {losses}, gradient norm {norms}"
+            )
         return lines
 
-    def _pass(self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None) -> float:
+    def _compare_sums(self, step: StepBatches) -> list[Compared]:
+        """Compare the gradients of a quantized pass with the sum of those of a pass over each microbatch alone.
+
+        The norm of every matrix's gradient is compared. Both sides draw the same random numbers and
+        begin with the same histories and scales. On a CPU the gradients are then equal to the bit; on
+        a GPU an attention kernel adds up in another order each time, and quantization amplifies that
+        to the size of its own error, which leaves norms alone. Returns the worst first. Collective.
+        """
+        copies = self.model.context.copied_state()
+        torch.manual_seed(0)
+        self._pass(step)
+        together = self._norms(self._gradients())
+        self.model.context.go_back(copies)
+        torch.manual_seed(0)
+        summed: dict[str, Tensor] = {}
+        for number in range(max(from_all_ranks(len(step.microbatches)))):
+            self._pass(replace(step, microbatches=step.microbatches[number : number + 1]))
+            for name, gradient in self._gradients().items():
+                if gradient is not None:
+                    summed[name] = gradient.float() + summed.get(name, 0.0)
+        compared = []
+        for name, norm in self._norms(summed).items():
+            apart = abs(together[name] / norm - 1) if norm else together[name]
+            compared.append(Compared.of(name, apart, apart / SUMS_APART))
+        return sorted(compared, key=lambda tensor: tensor.excess, reverse=True)
+
+    @staticmethod
+    def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+        """Return the norm of each matrix's gradient. Collective where gradients are sharded."""
+        norms = {
+            name: torch.linalg.vector_norm(whole(gradient), dtype=torch.float64)
+            for name, gradient in gradients.items()
+            if gradient is not None and gradient.dim() > 1
+        }
+        return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+
+    def _gradients(self) -> dict[str, Tensor | None]:
+        return {
+            name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()
+        }
+
+    def _pass(
+        self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None
+    ) -> float:
         """Forward and backward as in a training step; returns the loss. The next pass clears the gradients left here."""
         clear_gradients(self.optimizer, self.model)
         return forward_backward(self.model, step, self.accelerator, around_first).item()
 
 
-def _as_chosen(microbatches: Sequence[Sequence[Document]], chosen: Sequence[Sequence[Tensor]]) -> list[list[Document]]:
+def _as_chosen(
+    microbatches: Sequence[Sequence[Document]], chosen: Sequence[Sequence[Tensor]]
+) -> list[list[Document]]:
     """The documents with the experts that their tokens went to: `chosen` by layer and forward, of which a layer that is
     recomputed has two a microbatch."""
     return [
-        [each._replace(chosen=[layer[n * len(layer) // len(microbatches)][each.part] for layer in chosen]) for each in documents]
+        [
+            each._replace(
+                chosen=[layer[n * len(layer) // len(microbatches)][each.part] for layer in chosen]
+            )
+            for each in documents
+        ]
         for n, documents in enumerate(microbatches)
     ]
 
@@ -253,7 +395,9 @@ def cut(batch: Microbatch, vocabulary: int, *, at_end: bool) -> tuple[Microbatch
     for span in (spans[::-1] if at_end else spans)[:DOCUMENTS]:
         part = slice(span.start, min(span.stop, span.start + TOKENS // DOCUMENTS))
         of_text = batch.labels[0, part]
-        labels[0, part] = torch.where(of_text == IGNORE, IGNORE, (of_text + vocabulary // 2) % vocabulary)
+        labels[0, part] = torch.where(
+            of_text == IGNORE, IGNORE, (of_text + vocabulary // 2) % vocabulary
+        )
         documents.append(Document(batch.input_ids[0, part], labels[0, part], part))
     return replace(batch, labels=labels), documents
 
@@ -267,8 +411,10 @@ def cut(batch: Microbatch, vocabulary: int, *, at_end: bool) -> tuple[Microbatch
 # there is rounding noise without a direction. Only one thing is asked: has the measured side made something of nothing?
 NEGLIGIBLE = 1e-6
 TOTAL = "all of them together"
-LEEWAY = 2.0  # how many times its measure a tensor may be off: the median of healthy tensors is at 1
-FEW_VALUES = 9.0  # a scalar's draw may be this many times smaller than usual, one of n values n times less often
+# how many times its measure a tensor may be off: the median of healthy tensors is at 1
+LEEWAY = 2.0
+# a scalar's draw may be this many times smaller than usual, one of n values n times less often
+FEW_VALUES = 9.0
 # Tokens that BF16's rounding may send to other experts by chance, though it sent none where it was measured, and how much of such
 # a token's part in all other gradients changes with it. With four one of 48 small models that were right was stopped.
 ROUTED_ELSEWHERE, CHANGED_BESIDE = 6, 1 / 3
@@ -287,23 +433,35 @@ class Distance(NamedTuple):
         return self.apart / self.reference if self.reference else math.inf if self.apart else 0.0
 
 
-def distances(measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]) -> dict[str, Distance]:
+def distances(
+    measured: Mapping[str, Tensor | None], reference: Mapping[str, Tensor]
+) -> dict[str, Distance]:
     """How far apart each gradient is, by name, and all as one under TOTAL. Collective where gradients are sharded. A parameter
     that only one side has, such as a head that came untied, counts as zero on the other; one that neither has is left out."""
     norms: list[Tensor] = []
     sizes: dict[str, int] = {}
     for name in dict.fromkeys([*reference, *measured]):
-        a, b = (None if each is None else whole(each).float() for each in (measured.get(name), reference.get(name)))
+        a, b = (
+            None if each is None else whole(each).float()
+            for each in (measured.get(name), reference.get(name))
+        )
         if a is None and b is None:
             continue
         a = torch.zeros_like(b) if a is None else a
         b = torch.zeros_like(a) if b is None else b
-        norms.append(torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in (b, a - b)]))
+        norms.append(
+            torch.stack(
+                [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (b, a - b)]
+            )
+        )
         sizes[name] = a.numel()
     of_all = torch.stack(norms)
-    of_all = torch.cat([of_all, torch.linalg.vector_norm(of_all, dim=0, keepdim=True)]).tolist()  # waits for the device once
+    # waits for the device once
+    of_all = torch.cat([of_all, torch.linalg.vector_norm(of_all, dim=0, keepdim=True)]).tolist()
     sizes[TOTAL] = sum(sizes.values())
-    return {name: Distance(*row, size) for (name, size), row in zip(sizes.items(), of_all, strict=True)}
+    return {
+        name: Distance(*row, size) for (name, size), row in zip(sizes.items(), of_all, strict=True)
+    }
 
 
 def judge(
@@ -325,23 +483,42 @@ def judge(
     negligible = NEGLIGIBLE * total
     known = {name: each for name, each in noise.items() if each.reference > negligible}
     typical = median([each.error for name, each in known.items() if name != TOTAL] or [0.0])
-    kinds = {name: re.sub(r"\.\d+\.", ".", name) for name in {*noise, *apart}}  # what tensors of one name in all layers share
+    # what tensors of one name in all layers share
+    kinds = {name: re.sub(r"\.\d+\.", ".", name) for name in {*noise, *apart}}
     squares: dict[str, list[float]] = defaultdict(list)
     for name, each in known.items():
         squares[kinds[name]].append(each.error**2)
     # A token that goes elsewhere takes its whole part from one gradient and adds as much to another. FP32 hardly sends any.
-    routed = math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1)) if resolution == 1.0 and not routes_alike else 0.0
+    routed = (
+        math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1))
+        if resolution == 1.0 and not routes_alike
+        else 0.0
+    )
     # Of each mixture of experts, what the names of its router's and its experts' parameters begin with.
-    mixtures = tuple({f"{name.partition(part)[0]}." for name in noise for part in (".experts.", ".router.") if part in name})
+    mixtures = tuple(
+        {
+            f"{name.partition(part)[0]}."
+            for name in noise
+            for part in (".experts.", ".router.")
+            if part in name
+        }
+    )
     judged = []
     for name, each in apart.items():
         own = noise[name].apart if name in noise else 0.0
         usual = max(typical, math.sqrt(mean(squares.get(kinds[name], [0.0]))))
         few = 1 + FEW_VALUES / each.values  # large for a scalar only
         changed = (1.0 if name.startswith(mixtures) else CHANGED_BESIDE) if mixtures else 0.0
-        allowed = math.hypot(few * LEEWAY * resolution * max(own, usual * each.reference), changed * routed * each.reference)
+        allowed = math.hypot(
+            few * LEEWAY * resolution * max(own, usual * each.reference),
+            changed * routed * each.reference,
+        )
         norm = max(each.reference, negligible) or 1.0
-        judged.append(Compared.of(name, each.apart / norm, each.apart / (allowed + negligible) if each.apart else 0.0))
+        judged.append(
+            Compared.of(
+                name, each.apart / norm, each.apart / (allowed + negligible) if each.apart else 0.0
+            )
+        )
     return sorted(judged, key=lambda tensor: tensor.excess, reverse=True)
 
 
@@ -351,7 +528,15 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
     own dropout, and of layers that call the function. So is the noise on what goes into a mixture's experts and router."""
     with ExitStack() as changes:
         for module in model.modules():
-            noises = ("drop", "jitter_noise", *(["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []))
-            rates = [name for name, value in vars(module).items() if isinstance(value, float) and any(n in name for n in noises)]
+            noises = (
+                "drop",
+                "jitter_noise",
+                *(["p"] if isinstance(module, nn.modules.dropout._DropoutNd) else []),
+            )
+            rates = [
+                name
+                for name, value in vars(module).items()
+                if isinstance(value, float) and any(n in name for n in noises)
+            ]
             changes.enter_context(holding(module, training=True, **dict.fromkeys(rates, 0.0)))
         yield

@@ -27,10 +27,13 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-NEARLY_AS_LIKELY = 0.8  # of the least probability that a router has chosen: what rounding may choose in its place
+# of the least probability that a router has chosen: what rounding may choose in its place
+NEARLY_AS_LIKELY = 0.8
 
 
-def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool) -> Iterator[str]:
+def wrong_batches(
+    microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool
+) -> Iterator[str]:
     """Yields how microbatches differ from what the packs say whose tokens they hold. Nothing is to be learnt from a row that is
     none of `packs`, or is one for a second time.
 
@@ -40,9 +43,14 @@ def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, 
         packs_by_tokens[pack.input_ids.astype(np.int64).tobytes()].append(pack)
     for number, batch in enumerate(microbatches):
         size, length = batch.input_ids.shape[1], batch.max_seqlen
-        expected = {"labels": torch.full_like(batch.labels, IGNORE), "position_ids": batch.position_ids.clone()}
+        expected = {
+            "labels": torch.full_like(batch.labels, IGNORE),
+            "position_ids": batch.position_ids.clone(),
+        }
         offsets = {0, size, *range(0, size, length)}  # a pack's padding is an attention of its own
-        for begin, tokens in zip(range(0, size, length), batch.input_ids[0].split(length), strict=True):
+        for begin, tokens in zip(
+            range(0, size, length), batch.input_ids[0].split(length), strict=True
+        ):
             if not (alike := packs_by_tokens[tokens.numpy().tobytes()]):
                 continue
             pack = alike.pop(0)
@@ -56,7 +64,11 @@ def wrong_batches(microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, 
             for name, values in (("labels", labels), ("position_ids", positions)):
                 expected[name][0, begin : begin + ends[-1]] = values
             offsets |= {begin + end for end in ends}
-        wrong = [name for name, values in expected.items() if not torch.equal(getattr(batch, name), values)]
+        wrong = [
+            name
+            for name, values in expected.items()
+            if not torch.equal(getattr(batch, name), values)
+        ]
         wrong += [] if set(batch.cu_seqlens.tolist()) == offsets else ["cu_seqlens"]
         if wrong:
             yield f"batch: {', '.join(wrong)} of microbatch {number} are not those of the packs of step 0"
@@ -74,7 +86,8 @@ def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedMode
         plain = type(hf)._from_config(copy.deepcopy(hf.config), dtype=torch.float32, **plainly)
     of_run = named_tensors(hf)
     with torch.no_grad():
-        for name, tensor in named_tensors(plain).items():  # one by one: gathered shards are gone before the next
+        # one by one: gathered shards are gone before the next
+        for name, tensor in named_tensors(plain).items():
             tensor.copy_(whole(of_run[name]))
             tensor.requires_grad_(of_run[name].requires_grad)
     for layer in decoder_layers(plain).values():
@@ -96,7 +109,9 @@ def routes_alike(plain: PreTrainedModel) -> bool:
     return bool(experts) and all(getattr(each, "follows", False) for each in experts)
 
 
-def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+def _as_chosen_there(
+    router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+) -> tuple[Tensor, ...] | None:
     """Sends each token to the experts that the compared model chose, with this `router`'s own weights for them: probabilities, or
     shares of their sum, whichever it gave. None keeps the router's choice: nothing was recorded, its weights have another form,
     or rounding alone does not explain the other choice."""
@@ -104,17 +119,27 @@ def _as_chosen_there(router: nn.Module, experts: nn.Module, inputs: tuple[Tensor
     if there is None or there.shape != chosen.shape:
         return None
     p = torch.softmax(router.router_logits.float(), dim=-1)
-    totals, of_p, of_there = weights.float().sum(1, keepdim=True), p.gather(1, chosen), p.gather(1, there)
+    totals, of_p, of_there = (
+        weights.float().sum(1, keepdim=True),
+        p.gather(1, chosen),
+        p.gather(1, there),
+    )
     shares = totals * of_p / of_p.sum(1, keepdim=True)
     elsewhere = (there[:, :, None] != chosen[:, None]).all(2).any(1, keepdim=True)
     by_chance = of_there.amin(1, keepdim=True) >= NEARLY_AS_LIKELY * of_p.amin(1, keepdim=True)
-    follows = torch.allclose(shares, weights.float(), rtol=0.02) and bool((by_chance | ~elsewhere).all())
+    follows = torch.allclose(shares, weights.float(), rtol=0.02) and bool(
+        (by_chance | ~elsewhere).all()
+    )
     experts.follows = follows and getattr(experts, "follows", True)  # in all documents
     if not follows:
         return None
     are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
     scaled = of_there * totals / (of_there if are_shares else of_p).sum(1, keepdim=True)
-    return hidden, torch.where(elsewhere, there, chosen), torch.where(elsewhere, scaled.to(weights.dtype), weights)
+    return (
+        hidden,
+        torch.where(elsewhere, there, chosen),
+        torch.where(elsewhere, scaled.to(weights.dtype), weights),
+    )
 
 
 class Document(NamedTuple):
@@ -137,22 +162,38 @@ def reference_pass(
     Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
     loses.
     """
-    trained = {name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad}
-    gradients = {name: torch.zeros_like(parameter, dtype=torch.float32) for name, parameter in trained.items()}
+    trained = {
+        name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad
+    }
+    gradients = {
+        name: torch.zeros_like(parameter, dtype=torch.float32)
+        for name, parameter in trained.items()
+    }
     device = plain.device
     losses = [torch.zeros(0, device=device)]
     for document, chosen in _with_choices(plain, microbatches):
         labels, output = document.labels.to(device), _output_of(plain, document)
         logits = output.logits[0].float()
         token_losses = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="none")
-        if loss.penalty:  # by the words of the recipe, not by the formulas that training takes its gradient from
+        # by the words of the recipe, not by the formulas that training takes its gradient from
+        if loss.penalty:
             log_p = torch.log_softmax(logits, dim=-1)
             entropy, largest = -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().amax(dim=-1)
-            token_losses = token_losses + loss.penalty_weight * (entropy if loss.penalty == "neg_entropy" else 1 - largest)
+            token_losses = token_losses + loss.penalty_weight * (
+                entropy if loss.penalty == "neg_entropy" else 1 - largest
+            )
         token_losses = token_losses[labels != IGNORE]
-        if chosen is not None:  # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
-            p = torch.cat([torch.softmax(each[labels != IGNORE].float(), dim=-1) for each in output.router_logits])
-            token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (p * chosen).sum() / len(p)
+        # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
+        if chosen is not None:
+            p = torch.cat(
+                [
+                    torch.softmax(each[labels != IGNORE].float(), dim=-1)
+                    for each in output.router_logits
+                ]
+            )
+            token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (
+                p * chosen
+            ).sum() / len(p)
         token_losses.sum().backward()
         losses.append(token_losses.detach())
         for name, parameter in trained.items():
@@ -167,18 +208,29 @@ def _output_of(plain: PreTrainedModel, document: Document) -> Any:
     ids = document.tokens.to(plain.device)[None]
     for experts, chosen in zip(experts_of(plain), document.chosen, strict=False):
         experts.chosen_there = chosen
-    return plain(input_ids=ids, position_ids=torch.arange(ids.shape[1], device=plain.device)[None], use_cache=False)
+    return plain(
+        input_ids=ids,
+        position_ids=torch.arange(ids.shape[1], device=plain.device)[None],
+        use_cache=False,
+    )
 
 
-def _with_choices(plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]) -> Iterator[tuple[Document, Tensor | None]]:
+def _with_choices(
+    plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]
+) -> Iterator[tuple[Document, Tensor | None]]:
     """Yields each document, and where experts are to be balanced how often each of them is chosen by a token that has a label, of
     the document's microbatch, in a layer: a share of these tokens and layers, FP32 [experts]."""
     for documents in microbatches:
         chosen = None
         if getattr(plain.config, "output_router_logits", None):
             with torch.no_grad():
-                outputs = [(each.labels != IGNORE, _output_of(plain, each).router_logits) for each in documents]
-            logits = torch.cat([of_layer[labelled] for labelled, layers in outputs for of_layer in layers]).float()
+                outputs = [
+                    (each.labels != IGNORE, _output_of(plain, each).router_logits)
+                    for each in documents
+                ]
+            logits = torch.cat(
+                [of_layer[labelled] for labelled, layers in outputs for of_layer in layers]
+            ).float()
             first = logits.topk(plain.num_experts_per_tok).indices
             chosen = F.one_hot(first, logits.shape[1]).sum(1).float().mean(0)
         yield from ((document, chosen) for document in documents)

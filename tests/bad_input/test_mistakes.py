@@ -26,11 +26,13 @@ SETTINGS = {
     "train.steps=0": "`train.steps`",
     "train={steps: 3, tokens: 5}": "`tokens`",
     "train={}": "`train`",
-    "train.begin_with=nowhere/step-00000004": "nowhere/step-00000004",
+    "train.begin_with=nowhere/step-00000004": "`train.begin_with`: nowhere/step-00000004",
     "optimizer.learning_rate=.nan": "`optimizer.learning_rate`",
     "optimizer.betas=[0.9,1.5]": "`optimizer.betas",
     "precision=delayd": "'delayed'",
-    **dict.fromkeys(("precision=fp8", "precision=[{until: 12, use: bf16}, {use: fp32}]"), "`precision`"),
+    **dict.fromkeys(
+        ("precision=fp8", "precision=[{until: 12, use: bf16}, {use: fp32}]"), "`precision`"
+    ),
     "precision=[{until: 1.5, use: nvfp4}, {use: bf16}]": "`precision.0.until`: 1.5",
     "precision=delayed": "`precision: delayed`",
     "precision=fp32 weights=bf16": "`weights: bf16`",
@@ -71,7 +73,10 @@ SETTINGS = {
     "model.config={model_type: phi4_multimodal}": "more than text",
     "model.config={model_type: gemma4_assistant}": "hidden_size_per_layer_input",
     "model.config._attn_implementation=eager": "no such key",
+    "model.config={model_type: t5, vocab_size: 61}": "t5 is no causal language model",
+    "model.config.num_hidden_layers=0": "`num_hidden_layers: 0`",
     "model.source=/no/such/model": "/no/such/model",
+    "model.source=./nowhere": "'./nowhere' is no model's folder",
     "model.source=tests": "`model.source`: tests: has no config.json",
     "model.source=nobody/nothing": "'nobody/nothing'",
     "model.from_scratch=true": "`source`",
@@ -127,22 +132,32 @@ TEXTS = [
     (CHAT, "data.messages=[p,r] data.chat_template={here}/no.jinja", "chat_template"),
     (CHAT, "data.messages=[p,q] data.chat_template='{{ messages }}'", "`q`"),
     (CHAT, "data.messages=[p,r] data.chat_template='{{ messages'", "chat_template"),
-    (CHAT, "data.source=null data.sources='[{source: a, weight: -1}, {source: b, weight: 2}]'", "data.sources.0.weight"),
+    (
+        CHAT,
+        "data.source=null data.sources='[{source: a, weight: -1}, {source: b, weight: 2}]'",
+        "data.sources.0.weight",
+    ),
     (CHAT, "data.source=null data.sources='[{source: a}]'", "weight"),
 ]
 
 # Commands beside the launcher.
 COMMANDS = {
-    **{f"{command} nowhere.yaml": "nowhere.yaml" for command in ("matrix", "phases", "flops", "plan", "prepare")},
+    **{
+        f"{command} nowhere.yaml": "nowhere.yaml"
+        for command in ("matrix", "phases", "flops", "plan", "prepare")
+    },
     "export": "RUN_OR_CHECKPOINT",
     "evaluate {here}": "{here}: is no run folder",
-    **dict.fromkeys(("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"),
+    **dict.fromkeys(
+        ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"
+    ),
     **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
     "sample nowhere one --tokens 0": "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'",
     "sample nowhere one --top-p 2": "--top-p",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
+    "flops {here}/folder.yaml": "{here}/folder.yaml: no YAML that can be read: Is a directory",
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
@@ -180,14 +195,18 @@ def test_a_setting_that_cannot_be_trained_is_named(given: str, refusal: Callable
 
 
 @pytest.mark.parametrize("content", FILES)
-def test_a_file_that_is_no_recipe_is_named(content: str, refusal: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_no_recipe_is_named(
+    content: str, refusal: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tests.conftest.yaml_of", lambda recipe: content)
     message = refusal()
     assert ".yaml" in message and FILES[content] in message
 
 
 @pytest.mark.parametrize("variables", LAUNCH)
-def test_what_accelerate_cannot_start_is_named(variables: str, refusal: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_accelerate_cannot_start_is_named(
+    variables: str, refusal: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in variables.split():
         monkeypatch.setenv(*variable.split("=", 1))
     assert LAUNCH[variables] in refusal()
@@ -196,7 +215,8 @@ def test_what_accelerate_cannot_start_is_named(variables: str, refusal: Callable
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
     """A folder with what the tables name."""
-    (tmp_path / "empty").mkdir()
+    for name in ("empty", "folder.yaml"):
+        (tmp_path / name).mkdir()
     (tmp_path / "empty.txt").touch()
     (tmp_path / "broken.json").write_text("{nope")
     (tmp_path / "matrix.yaml").write_text("name: precisions\n")
@@ -205,19 +225,34 @@ def here(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("content", "given", "named"), TEXTS)
 def test_text_that_gives_no_packs_is_named(
-    content: str, given: str, named: str, here: Path, words: Path, refusal: Callable, small_recipe: dict[str, Any]
+    content: str,
+    given: str,
+    named: str,
+    here: Path,
+    words: Path,
+    refusal: Callable,
+    small_recipe: dict[str, Any],
 ) -> None:
     (here / "text.jsonl").write_text(content)
     packs = here / "prepared" / "packs"
-    data = {"source": str(here / "text.jsonl"), "tokenizer": str(words), "packs": str(packs), "held_out": 0.2}
+    data = {
+        "source": str(here / "text.jsonl"),
+        "tokenizer": str(words),
+        "packs": str(packs),
+        "held_out": 0.2,
+    }
     small_recipe["data"] |= data
     given = given.replace("{here}", str(here))
-    assert named in refusal(*(shlex.split(given) if given.count("=") > 1 else [given] if given else []))
+    assert named in refusal(
+        *(shlex.split(given) if given.count("=") > 1 else [given] if given else [])
+    )
     assert not packs.exists()
 
 
 @pytest.mark.parametrize("given", COMMANDS)
-def test_what_a_command_cannot_use_is_named(given: str, here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_command_cannot_use_is_named(
+    given: str, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
     message = capsys.readouterr().err
     assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message

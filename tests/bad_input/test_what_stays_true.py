@@ -16,18 +16,25 @@ from tests.moments import LauncherProcess, Moment
 from tests.pretrain.compare.made_runs import make_run
 
 
-def test_code_beside_a_model_is_not_run(train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_beside_a_model_is_not_run(
+    train_here: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "model.py").write_text("open('executed', 'w')\n")
-    auto = {"auto_map": {"AutoConfig": "model.Config", "AutoModelForCausalLM": "model.Model"}, "model_type": "own"}
+    auto = {
+        "auto_map": {"AutoConfig": "model.Config", "AutoModelForCausalLM": "model.Model"},
+        "model_type": "own",
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(auto))
     assert "model.source" in train_here("model={source: model}").refusal
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict[str, Any], train_here: Callable) -> None:
+def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(
+    small_recipe: dict[str, Any], train_here: Callable
+) -> None:
     folder = Path(small_recipe["run_dir"])
     (folder / "final").mkdir(parents=True)
     (folder / "final" / "thesis.tex").write_text("years of work")
@@ -39,22 +46,33 @@ def test_a_run_folder_that_is_somebody_elses_is_left_as_it_is(small_recipe: dict
     assert train_here(f"run_dir={empty}", "train.begin_with=nowhere").refusal and empty.is_dir()
 
 
-def test_a_report_is_written_over_itself_and_over_no_other_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_written_over_itself_and_over_no_other_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = "notes.html"
     runs = [str(make_run(tmp_path / "runs" / run)) for run in ("one", "two")]
     (tmp_path / name).write_text("<html>my thoughts</html>")
     assert main(["report", *runs, "--out", str(tmp_path / name)]) == 2
-    assert name in capsys.readouterr().err and (tmp_path / name).read_text() == "<html>my thoughts</html>"
+    assert (
+        name in capsys.readouterr().err
+        and (tmp_path / name).read_text() == "<html>my thoughts</html>"
+    )
     (tmp_path / name).unlink()
     for _ in range(2):
         assert main(["report", *runs, "--out", str(tmp_path / name)]) == 0, capsys.readouterr().err
 
 
-def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(train_here: Callable, words: Path, tmp_path: Path) -> None:
+def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
+    train_here: Callable, words: Path, tmp_path: Path
+) -> None:
     (tmp_path / "packs").mkdir()
     (tmp_path / "packs" / "thesis.tex").write_text("years of work")
     (tmp_path / "text.jsonl").write_text('{"text": "one"}\n' * 40)
-    data = (f"data.source={tmp_path}/text.jsonl", f"data.tokenizer={words}", f"data.packs={tmp_path}/packs")
+    data = (
+        f"data.source={tmp_path}/text.jsonl",
+        f"data.tokenizer={words}",
+        f"data.packs={tmp_path}/packs",
+    )
     assert str(tmp_path / "packs") in train_here(*data, "evaluate.every=null").refusal
     assert contents(tmp_path / "packs") == {"thesis.tex": b"years of work"}
 
@@ -63,11 +81,17 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     small_disk: Path, small_recipe: dict[str, Any], tmp_path: Path, start_here: Callable
 ) -> None:
     run_dir, path, log = small_disk / "run", tmp_path / "recipe.yaml", tmp_path / "log"
-    changes = {"run_dir": str(run_dir), "checkpoint": {"every": 2, "keep": 1}, "evaluate": {}, "parity": "off"}
+    changes = {
+        "run_dir": str(run_dir),
+        "checkpoint": {"every": 2, "keep": 1},
+        "evaluate": {},
+        "parity": "off",
+    }
     write_recipe(small_recipe | changes, tmp_path)
     process = LauncherProcess([str(path)], log, Moment("os.rename", r"/step-00000002$"))
     process.wait_until_it_waits()
-    process.wait_until(lambda: steps_logged(run_dir) == 4)  # a checkpoint is written behind the steps, until the next is due
+    # a checkpoint is written behind the steps, until the next is due
+    process.wait_until(lambda: steps_logged(run_dir) == 4)
     with open(small_disk / "ballast", "wb", buffering=0) as ballast:
         try:
             while ballast.write(bytes(4096)):
@@ -84,6 +108,10 @@ def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_com
     assert steps_saved(run_dir) == [12] and (run_dir / "final" / "model.safetensors").is_file()
 
 
-def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(small_disk: Path, train_here: Callable) -> None:
-    message = train_here(f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1").refusal
+def test_a_disk_too_small_for_the_checkpoints_is_named_at_the_start(
+    small_disk: Path, train_here: Callable
+) -> None:
+    message = train_here(
+        f"run_dir={small_disk / 'run'}", "checkpoint.keep=100", "checkpoint.every=1"
+    ).refusal
     assert "`checkpoint.keep`" in message and str(small_disk) in message

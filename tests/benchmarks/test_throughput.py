@@ -25,7 +25,9 @@ from tests.conftest import ROOT
 from tests.forked_commands import forking
 
 TINY = {entry.name: entry for entry in MODELS["tiny"].entries}
-BROKEN = Entry("broken", "labels shifted twice", "bf16", "fp32", module="tests.benchmarks.shifted_labels")
+BROKEN = Entry(
+    "broken", "labels shifted twice", "bf16", "fp32", module="tests.benchmarks.shifted_labels"
+)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,9 @@ def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
         patch.chdir(ROOT)
         patch.setattr(Settings, "packs", recipe.parent / "packs")
         # Asked for here, where torch is imported already and holds no GPU.
-        patch.setattr(throughput_run, "environment_from_elsewhere", partial(describe_environment, {}))
+        patch.setattr(
+            throughput_run, "environment_from_elsewhere", partial(describe_environment, {})
+        )
         for key, value in (forking() | {"CUDA_VISIBLE_DEVICES": ""}).items():
             patch.setenv(key, value)
         settings = Settings("tiny", recipe, CPU, warm_up=2, steps=4, timeout=600)
@@ -58,37 +62,66 @@ def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def test_ours_and_plain_hugging_face_train_the_same(measured: dict[str, Any]):
     ours, eager = (measured["ways"][name] for name in ("fp32", "hf_eager"))
-    assert (ours["verdict"], eager["verdict"]) == (RIGHT, RIGHT) and ours["command"] and eager["command"]
-    assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-3), "same packs, same draw, same updates"
-    assert ours["losses"][-1] < ours["losses"][0] - 0.1, "and something was learnt, so that the updates are compared too"
+    assert (
+        (ours["verdict"], eager["verdict"]) == (RIGHT, RIGHT)
+        and ours["command"]
+        and eager["command"]
+    )
+    assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-3), (
+        "same packs, same draw, same updates"
+    )
+    assert ours["losses"][-1] < ours["losses"][0] - 0.1, (
+        "and something was learnt, so that the updates are compared too"
+    )
     assert ours["gradient_norms"][0] == pytest.approx(eager["gradient_norms"][0], rel=1e-4)
-    assert ours["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2), "rounding grows from step to step"
+    assert ours["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2), (
+        "rounding grows from step to step"
+    )
 
 
-def test_figures_are_medians_with_their_spread_and_a_way_with_wrong_labels_is_wrong(measured: dict[str, Any]):
+def test_figures_are_medians_with_their_spread_and_a_way_with_wrong_labels_is_wrong(
+    measured: dict[str, Any],
+):
     for way in (measured["ways"]["fp32"], measured["ways"]["hf_eager"]):
         speeds = sorted(256 / (ms / 1e3) for ms in way["step_ms"][2:])
         spread = way["tokens_per_second"]
-        assert len(way["step_ms"]) == 6 and spread["median"] == pytest.approx((speeds[1] + speeds[2]) / 2)
+        assert len(way["step_ms"]) == 6 and spread["median"] == pytest.approx(
+            (speeds[1] + speeds[2]) / 2
+        )
         assert spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
         assert way["first_step_seconds"] == way["step_ms"][0] / 1e3 and way["memory_gib"] > 0
     way, limits = measured["ways"]["fp32"], measured["limits"]
     slow, fast = (256 / way["tokens_per_second"][which] for which in ("min", "max"))
-    assert limits["floors"]["fp32"] / slow <= way["share_of_limit"] <= limits["floors"]["fp32"] / fast
+    assert (
+        limits["floors"]["fp32"] / slow <= way["share_of_limit"] <= limits["floors"]["fp32"] / fast
+    )
     broken = measured["ways"]["broken"]
     assert broken["status"] == "ok" and broken["verdict"] == WRONG and broken["reasons"]
 
 
-def test_a_way_that_breaks_down_is_recorded_with_its_error(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_way_that_breaks_down_is_recorded_with_its_error(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(ROOT)
-    bench = Bench(Settings("tiny", recipe, CPU, 1, 1, timeout=600), tmp_path / "out.json", "a test", go_on=False)
+    bench = Bench(
+        Settings("tiny", recipe, CPU, 1, 1, timeout=600),
+        tmp_path / "out.json",
+        "a test",
+        go_on=False,
+    )
     found = bench._worker(["benchmarks.no_such_way"], {})
-    assert found["status"] == "failed" and "No module named benchmarks.no_such_way" in found["reason"]
-    late = Bench(replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False)
+    assert (
+        found["status"] == "failed" and "No module named benchmarks.no_such_way" in found["reason"]
+    )
+    late = Bench(
+        replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False
+    )
     assert late._worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
 
 
-def test_the_whole_compiled_model_trains_what_the_eager_one_does(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_whole_compiled_model_trains_what_the_eager_one_does(
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     # Traced and differentiated as a whole as on a GPU, but not made into C++, which takes this compiler a minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     throughput_packs.write(tmp_path / "packs", 64, 512, 8)
@@ -109,7 +142,8 @@ EAGER = run_of([12.34, 12.0, 11.5, 11.1], [4.5, 4.0, 3.7, 4.4])
 
 
 NEAR = run_of([12.37, 12.0, 11.5, 11.11], [3.8, 3.3, 3.1, 3.7])
-SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])  # as where small updates are lost in BF16
+# as where small updates are lost in BF16
+SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
 
 
 @pytest.mark.parametrize(
@@ -118,12 +152,14 @@ SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])  # as where 
         ("delayed", "bf16_exact", NEAR, RIGHT),
         ("bf16", "bf16_exact", NEAR, WRONG),
         ("current", "bf16_exact", NEAR, WRONG),  # its gradients are not cut
-        ("delayed", "fp32", run_of(EAGER["losses"], [0.9, 4.0, 3.7, 4.4]), RIGHT),  # an empty history
+        # an empty history
+        ("delayed", "fp32", run_of(EAGER["losses"], [0.9, 4.0, 3.7, 4.4]), RIGHT),
         ("delayed", "fp32", run_of(EAGER["losses"], [0.4, 0.4, 0.4, 0.4]), WRONG),
         ("bf16", "bf16", SLOW, LOSES),
         ("bf16", "fp32", SLOW, WRONG),
         ("delayed", "fp32", EAGER | {"updated_parameters": 90}, WRONG),
-        ("delayed", "fp32", EAGER | {"parameters": 130, "updated_parameters": 130}, WRONG),  # a head that is not tied
+        # a head that is not tied
+        ("delayed", "fp32", EAGER | {"parameters": 130, "updated_parameters": 130}, WRONG),
         ("bf16", "fp32", run_of([12.34, float("nan")], [4.5, 4.0]), WRONG),
     ],
 )
@@ -139,10 +175,15 @@ def test_settings_of_a_shape_are_ones_that_its_runs_take(name: str) -> None:
     shape, model = shapes.SHAPES[name], "qwen3_1_7b"
     for entry in shape.entries(model, shapes.WAYS[1:]):
         recipe = load_recipe(MODELS[model].recipe, [*shape.settings(65_536), *entry.overrides])
-        assert with_precision(recipe, {}).precision == entry.precision and "vocab_size" in recipe.model.config
+        assert (
+            with_precision(recipe, {}).precision == entry.precision
+            and "vocab_size" in recipe.model.config
+        )
 
 
 def test_the_table_of_shapes_has_gains_over_bf16_and_how_far_apart_steps_are() -> None:
     result = json.loads((ROOT / "benchmarks/results/speed/h200_shapes.json").read_text())
-    (row,) = [line for line in shapes.table(result).splitlines() if line.startswith("| GPT-2 124M ")]
+    (row,) = [
+        line for line in shapes.table(result).splitlines() if line.startswith("| GPT-2 124M ")
+    ]
     assert "510,839" in row and "1.02 x" in row and row.rstrip(" |").endswith("%")

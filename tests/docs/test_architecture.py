@@ -37,7 +37,9 @@ def defined_in(path: Path) -> set[str]:
                 add(node.body, f"{prefix}{node.name}.")
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                names.update(prefix + target.id for target in targets if isinstance(target, ast.Name))
+                names.update(
+                    prefix + target.id for target in targets if isinstance(target, ast.Name)
+                )
 
     add(ast.parse(path.read_text(encoding="utf-8")).body, "")
     return names
@@ -45,24 +47,42 @@ def defined_in(path: Path) -> set[str]:
 
 @cache
 def product_files() -> tuple[Path, ...]:
-    return (*ROOT.glob("*.py"), *(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")))
+    return (
+        *ROOT.glob("*.py"),
+        *(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")),
+    )
 
 
 def exists_somewhere(name: str) -> bool:
     if any(part[:1].isupper() for part in name.split(".")):
         return any(name in defined_in(path) for path in product_files())
-    return any(re.search(rf"\b{name.rpartition('.')[2]}\b", path.read_text(encoding="utf-8")) for path in product_files())
+    return any(
+        re.search(rf"\b{name.rpartition('.')[2]}\b", path.read_text(encoding="utf-8"))
+        for path in product_files()
+    )
 
 
 def missing_from(text: str) -> list[str]:
     """What the page names and the code does not have, one line each."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"`([^`\n]+)`", text)
-    missing = [f"{path}: is not there" for path in quoted if PATH.fullmatch(path) and not (ROOT / path).exists()]
-    names = [name.removesuffix("()") for name in quoted if NAME.fullmatch(name) and not PATH.fullmatch(name)]
+    missing = [
+        f"{path}: is not there"
+        for path in quoted
+        if PATH.fullmatch(path) and not (ROOT / path).exists()
+    ]
+    names = [
+        name.removesuffix("()")
+        for name in quoted
+        if NAME.fullmatch(name) and not PATH.fullmatch(name)
+    ]
     missing += [f"{name}: is nowhere in the code" for name in names if not exists_somewhere(name)]
-    for path, several in re.findall(r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)", text):
-        named = {name for name in re.findall(r"`([^`]+?)(?:\(\))?`", several) if not PATH.fullmatch(name)}
+    for path, several in re.findall(
+        r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)", text
+    ):
+        named = {
+            name for name in re.findall(r"`([^`]+?)(?:\(\))?`", several) if not PATH.fullmatch(name)
+        }
         missing += [f"{name}: is not defined in {path}" for name in named - defined_in(ROOT / path)]
     return missing
 
@@ -76,13 +96,24 @@ def entered(files: dict[str, list[str]]) -> str:
     lists = []
     for act in ("step", "save"):
         names = ", ".join(f"`{file}`" for file in files[act])
-        lists.append(textwrap.fill(f"**A {act}** enters {len(files[act])} files: {names}.", 100, break_on_hyphens=False))
+        lists.append(
+            textwrap.fill(
+                f"**A {act}** enters {len(files[act])} files: {names}.", 100, break_on_hyphens=False
+            )
+        )
     return "\n\n".join([*lists, f"**The whole run** enters {len(files['run'])}."])
 
 
-def test_the_page_lists_the_files_that_a_step_and_a_save_enter(small_recipe: dict[str, Any], tmp_path: Path):
+def test_the_page_lists_the_files_that_a_step_and_a_save_enter(
+    small_recipe: dict[str, Any], tmp_path: Path
+):
     """Where it fails, look whether the new hop is worth it, and put what is printed into the page."""
-    recipe = small_recipe | {"train": {"steps": 6}, "checkpoint": {"every": 2}, "evaluate": {}, "precision": "fp32"}
+    recipe = small_recipe | {
+        "train": {"steps": 6},
+        "checkpoint": {"every": 2},
+        "evaluate": {},
+        "precision": "fp32",
+    }
     recipe["batch"]["microbatch"] = 4
     with fork_context.Pool(1) as pool:  # which has run nothing yet
         text = entered(pool.apply(watched_run, (write_recipe(recipe, tmp_path),)))

@@ -9,7 +9,11 @@ from pretrain.settings.recipe import Recipe
 from tests.conftest import ROOT
 
 PAGE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
-OURS = [line.rstrip(" |").split(" | ")[-1] for line in PAGE.splitlines() if line.startswith("| ") and " | " in line]
+OURS = [
+    line.rstrip(" |").split(" | ")[-1]
+    for line in PAGE.splitlines()
+    if line.startswith("| ") and " | " in line
+]
 
 
 def test_every_key_that_is_named_is_a_key():

@@ -18,7 +18,9 @@ from tests.forked_commands import forking
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/evidence/*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/evidence/*.md")]
+)
 WIDTH = 100
 
 
@@ -26,23 +28,40 @@ WIDTH = 100
 def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
     """As it stands, but for the number of steps, of which a twentieth learns enough, in a copy of the checkout."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
-        shutil.copytree(ROOT / name, tmp_path / name)  # with what Python has compiled: four processes begin with it
+        # with what Python has compiled: four processes begin with it
+        shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
     (tmp_path / "my_text").mkdir()
     for number, document in enumerate(islice(library_documents(standard_library()), 400)):
         (tmp_path / "my_text" / f"{number}.txt").write_text(document.text, encoding="utf-8")
     (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)
-    for many, few in (("train: {steps: 200}\n", "train: {steps: 10}\n"), ("warmup: 20,", "warmup: 2,")):
+    for many, few in (
+        ("train: {steps: 200}\n", "train: {steps: 10}\n"),
+        ("warmup: 20,", "warmup: 2,"),
+    ):
         assert block.count(many) == 1
         block = block.replace(many, few)
-    done = subprocess.run(["bash", "-e", "-c", block], cwd=tmp_path, env=forking(), capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        ["bash", "-e", "-c", block],
+        cwd=tmp_path,
+        env=forking(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (run,) = (tmp_path / "runs").iterdir()
-    assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 8.0, "8.3 is a uniform guess over 4,000 tokens"
-    assert re.search(r"sample after The$(\n +│.*)*\n +│ .*\S", done.stdout, re.MULTILINE), "the continuation, behind its prompt"
+    assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 8.0, (
+        "8.3 is a uniform guess over 4,000 tokens"
+    )
+    assert re.search(r"sample after The$(\n +│.*)*\n +│ .*\S", done.stdout, re.MULTILINE), (
+        "the continuation, behind its prompt"
+    )
     config = json.loads((run / "final/config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), "the tokenizer's 4,000 ids, and its end of text"
+    assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), (
+        "the tokenizer's 4,000 ids, and its end of text"
+    )
 
 
 def test_readme_has_12_kilobytes_or_less():
@@ -71,14 +90,32 @@ def test_files_and_commands_that_are_named_exist(page: Path):
     """In backticks, or in commands: what looks like a file or folder of this repository, and commands of it."""
     text = page.read_text(encoding="utf-8")
     folders = "foundation|packing|pretrain|demo|benchmarks|tests|docs|recipes|accelerate_configs"
-    names = set(re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w/?(?:\.\w+)?(?![\w*<])", text)) - {"docs/picture.png"}
-    missing = [name for name in sorted(names) if not any(ROOT.glob(name.rstrip("/."))) and "work/" not in name]
+    names = set(
+        re.findall(rf"(?<![\w/.-])(?:{folders})/[\w./*-]*\w/?(?:\.\w+)?(?![\w*<])", text)
+    ) - {"docs/picture.png"}
+    missing = [
+        name
+        for name in sorted(names)
+        if not any(ROOT.glob(name.rstrip("/."))) and "work/" not in name
+    ]
     assert missing == []
-    assert page.name == "CHANGELOG.md" or set(re.findall(r"python -m pretrain (\w+)", text)) <= COMMANDS.keys()
+    assert (
+        page.name == "CHANGELOG.md"
+        or set(re.findall(r"python -m pretrain (\w+)", text)) <= COMMANDS.keys()
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_prose_wraps_at_100(page: Path):
-    text = re.sub(r"<!-- throughput -->.*?<!-- /throughput -->", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    text = re.sub(
+        r"<!-- throughput -->.*?<!-- /throughput -->",
+        "",
+        page.read_text(encoding="utf-8"),
+        flags=re.DOTALL,
+    )
     text = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
-    assert [line for line in text.splitlines() if len(line) > WIDTH and not line.lstrip().startswith(("|", "![", "[!["))] == []
+    assert [
+        line
+        for line in text.splitlines()
+        if len(line) > WIDTH and not line.lstrip().startswith(("|", "![", "[!["))
+    ] == []

@@ -27,7 +27,12 @@ def run_elsewhere() -> None:
     ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
     for number in signals.difference(ignored):
         signal.signal(number, lambda number, _: server.send(bytes([number])))
-    command = {"arguments": sys.orig_argv[1:], "folder": os.getcwd(), "environment": dict(os.environ), "ignored": ignored}
+    command = {
+        "arguments": sys.orig_argv[1:],
+        "folder": os.getcwd(),
+        "environment": dict(os.environ),
+        "ignored": ignored,
+    }
     socket.send_fds(server, [json.dumps(command).encode()], [0, 1, 2])
     status = int(server.recv(16) or 1)
     if status < 0:

@@ -14,17 +14,28 @@ from foundation.reading import load_object, load_with_bases, load_yaml, parse_ya
 
 
 def test_what_would_be_read_otherwise_than_it_is_meant_is_refused():
-    for text, says in (("x: 1\nx: 2", "key `x` stands twice"), ("x: !!python/object/apply:os.system [x]", "tag")):
+    for text, says in (
+        ("x: 1\nx: 2", "key `x` stands twice"),
+        ("x: !!python/object/apply:os.system [x]", "tag"),
+    ):
         with pytest.raises(yaml.YAMLError, match=says):
             parse_yaml(text)
 
 
 def test_numbers_with_an_exponent_need_neither_a_dot_nor_a_sign():
-    assert parse_yaml("[1e6, 1E+2, 1.0e6, .5e1, -1e-5, 1_0e3]") == [1e6, 100.0, 1e6, 5.0, -1e-5, 10_000.0]
+    assert parse_yaml("[1e6, 1E+2, 1.0e6, .5e1, -1e-5, 1_0e3]") == [
+        1e6,
+        100.0,
+        1e6,
+        5.0,
+        -1e-5,
+        10_000.0,
+    ]
     assert parse_yaml("[e5, 0x1e5, 1e, v1e6, 'a 1e6']") == ["e5", 0x1E5, "1e", "v1e6", "a 1e6"]
 
 
-TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029"))  # the last three end a line of YAML
+# the last three end a line of YAML
+TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029"))
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
@@ -37,7 +48,9 @@ def test_plain_values_come_back_from_yaml_as_they_were_written(value):
     assert parse_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
 
 
-def test_a_file_builds_on_its_bases_wherever_they_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_builds_on_its_bases_wherever_they_lie(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name, text in (
         ("home/first.yaml", "a: 1"),
@@ -46,8 +59,16 @@ def test_a_file_builds_on_its_bases_wherever_they_lie(tmp_path: Path, monkeypatc
     ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
-    assert [path.name for path, _ in load_with_bases(tmp_path / "sub/third.yaml")] == ["first.yaml", "second.yaml", "third.yaml"]
+    assert [path.name for path, _ in load_with_bases(tmp_path / "sub/third.yaml")] == [
+        "first.yaml",
+        "second.yaml",
+        "third.yaml",
+    ]
     (tmp_path / "home/first.yaml").write_text(f"base: {tmp_path / 'second.yaml'}")
-    for load in (load_with_bases, lambda path: load_yaml(path.with_name("thrd.yaml")), lambda path: load_object(path, "mend it")):
+    for load in (
+        load_with_bases,
+        lambda path: load_yaml(path.with_name("thrd.yaml")),
+        lambda path: load_object(path, "mend it"),
+    ):
         with pytest.raises(InputError, match=str(tmp_path)):
             load(tmp_path / "sub/third.yaml")

@@ -37,7 +37,10 @@ class Example(Settings):
         ({"steps": 1.5}, ["`steps`"]),
         ({"shares": [0.5, 1]}, ["`shares.1`"]),
         ({"recompute": {"layers": -1}}, ["`recompute.layers`"]),
-        ({"switch": {"layers": 1, "layer": 1}}, ["`switch.layer`: unknown key; did you mean `switch.layers`?"]),
+        (
+            {"switch": {"layers": 1, "layer": 1}},
+            ["`switch.layer`: unknown key; did you mean `switch.layers`?"],
+        ),
         ({"recompute": 5}, ["a section; its keys: layers"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
         ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
@@ -74,15 +77,22 @@ def test_a_value_on_a_command_line_is_yaml_but_for_text(key: str, text: str, val
     assert value_from_text(Example, key, text) == value
 
 
-@pytest.mark.parametrize(("key", "text"), [("bound", ""), ("name", "  "), ("rate", "[1"), ("unknown.key", "")])
+@pytest.mark.parametrize(
+    ("key", "text"), [("bound", ""), ("name", "  "), ("rate", "[1"), ("unknown.key", "")]
+)
 def test_an_override_without_a_value_is_refused(key: str, text: str) -> None:
     with pytest.raises(InputError, match=rf"command line: .*`{key}="):
         value_from_text(Example, key, text)
 
 
-def test_a_home_folder_is_written_out_and_a_name_that_begins_alike_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_home_folder_is_written_out_and_a_name_that_begins_alike_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")
     settings = parse(Example, {"folder": "~/packs", "source": "~/text"}, "file")
-    assert (settings.folder, settings.source) == (Path("/home/somebody/packs"), "/home/somebody/text")
+    assert (settings.folder, settings.source) == (
+        Path("/home/somebody/packs"),
+        "/home/somebody/text",
+    )
     for name in ("~draft", "./~/packs", "a/~/b", "{{ a ~ '/' }}"):
         assert parse(Example, {"source": name}, "file").source == name

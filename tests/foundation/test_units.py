@@ -12,10 +12,48 @@ from foundation.units import count, duration, markdown, memory, operations, thre
 @pytest.mark.parametrize(
     ("write", "shown"),
     [
-        (count, {0: "0", 950: "950", 999.6: "1.00k", 47523: "47.5k", 999_999: "1.00 M", 364e6: "364 M", 0.5: "0.500"}),
-        (duration, {0: "0 s", 0.42: "0.42 s", 0.996: "1.0 s", 9.96: "10 s", 59.7: "1 m 00 s", 245: "4 m 05 s"}),
-        (duration, {3599.6: "1 h 00 m", 6720: "1 h 52 m", 86399: "1 d 00 h", 3 * 86400 + 4 * 3600: "3 d 04 h"}),
-        (operations, {0: "0 FLOP", 999.94: "999.9 FLOP", 999.96: "1 kFLOP", 999_960: "1 MFLOP", 1.387e15: "1.387 PFLOP"}),
+        (
+            count,
+            {
+                0: "0",
+                950: "950",
+                999.6: "1.00k",
+                47523: "47.5k",
+                999_999: "1.00 M",
+                364e6: "364 M",
+                0.5: "0.500",
+            },
+        ),
+        (
+            duration,
+            {
+                0: "0 s",
+                0.42: "0.42 s",
+                0.996: "1.0 s",
+                9.96: "10 s",
+                59.7: "1 m 00 s",
+                245: "4 m 05 s",
+            },
+        ),
+        (
+            duration,
+            {
+                3599.6: "1 h 00 m",
+                6720: "1 h 52 m",
+                86399: "1 d 00 h",
+                3 * 86400 + 4 * 3600: "3 d 04 h",
+            },
+        ),
+        (
+            operations,
+            {
+                0: "0 FLOP",
+                999.94: "999.9 FLOP",
+                999.96: "1 kFLOP",
+                999_960: "1 MFLOP",
+                1.387e15: "1.387 PFLOP",
+            },
+        ),
         (memory, {80.94: "80.9 GiB", 1.0: "1.0 GiB", 0.5: "512 MiB"}),
     ],
 )
@@ -25,7 +63,10 @@ def test_figures_have_the_digits_and_units_that_matter(write, shown):
 
 @given(value=st.floats(1e-3, 999.4))
 def test_three_digits_are_within_half_a_unit_of_the_last(value):
-    assert abs(float(three_digits(value)) - value) <= max(0.0005, value * 0.00501) and len(three_digits(value)) <= 5
+    assert (
+        abs(float(three_digits(value)) - value) <= max(0.0005, value * 0.00501)
+        and len(three_digits(value)) <= 5
+    )
 
 
 HEADER = ("on", "speed by", "tokens/s")

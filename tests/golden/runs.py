@@ -26,7 +26,8 @@ STEPS = 6
 WORDS = [f"w{number}" for number in range(90)]
 CHATML = "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
 EXACT = ("precision=bf16", "weights=bf16_exact")
-IN_FP32 = ("precision=fp32",)  # where it is not numbers that a run is about: products in BF16 take a CPU most of a run
+# where it is not numbers that a run is about: products in BF16 take a CPU most of a run
+IN_FP32 = ("precision=fp32",)
 FUSED = ("model.fused=on",)
 
 
@@ -62,7 +63,9 @@ RUNS = {
     "bf16_exact_fused": GoldenRun((*EXACT, *FUSED)),
     "delayed": low("delayed", "fp8_config.amax_history_len=4", STATISTICS),
     "delayed_head": low("delayed", "fp8_config.scope=linear+head", METER),
-    "delayed_checkpointing": low("delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full", METER),
+    "delayed_checkpointing": low(
+        "delayed", "fp8_config.amax_history_len=4", "model.gradient_checkpointing=full", METER
+    ),
     "bf16_checkpointing_fused": GoldenRun((*EXACT, *FUSED, "model.gradient_checkpointing=full")),
     "current": low("current"),
     "block": low("block"),
@@ -74,9 +77,14 @@ RUNS = {
     "mixture": GoldenRun(IN_FP32, data="mixture"),
     "stream": GoldenRun(IN_FP32, data="stream"),
     "mds": GoldenRun(IN_FP32, data="mds"),
-    "epochs": GoldenRun((*IN_FP32, "train.steps=16", "batch.tokens=1024", "evaluate.every=8"), data="small"),
+    "epochs": GoldenRun(
+        (*IN_FP32, "train.steps=16", "batch.tokens=1024", "evaluate.every=8"), data="small"
+    ),
     "schedule_of_precisions": GoldenRun(
-        ("precision=[{until: 2, use: bf16}, {until: 4, use: current}, {use: bf16}]", "weights=bf16_exact")
+        (
+            "precision=[{until: 2, use: bf16}, {until: 4, use: current}, {use: bf16}]",
+            "weights=bf16_exact",
+        )
     ),
     "skip": GoldenRun((*low("delayed").settings, "health.on_nan=skip"), poisoned=True),
     "rollback": GoldenRun((*IN_FP32, "health.on_nan=rollback"), poisoned=True),
@@ -89,13 +97,25 @@ RUNS = {
 
 def write_sources(folder: Path) -> None:
     """Texts, chats and a tokenizer of whole words: the same bytes each time."""
-    texts = [" ".join(WORDS[(first + n * (1 + first % 3)) % 90] for n in range(20 + first % 70)) for first in range(300)]
-    chats = [{"p": WORDS[n % 90], "r": " ".join(WORDS[(n + k) % 90] for k in range(3 + n % 40))} for n in range(300)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    texts = [
+        " ".join(WORDS[(first + n * (1 + first % 3)) % 90] for n in range(20 + first % 70))
+        for first in range(300)
+    ]
+    chats = [
+        {"p": WORDS[n % 90], "r": " ".join(WORDS[(n + k) % 90] for k in range(3 + n % 40))}
+        for n in range(300)
+    ]
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    vocabulary = {word: number for number, word in enumerate([*special, "user", "assistant", "[UNK]", *WORDS])}
-    added = [{"id": number, "content": word, "special": True} for number, word in enumerate(special)]
+    vocabulary = {
+        word: number for number, word in enumerate([*special, "user", "assistant", "[UNK]", *WORDS])
+    }
+    added = [
+        {"id": number, "content": word, "special": True} for number, word in enumerate(special)
+    ]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = {
         "version": "1.0",
@@ -119,20 +139,43 @@ def data_of(kind: str, folder: Path) -> dict[str, Any]:
         "chat": chat | {"packing": "best_fit"},
         "mixture": {"sources": [text | {"weight": 0.7}, chat | {"weight": 0.3}]},
     }[kind]
-    tokenizer = {"tokenizer": str(folder / "tokenizer.json"), "packs": str(folder / f"packs-{kind}"), "length": LENGTH}
+    tokenizer = {
+        "tokenizer": str(folder / "tokenizer.json"),
+        "packs": str(folder / f"packs-{kind}"),
+        "length": LENGTH,
+    }
     return {"held_out": 0.1} | tokenizer | what
 
 
 def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
-    config = {"model_type": "qwen3", "vocab_size": 128, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": LENGTH}
+    config = {
+        "model_type": "qwen3",
+        "vocab_size": 128,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 2,
+    }
+    config |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "head_dim": 32,
+        "max_position_embeddings": LENGTH,
+    }
     if run.data == "mds":
-        config |= {"vocab_size": 50048, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        config |= {
+            "vocab_size": 50048,
+            "hidden_size": 32,
+            "intermediate_size": 64,
+            "num_hidden_layers": 1,
+        }
     return {
         "name": "golden",
         "model": {"config": config | {"tie_word_embeddings": False}},
         "data": data_of(run.data, folder),
-        "batch": {"tokens": 4 * LENGTH if run.data != "mds" else 4 * 32, "microbatch": 1 if run.launch else 2},
+        "batch": {
+            "tokens": 4 * LENGTH if run.data != "mds" else 4 * 32,
+            "microbatch": 1 if run.launch else 2,
+        },
         "optimizer": {"learning_rate": 0.003},
         "schedule": {"kind": "cosine", "warmup": 2},
         "train": {"steps": STEPS},
@@ -149,25 +192,36 @@ def train(run: GoldenRun, folder: Path, run_dir: Path, alone: Callable, as_ranks
     recipe = recipe_of(run, folder, run_dir)
     if run.launch:
         launch = ["--config_file", f"accelerate_configs/{run.launch}.yaml"]
-        return as_ranks(recipe, run_dir.parent, *run.settings, launch=launch, processes=run.processes)
+        return as_ranks(
+            recipe, run_dir.parent, *run.settings, launch=launch, processes=run.processes
+        )
     with poisoned_once(run_dir, steps_before=3) if run.poisoned else nullcontext():
         return alone(recipe, run_dir.parent, *run.settings)
 
 
 def steps_logged(run_dir: Path) -> int:
     metrics = run_dir / "metrics.jsonl"
-    return sum("loss" in json.loads(line) for line in metrics.read_text().splitlines()) if metrics.exists() else 0
+    return (
+        sum("loss" in json.loads(line) for line in metrics.read_text().splitlines())
+        if metrics.exists()
+        else 0
+    )
 
 
 def steps_saved(run_dir: Path) -> list[int]:
-    return sorted(int(folder.name.removeprefix("step-")) for folder in (run_dir / "checkpoints").glob("step-*"))
+    return sorted(
+        int(folder.name.removeprefix("step-"))
+        for folder in (run_dir / "checkpoints").glob("step-*")
+    )
 
 
 @contextmanager
 def losses_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
     """Every backward pass is that of the `change`d loss."""
     backward = Accelerator.backward
-    Accelerator.backward = lambda accelerator, loss, **options: backward(accelerator, change(loss), **options)
+    Accelerator.backward = lambda accelerator, loss, **options: backward(
+        accelerator, change(loss), **options
+    )
     try:
         yield
     finally:
@@ -189,7 +243,11 @@ def poisoned_once(run_dir: Path, steps_before: int) -> AbstractContextManager[No
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint of one process, or of an exported model, by name."""
-    return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    return {
+        name: tensor
+        for file in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
 
 
 def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
@@ -210,21 +268,29 @@ def saved(run_dir: Path, step: int) -> str:
 def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:
     """What is kept of a finished run: figures by step, hashes of its weights, and the precision of each linear."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps, evaluations = ([each for each in records if key in each] for key in ("loss", "held_out_loss"))
+    steps, evaluations = (
+        [each for each in records if key in each] for key in ("loss", "held_out_loss")
+    )
     audit = json.loads((run_dir / "audit.json").read_text())
     effective: dict[str, list[str]] = {}
     for product in audit["products"]:
         effective.setdefault(product["effective"], []).append(product["name"])
     figures = {
         "loss": [step["loss"] for step in steps],
-        "gradient_norm": [math.inf if step["gradient_norm"] is None else step["gradient_norm"] for step in steps],
+        "gradient_norm": [
+            math.inf if step["gradient_norm"] is None else step["gradient_norm"] for step in steps
+        ],
         "held_out_loss": [evaluation["held_out_loss"] for evaluation in evaluations],
     }
     last = max((run_dir / "checkpoints").glob("step-*"))
     hashes = {"final": digest(tensors_of(run_dir / "final"), named=True)}
     if run.launch is None:
         hashes["checkpoint"] = digest(tensors_of(last), named=False)
-    return {"figures": figures, "hashes": hashes, "effective": {key: sorted(names) for key, names in sorted(effective.items())}}
+    return {
+        "figures": figures,
+        "hashes": hashes,
+        "effective": {key: sorted(names) for key, names in sorted(effective.items())},
+    }
 
 
 def machine() -> dict[str, str]:
@@ -233,4 +299,8 @@ def machine() -> dict[str, str]:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
     cpu = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return {"cpu": " ".join(cpu.get(key, "?") for key in wanted), "machine": platform.machine(), "torch": torch.__version__}
+    return {
+        "cpu": " ".join(cpu.get(key, "?") for key in wanted),
+        "machine": platform.machine(),
+        "torch": torch.__version__,
+    }

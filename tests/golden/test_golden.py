@@ -40,7 +40,9 @@ def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], N
         expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
         if request.config.getoption("write_golden"):
             expected[name] = results | {"machine": machine()}
-            EXPECTED.write_text(re.sub(r"\n {6,}", " ", json.dumps(expected, indent=2, sort_keys=True)) + "\n")
+            EXPECTED.write_text(
+                re.sub(r"\n {6,}", " ", json.dumps(expected, indent=2, sort_keys=True)) + "\n"
+            )
             return
         there = expected[name]
         for key, values in there["figures"].items():
@@ -53,7 +55,8 @@ def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], N
     return check
 
 
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "ddp"])  # which is launched below
+# which is launched below
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "ddp"])
 def test_a_run_computes_what_it_did(
     name: str, folder: Path, start_here: Callable, start_as_ranks: Callable, compare: Callable
 ) -> None:
@@ -65,12 +68,16 @@ def test_a_run_computes_what_it_did(
 
 @pytest.mark.multi
 @pytest.mark.long
-def test_accelerate_launch_of_ddp_computes_what_it_did(folder: Path, start_in_processes: Callable, compare: Callable) -> None:
+def test_accelerate_launch_of_ddp_computes_what_it_did(
+    folder: Path, start_in_processes: Callable, compare: Callable
+) -> None:
     """README's command for DDP, as a user types it."""
     run_dir = folder / "launched" / "run"
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
     recipe = recipe_of(RUNS["ddp"], folder, run_dir)
     environment = forking() | {"ACCELERATE_USE_CPU": "true"}
-    outcome = start_in_processes(recipe, folder / "launched", *RUNS["ddp"].settings, launch=launch, **environment)
+    outcome = start_in_processes(
+        recipe, folder / "launched", *RUNS["ddp"].settings, launch=launch, **environment
+    )
     assert outcome.status == 0, outcome.output
     compare("ddp", results_of(RUNS["ddp"], run_dir))

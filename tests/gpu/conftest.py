@@ -23,7 +23,8 @@ from tests.pretrain.conftest import on_a
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-ROUNDED = 2**-7 if INTERPRETED else 2**-8  # of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off
+# of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off
+ROUNDED = 2**-7 if INTERPRETED else 2**-8
 cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 
@@ -45,11 +46,19 @@ class WithoutGPU(pytest.Module):
     """A file that is skipped as a whole: to skip a thousand tests one by one took ten seconds of a core."""
 
     def collect(self) -> list[pytest.Item]:
-        pytest.skip(f"{self.path.name} needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True)
+        pytest.skip(
+            f"{self.path.name} needs a CUDA device or TRITON_INTERPRET=1", allow_module_level=True
+        )
 
 
-def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
-    return None if INTERPRETED or torch.cuda.is_available() else WithoutGPU.from_parent(parent, path=module_path)
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    return (
+        None
+        if INTERPRETED or torch.cuda.is_available()
+        else WithoutGPU.from_parent(parent, path=module_path)
+    )
 
 
 @pytest.fixture(scope="session", autouse=True)

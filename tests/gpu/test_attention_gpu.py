@@ -37,7 +37,10 @@ def offsets(sizes: list[int], spare: int = 0) -> Tensor:
 
 def random_states(heads: Heads, tokens: int = LENGTH * PACKS) -> list[Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(1, h, tokens, heads.dim, device="cuda").bfloat16() for h in (heads.query, heads.kv, heads.kv)]
+    return [
+        torch.randn(1, h, tokens, heads.dim, device="cuda").bfloat16()
+        for h in (heads.query, heads.kv, heads.kv)
+    ]
 
 
 def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> tuple[Tensor, ...]:
@@ -45,9 +48,19 @@ def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> t
     states = [s.detach().requires_grad_() for s in states]
     cu_seqlens = offsets(sizes, spare)
     mask = attention.document_mask(cu_seqlens, LENGTH, LENGTH * PACKS)
-    output, _ = kernel(None, *states, None, cu_seqlens=cu_seqlens, max_seqlen=LENGTH, document_mask=mask, scaling=0.11)
+    output, _ = kernel(
+        None,
+        *states,
+        None,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=LENGTH,
+        document_mask=mask,
+        scaling=0.11,
+    )
     torch.manual_seed(1)
-    return output, *torch.autograd.grad(output, states, torch.randn(output.shape, device="cuda").to(output.dtype))
+    return output, *torch.autograd.grad(
+        output, states, torch.randn(output.shape, device="cuda").to(output.dtype)
+    )
 
 
 def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
@@ -63,7 +76,9 @@ def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, 
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents(kind: str, heads: Heads, documents: str, spare: int) -> None:
+def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents(
+    kind: str, heads: Heads, documents: str, spare: int
+) -> None:
     kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
     states = random_states(heads)
     exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
@@ -81,13 +96,17 @@ def test_what_repeats_bit_for_bit(kind: Any, size: int) -> None:
     d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
 
     def once() -> tuple[Tensor, ...]:
-        output, _ = kernel(None, *states, None, cu_seqlens=offsets([size] * (tokens // size), 7), max_seqlen=4096)
+        output, _ = kernel(
+            None, *states, None, cu_seqlens=offsets([size] * (tokens // size), 7), max_seqlen=4096
+        )
         return output.detach(), *torch.autograd.grad(output, states, d_output)
 
     first, *again = (once() for _ in range(5))
     differing = {
         name: max((a != b).sum().item() for b in others)
-        for name, a, others in zip(("output", "dq", "dk", "dv"), first, zip(*again, strict=True), strict=True)
+        for name, a, others in zip(
+            ("output", "dq", "dk", "dv"), first, zip(*again, strict=True), strict=True
+        )
     }
     assert differing["output"] == differing["dk"] == differing["dv"] == 0
     for gradients in again:
@@ -97,12 +116,18 @@ def test_what_repeats_bit_for_bit(kind: Any, size: int) -> None:
 def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
     sizes = {"vocab_size": 97, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-    config = AutoConfig.for_model("qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to("cuda", dtype)
+    config = AutoConfig.for_model(
+        "qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2, head_dim=64
+    )
+    return AutoModelForCausalLM.from_config(config, attn_implementation=implementation).to(
+        "cuda", dtype
+    )
 
 
 @pytest.mark.parametrize("kind", ["fa4", "varlen", "sdpa"])
-def test_compiled_layers_give_the_documents_own_logits_and_gradients_and_compile_once(kind: str) -> None:
+def test_compiled_layers_give_the_documents_own_logits_and_gradients_and_compile_once(
+    kind: str,
+) -> None:
     kernel_of(kind, Heads(4, 2, 64))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
@@ -123,13 +148,20 @@ def test_compiled_layers_give_the_documents_own_logits_and_gradients_and_compile
             document_mask=attention.document_mask(cu_seqlens, LENGTH, LENGTH * PACKS),
             use_cache=False,
         ).logits
-        expected = torch.cat([plain(document[None]).logits for document in ids[0].split(sizes)], dim=1)
+        expected = torch.cat(
+            [plain(document[None]).logits for document in ids[0].split(sizes)], dim=1
+        )
         assert (logits.float() - expected).norm() / expected.norm() < 0.03
         for each, computed in ((model, logits), (plain, expected)):
             each.zero_grad()
             computed.float().square().mean().backward()
         for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
             if ours.dim() == 2:
-                assert torch.cosine_similarity(ours.grad.float().flatten(), theirs.grad.flatten(), dim=0) > 0.99, name
+                assert (
+                    torch.cosine_similarity(
+                        ours.grad.float().flatten(), theirs.grad.flatten(), dim=0
+                    )
+                    > 0.99
+                ), name
         compiled.append(counter.frame_count)
     assert compiled == [compiled[0]] * 3

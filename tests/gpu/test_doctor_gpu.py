@@ -20,7 +20,11 @@ from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import fp8_format
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
-from pretrain.precision.transformer_engine import TE_DIRECTIONS, TransformerEngineBackend, unavailable_because
+from pretrain.precision.transformer_engine import (
+    TE_DIRECTIONS,
+    TransformerEngineBackend,
+    unavailable_because,
+)
 from tests.gpu.conftest import needs
 
 DEVICE = torch.device("cuda", 0)
@@ -34,8 +38,10 @@ AVAILABLE = {
 ROWS, FEATURES = 512, 768
 # E2M1's eight magnitudes by their three bits; the fourth is the sign.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-TRANSFORMED = 0.01  # of the codes may differ after a Hadamard transform, whose sums come in another order
-NAMES: dict[Along, str] = {"features": "rowwise", "rows": "columnwise"}  # the library's, of what a product sums along
+# of the codes may differ after a Hadamard transform, whose sums come in another order
+TRANSFORMED = 0.01
+# the library's, of what a product sums along
+NAMES: dict[Along, str] = {"features": "rowwise", "rows": "columnwise"}
 NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to be its scale
 
 
@@ -43,16 +49,24 @@ NVFP4_SCALES = 6.0 * 448.0  # what a tensor's largest value is divided by, to be
 def test_a_recipe_runs_where_transformer_engine_says_that_it_does(name: str) -> None:
     te = pytest.importorskip("transformer_engine.pytorch")
     available = getattr(te, AVAILABLE[name])()
-    assert (PRECISIONS[name].hardware.missing(torch.cuda.get_device_capability()) is None) == available
+    assert (
+        PRECISIONS[name].hardware.missing(torch.cuda.get_device_capability()) is None
+    ) == available
 
 
 @pytest.mark.parametrize("name", AVAILABLE)
 def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(name: str) -> None:
     """Each operand of a product along each axis that is summed over, rounded to nearest, as chance cannot be compared."""
     precision = PRECISIONS[needs(name)]
-    nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in precision.options else {}
+    nearest = (
+        {"disable_stochastic_rounding": True}
+        if "disable_stochastic_rounding" in precision.options
+        else {}
+    )
     settings = LowPrecisionSettings(**nearest).resolved(name)
-    backend = TransformerEngineBackend(ActivePrecision(name, precision, "transformer_engine", settings), DEVICE)
+    backend = TransformerEngineBackend(
+        ActivePrecision(name, precision, "transformer_engine", settings), DEVICE
+    )
     linear, compared = backend.product("operands", FEATURES, FEATURES, bias=False).linear, 0
     for role, along in product(get_args(Role), get_args(Along)):
         direction, slot = PLACES[role]
@@ -65,7 +79,9 @@ def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(name: str) -> N
             scale = torch.tensor(37.0, device=DEVICE)
         theirs = quantizer(x)
         # As pretrain.precision.transformer_engine and the library's own linears ask for it.
-        quantizer.optimize_for_gemm = role != "weight" or linear._enable_weight_preswizzle(quantizer, x)
+        quantizer.optimize_for_gemm = role != "weight" or linear._enable_weight_preswizzle(
+            quantizer, x
+        )
         in_training = data_of(backend.te, quantizer(x), along)
         quantizer.optimize_for_gemm = False
         plain = data_of(backend.te, theirs, along)
@@ -78,12 +94,18 @@ def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(name: str) -> N
         ours = precision.quantizer(settings, role, along)(x, scale, None)
         our_scales = (ours.block_scale * ours.tensor_scale).expand(codes.shape)
         # A tensor's scale may be an FP32 rounding off where values are transformed. Scales of zeros alone are any.
-        off = (scales - our_scales).abs() > 1e-3 * our_scales if transformed else scales != our_scales
+        off = (
+            (scales - our_scales).abs() > 1e-3 * our_scales if transformed else scales != our_scales
+        )
         wrong = (codes != ours.codes) | (off & (codes != 0))
-        assert wrong.sum() <= share * wrong.numel(), f"{role} along {along}: {wrong.sum()} differ, at {wrong.nonzero()[:3]}"
+        assert wrong.sum() <= share * wrong.numel(), (
+            f"{role} along {along}: {wrong.sum()} differ, at {wrong.nonzero()[:3]}"
+        )
         # A code that rounds the other way is a byte at most.
         others = in_training.view(torch.uint8) != plain.view(torch.uint8)
-        assert others.sum() <= share * others.numel(), f"{role} along {along}: {others.sum()} bytes are others in training"
+        assert others.sum() <= share * others.numel(), (
+            f"{role} along {along}: {others.sum()} bytes are others in training"
+        )
     assert compared >= 3
 
 
@@ -91,7 +113,9 @@ def values(seed: int) -> Tensor:
     """[ROWS, FEATURES] BF16, of sizes that differ from block to block, zeros among them."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(ROWS, FEATURES, generator=generator)
-    sizes = torch.exp2(torch.randint(-6, 7, (ROWS // 16, FEATURES // 16), generator=generator).float())
+    sizes = torch.exp2(
+        torch.randint(-6, 7, (ROWS // 16, FEATURES // 16), generator=generator).float()
+    )
     x *= sizes.repeat_interleave(16, 0).repeat_interleave(16, 1)
     return x.masked_fill(torch.rand(x.shape, generator=generator) < 0.05, 0).bfloat16().to(DEVICE)
 
@@ -117,7 +141,8 @@ def read(te: Any, tensor: Any, along: Along) -> tuple[Tensor, Tensor]:
     if isinstance(tensor, te.Float8TensorStorage):
         return codes, tensor._scale_inv.reshape(1, 1).expand(data.shape)
     scales = getattr(tensor, f"_{name}_scale_inv")
-    if isinstance(tensor, te.MXFP8TensorStorage):  # columns as they lie, each scale for 32 values below each other
+    # columns as they lie, each scale for 32 values below each other
+    if isinstance(tensor, te.MXFP8TensorStorage):
         powers = torch.exp2(scales.float() - 127)
         codes, powers = (codes, powers) if along == "features" else (codes.t(), powers.t())
         return codes, spread(powers, codes, 32)
@@ -133,7 +158,11 @@ def spread(scales: Tensor, codes: Tensor, block: int) -> Tensor:
 
 
 def test_the_doctor_makes_its_table_on_this_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    precisions = ["bf16", "mxfp4", *(name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name]))]
+    precisions = [
+        "bf16",
+        "mxfp4",
+        *(name for name in ("current", "mxfp8") if not unavailable_because(PRECISIONS[name])),
+    ]
     assert commands.main(["doctor", "--precisions", ",".join(precisions)]) == 0
     table = capsys.readouterr().out
     assert all(f"| {name} " in table for name in precisions) and "Traceback" not in table

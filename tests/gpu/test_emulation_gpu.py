@@ -12,7 +12,8 @@ from pretrain.precision.emulation import EmulationBackend, multiply
 from pretrain.precision.formats.definition import Along, Role
 from tests.pretrain.conftest import active_in
 
-PRECISE = {"nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True}}  # without chance, nor sums of transforms
+# without chance, nor sums of transforms
+PRECISE = {"nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True}}
 
 
 def backend(name: str, device: str) -> EmulationBackend:
@@ -45,7 +46,9 @@ def test_a_product_is_summed_in_fp32_and_rounded_once() -> None:
     operand, _ = emulation.prepare("input", x, "features")
     exact = operand.values.double() @ operand.values.double().t() * operand.scale.double() ** 2
     assert torch.equal(multiply(operand, operand, torch.bfloat16), exact.bfloat16())
-    torch.testing.assert_close(multiply(operand, operand, torch.float32).double(), exact, rtol=2**-22, atol=0)
+    torch.testing.assert_close(
+        multiply(operand, operand, torch.float32).double(), exact, rtol=2**-22, atol=0
+    )
     bias = torch.randn(64, device="cuda").bfloat16()
     biased = multiply(operand, operand, torch.bfloat16, bias)
     torch.testing.assert_close(biased.double(), exact + bias.double(), rtol=2**-8, atol=0)

@@ -28,7 +28,8 @@ EXPERTS, CHOICES, IN, OUT = 8, 2, 256, 384
 LOADS = {"even": None, "one for all": [0, 1], "some for nobody": [1, 2, 5]}
 
 fp8_experts = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER, reason="torch's grouped product in FP8"
+    torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER,
+    reason="torch's grouped product in FP8",
 )
 
 
@@ -38,13 +39,18 @@ def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tenso
     allowed = torch.tensor(LOADS[load] or range(EXPERTS), device=DEVICE)
     chosen = allowed[torch.rand(1000, len(allowed), device=DEVICE).argsort(1)[:, :CHOICES]]
     groups = arrange(chosen, EXPERTS, aligned)
-    tokens, stack = torch.randn(1000, IN, device=DEVICE), torch.randn(EXPERTS, OUT, IN, device=DEVICE)
+    tokens, stack = (
+        torch.randn(1000, IN, device=DEVICE),
+        torch.randn(EXPERTS, OUT, IN, device=DEVICE),
+    )
     rows = Dispatched.apply(tokens, groups)
     dy = torch.randn(len(rows), OUT, device=DEVICE).index_fill_(0, groups.empty, 0)
     return *(each.bfloat16() for each in (rows, stack, dy)), groups.ends
 
 
-def three_products(product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype) -> list[Tensor]:
+def three_products(
+    product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype
+) -> list[Tensor]:
     product.ends = ends
     product.begin(rows)
     x = product.operand("input", rows)
@@ -63,9 +69,13 @@ def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
     rows, stack, dy, ends = problem(load)
     plain = PlainGroupedProduct("experts")
     in_fp32 = three_products(plain, rows.float(), stack.float(), dy.float(), ends, torch.float32)
-    for ours, theirs in zip(three_products(plain, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True):
+    for ours, theirs in zip(
+        three_products(plain, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True
+    ):
         assert relative_error(ours, theirs) <= 2**-8 and not ours.isnan().any()
-        assert torch.equal(ours == 0, theirs == 0), "experts of nobody get no gradient, and rows of nobody nothing"
+        assert torch.equal(ours == 0, theirs == 0), (
+            "experts of nobody get no gradient, and rows of nobody nothing"
+        )
 
 
 def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
@@ -86,10 +96,15 @@ def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
     both = []
     with ExitStack() as entered, torch.no_grad():
         for by in ("transformer_engine", "emulation"):
-            (backend,) = make_backends([active_in(needs(precision), by, fp8_format="E4M3")], DEVICE).values()
+            (backend,) = make_backends(
+                [active_in(needs(precision), by, fp8_format="E4M3")], DEVICE
+            ).values()
             both.append(backend.product("experts", IN, OUT, bias=False, grouped=True))
             entered.enter_context(backend.forward())
-        for ours, theirs in zip(*(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both), strict=True):
+        for ours, theirs in zip(
+            *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both),
+            strict=True,
+        ):
             assert relative_error(ours, theirs) <= 2**-7
             assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
         for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
@@ -100,10 +115,14 @@ def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
-def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute: bool, accelerator: Accelerator) -> None:
+def test_audit_parity_and_two_steps_of_a_small_mixture(
+    precision: str, recompute: bool, accelerator: Accelerator
+) -> None:
     low = PRECISIONS[needs(precision)].quantized
     options = {"fp8_format": "E4M3"} if low else {}
-    run = build_run(accelerator, precision, "qwen3_moe", weights="bf16_exact", recompute=recompute, **options)
+    run = build_run(
+        accelerator, precision, "qwen3_moe", weights="bf16_exact", recompute=recompute, **options
+    )
     entries = {entry["name"]: entry for entry in run.audit()}
     expert = entries["model.layers.0.mlp.experts.down_proj"]
     in_fp8 = low and torch.cuda.get_device_capability() == HOPPER
@@ -116,7 +135,9 @@ def test_audit_parity_and_two_steps_of_a_small_mixture(precision: str, recompute
 
 def test_experts_stay_in_bf16_where_gradients_would_be_e5m2(accelerator: Accelerator) -> None:
     needs("delayed")
-    entries = {entry["name"]: entry for entry in build_run(accelerator, "delayed", "qwen3_moe").audit()}
+    entries = {
+        entry["name"]: entry for entry in build_run(accelerator, "delayed", "qwen3_moe").audit()
+    }
     expert = entries["model.layers.0.mlp.experts.down_proj"]
     assert expert["effective"] == "bf16" and expert["reason"]
 
@@ -125,7 +146,9 @@ def test_emulated_experts_are_the_same_on_a_gpu() -> None:
     rows, stack, dy, ends = problem("some for nobody", aligned=32)
     results = []
     for device in ("cuda", "cpu"):
-        product = EmulationBackend(active_in("mxfp8"), torch.device(device)).product("experts", IN, OUT, bias=False, grouped=True)
+        product = EmulationBackend(active_in("mxfp8"), torch.device(device)).product(
+            "experts", IN, OUT, bias=False, grouped=True
+        )
         inputs = (each.to(device) for each in (rows, stack, dy, ends))
         results.append([each.cpu() for each in three_products(product, *inputs, torch.float32)])
     for on_gpu, on_cpu in zip(*results, strict=True):
@@ -135,4 +158,6 @@ def test_emulated_experts_are_the_same_on_a_gpu() -> None:
 def test_a_routers_logits_are_not_rounded_to_bf16(accelerator: Accelerator) -> None:
     router = build_run(accelerator, "bf16", "qwen3_moe", weights="bf16_exact").layers[0].mlp.gate
     x = torch.randn(64, router.weight.shape[1], dtype=torch.bfloat16, device=DEVICE)
-    torch.testing.assert_close(router(x)[0].double(), x.double() @ router.weight.double().T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        router(x)[0].double(), x.double() @ router.weight.double().T, rtol=1e-5, atol=1e-6
+    )

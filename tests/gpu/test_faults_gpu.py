@@ -19,7 +19,9 @@ def test_every_fault_is_caught(precision: str, fused: bool, accelerator: Acceler
     passed, made = [], 0
     for fault in faults_on("cuda"):
         for weights in fault.weights:
-            run = build_run(accelerator, precision, fused=fused, recompute=fault.recompute, weights=weights)
+            run = build_run(
+                accelerator, precision, fused=fused, recompute=fault.recompute, weights=weights
+            )
             if fault.applies(run):
                 made += 1
                 if not caught_by(run, fault):

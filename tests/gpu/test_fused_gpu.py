@@ -9,7 +9,8 @@ import os
 from functools import partial
 from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic products need, read when CUDA starts
+# what deterministic products need, read when CUDA starts
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
 import torch
@@ -25,15 +26,34 @@ from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_backends
-from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
+from pretrain.precision.settings import (
+    PLAIN_FORWARD,
+    PRECISIONS,
+    ActivePrecision,
+    LowPrecisionSettings,
+    precision_called,
+)
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.conftest import needs
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
+from tests.pretrain.model.fused.fused_models import (
+    ARCHITECTURES,
+    build,
+    inputs,
+    losses_and_gradients,
+    that_count,
+)
 
-ON_TE = [name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available]
+ON_TE = [
+    name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available
+]
 ON_TE += [f"{name}{PLAIN_FORWARD}" for name in ON_TE]
 LENGTH = 256
-LARGER = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
+LARGER = {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
 train = partial(losses_and_gradients, steps=2, packs=4, device="cuda", length=LENGTH)
 
 
@@ -59,7 +79,9 @@ def assemble(
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
     backend = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
-    active = ActivePrecision(recipe, precision_called(recipe), backend, settings_of(recipe, keep, scope))
+    active = ActivePrecision(
+        recipe, precision_called(recipe), backend, settings_of(recipe, keep, scope)
+    )
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
     made = make_backends([active], torch.device("cuda"))[recipe]
@@ -79,15 +101,26 @@ def assemble(
     return packed
 
 
-def settings_of(recipe: str, keep: tuple[str, ...] = (), scope: str = "linear") -> LowPrecisionSettings:
+def settings_of(
+    recipe: str, keep: tuple[str, ...] = (), scope: str = "linear"
+) -> LowPrecisionSettings:
     """In every layer, and rounded to nearest."""
-    nearest = {"disable_stochastic_rounding": True} if "disable_stochastic_rounding" in precision_called(recipe).options else {}
-    return LowPrecisionSettings(keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **nearest).resolved(recipe)
+    nearest = (
+        {"disable_stochastic_rounding": True}
+        if "disable_stochastic_rounding" in precision_called(recipe).options
+        else {}
+    )
+    return LowPrecisionSettings(
+        keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **nearest
+    ).resolved(recipe)
 
 
 def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
     """By parameter."""
-    return {name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item() for name in that_count(other)}
+    return {
+        name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item()
+        for name in that_count(other)
+    }
 
 
 @pytest.fixture(autouse=True)
@@ -115,25 +148,36 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
     from pretrain.verify.audit import _is_expected
 
     exact = train(assemble(larger(name), "bf16", fused=False))
-    fused, unfused = (train(assemble(larger(name), recipe, fused=f, keep=keep, scope=scope), steps=4) for f in (True, False))
+    fused, unfused = (
+        train(assemble(larger(name), recipe, fused=f, keep=keep, scope=scope), steps=4)
+        for f in (True, False)
+    )
     assert fused[0][-1] == pytest.approx(exact[0][-1], rel=5e-3)
     mine, theirs = cosines(fused[1], exact[1]), cosines(unfused[1], exact[1])
     for parameter, cosine in mine.items():
         assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
 
     packed = assemble(larger(name), recipe, fused=True, keep=keep, scope=scope)
-    active = ActivePrecision(recipe, precision_called(recipe), "transformer_engine", settings_of(recipe, scope=scope))
+    active = ActivePrecision(
+        recipe, precision_called(recipe), "transformer_engine", settings_of(recipe, scope=scope)
+    )
     observer = ProductObserver(active)
     with observer.looking_on():
         train(packed, steps=1)
     assert observer.products.keys() - {"lm_head"} == packed.fused.members.keys()
     assert ("lm_head" in observer.products) == (scope == "linear+head")
-    kept = {linear for linear in observer.products if any(is_called(linear, pattern) for pattern in keep)}
+    kept = {
+        linear
+        for linear in observer.products
+        if any(is_called(linear, pattern) for pattern in keep)
+    }
     assert observer.faults().keys() <= kept and bool(kept) == bool(keep)
     for linear, products in observer.products.items():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         if linear in kept:
-            assert {kind for product in products for kind in (product.left, product.right)} == {"bfloat16"}, linear
+            assert {kind for product in products for kind in (product.left, product.right)} == {
+                "bfloat16"
+            }, linear
         else:
             assert all(_is_expected(product, active) for product in products), products
 
@@ -144,14 +188,19 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
     [*(("qwen3", recipe) for recipe in ("bf16", *ON_TE)), ("qwen2", "bf16")],
 )
 def test_the_bits_repeat_and_recomputed_layers_have_them_too(name: str, recipe: str) -> None:
-    one, other = (train(assemble(larger(name), recipe, fused=True, recompute=r), steps=3) for r in (False, True))
+    one, other = (
+        train(assemble(larger(name), recipe, fused=True, recompute=r), steps=3)
+        for r in (False, True)
+    )
     assert one[0] == other[0]
     for parameter, gradient in one[1].items():
         assert torch.equal(gradient, other[1][parameter]), parameter
 
 
 @pytest.mark.parametrize("recipe", ON_TE)
-def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_trace(recipe: str) -> None:
+def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_trace(
+    recipe: str,
+) -> None:
     packed = assemble(larger("qwen3"), recipe, fused=True)
     packed.context.evaluates_low = True
     train(packed)
@@ -161,5 +210,6 @@ def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_t
         evaluated = packed.eval()(**batch).item()
     for name, tensor in packed.context.state().items():
         assert torch.equal(tensor, before[name]), name
-    packed.context.first_microbatch = True  # evaluation has quantized the weights with the scales of now
+    # evaluation has quantized the weights with the scales of now
+    packed.context.first_microbatch = True
     assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)

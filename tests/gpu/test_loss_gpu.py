@@ -16,7 +16,9 @@ from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import relative_error
 
 
-def problem(tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = torch.bfloat16) -> tuple[Tensor, nn.Linear, Tensor]:
+def problem(
+    tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = torch.bfloat16
+) -> tuple[Tensor, nn.Linear, Tensor]:
     torch.manual_seed(0)
     states = torch.randn(1, tokens, hidden, device="cuda").bfloat16().requires_grad_()
     linear = nn.Linear(hidden, vocabulary, bias=False, device="cuda", dtype=weights)
@@ -28,13 +30,17 @@ def problem(tokens: int, hidden: int, vocabulary: int, weights: torch.dtype = to
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["chunked", "cce"])
-def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(kind: Literal["chunked", "cce"], weights: torch.dtype) -> None:
+def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(
+    kind: Literal["chunked", "cce"], weights: torch.dtype
+) -> None:
     if kind == "cce":
         pytest.importorskip("cut_cross_entropy")
     states, linear, labels = problem(2000, 256, 32_003, weights)
     rounded = linear.weight.detach().bfloat16().double().requires_grad_()
     exact_states = states.detach().double().requires_grad_()
-    value = F.cross_entropy(F.linear(exact_states, rounded)[0], labels[0], ignore_index=IGNORE, reduction="sum")
+    value = F.cross_entropy(
+        F.linear(exact_states, rounded)[0], labels[0], ignore_index=IGNORE, reduction="sum"
+    )
     (value / 131_072).backward()
 
     head = LossHead.replacing(linear, LossSettings(kind=kind, chunk=512))
@@ -42,7 +48,8 @@ def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(kind: Literal["chu
     (ours / 131_072).backward()
     assert ours.dtype == torch.float32
     assert relative_error(ours, value.detach()) < 1e-4
-    bound = 0.01 if kind == "chunked" else 0.05  # cce leaves out gradients that it takes for negligible: 2.8 % on an H200
+    # cce leaves out gradients that it takes for negligible: 2.8 % on an H200
+    bound = 0.01 if kind == "chunked" else 0.05
     assert relative_error(states.grad, exact_states.grad) < bound
     assert relative_error(linear.weight.grad, rounded.grad) < bound
     with torch.no_grad():
@@ -73,7 +80,8 @@ def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_g
             head(states, labels)
 
     logits, chunk_logits = 2 * tokens * vocabulary, 2 * chunk * vocabulary
-    gradients = 2 * tokens * hidden + (4 + 2) * vocabulary * hidden  # states in bf16; the weight's in FP32 and, returned, in bf16
+    # states in bf16; the weight's in FP32 and, returned, in bf16
+    gradients = 2 * tokens * hidden + (4 + 2) * vocabulary * hidden
     training = peak_bytes(train)
     assert training < 1.1 * (chunk_logits + gradients) < 0.3 * logits
     assert peak_bytes(evaluate) < min(1.1 * chunk_logits, training)

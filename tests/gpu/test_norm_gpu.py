@@ -19,7 +19,11 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("tokens", "width"), [(5, 96), (64, 128), (9, 2048), (3, 5120)])
 def test_norm_and_gradient_are_those_of_the_formula(tokens: int, width: int) -> None:
-    x, dy, weight = normal(tokens, width, seed=1), normal(tokens, width, seed=2), 1 + normal(width, seed=3) / 4
+    x, dy, weight = (
+        normal(tokens, width, seed=1),
+        normal(tokens, width, seed=2),
+        1 + normal(width, seed=3) / 4,
+    )
     residual = normal(tokens, width, seed=4)
     exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
     expected = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPS) * exact_weight

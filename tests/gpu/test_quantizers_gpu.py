@@ -22,7 +22,12 @@ by_grid = pytest.mark.parametrize("grid", [E4M3, E5M2], ids=lambda grid: grid.na
 
 def values(kind: str) -> Tensor:
     """Inputs [rows, columns], BF16 unless named fp32: 12.6 million ordinary values, or fewer of a special kind."""
-    every = torch.arange(-(2**15), 2**15, device="cuda").to(torch.int16).view(torch.bfloat16).view(256, 256)
+    every = (
+        torch.arange(-(2**15), 2**15, device="cuda")
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .view(256, 256)
+    )
     if kind == "with_nan":
         return every.masked_fill(every.isinf(), 0)
     if kind == "with_infinity":
@@ -53,7 +58,9 @@ def check(ours: Tensor, theirs: Tensor) -> None:
     assert ours.shape == theirs.shape
     wrong = (ours.view(torch.int32) != theirs.view(torch.int32)) & ~(ours.isnan() & theirs.isnan())
     places = tuple(wrong.nonzero()[:6].t())
-    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} differ: {ours[places]} at {places}, theirs {theirs[places]}"
+    assert not wrong.any(), (
+        f"{int(wrong.sum())} of {wrong.numel()} differ: {ours[places]} at {places}, theirs {theirs[places]}"
+    )
 
 
 @by_input
@@ -72,7 +79,9 @@ def test_current_scaling_is_that_of_the_kernels(kind: str, grid: Grid):
 @pytest.mark.parametrize("scale", [1.0, 0.37, 3.0e38])
 def test_delayed_scaling_is_that_of_the_kernels(kind: str, grid: Grid, scale: float):
     x, scale_tensor = values(kind), torch.tensor([scale], device="cuda")
-    quantizer = te.Float8Quantizer(scale_tensor, torch.zeros(1, device="cuda"), te_dtype(grid), columnwise=True)
+    quantizer = te.Float8Quantizer(
+        scale_tensor, torch.zeros(1, device="cuda"), te_dtype(grid), columnwise=True
+    )
     theirs = quantizer(x)
     ours = tensor.quantize(x, scale_tensor, grid)
     check(ours.codes, decoded(theirs._data, grid))
@@ -89,14 +98,21 @@ def test_block_scaling_is_that_of_the_kernels(kind: str, grid: Grid, dimensions:
     """TE pads scales to multiples of 4, and lists those of rows column by column: [blocks along the row, rows]."""
     x = values(kind)
     x = x[: x.shape[0] // 128 * 128, : x.shape[1] // 128 * 128].contiguous()
-    options = {"rowwise": True, "columnwise": True, "force_pow_2_scales": True, "block_scaling_dim": dimensions}
+    options = {
+        "rowwise": True,
+        "columnwise": True,
+        "force_pow_2_scales": True,
+        "block_scaling_dim": dimensions,
+    }
     theirs = te.Float8BlockQuantizer(te_dtype(grid), **options)(x)
     for values_along, data, scale_inv in (
         (x, theirs._rowwise_data, theirs._rowwise_scale_inv),
         (x.t(), theirs._columnwise_data, theirs._columnwise_scale_inv),
     ):
         ours = blocks.quantize_fp8(values_along, grid, two_dimensional=dimensions == 2)
-        scales = ours.block_scale[::128, ::128] if dimensions == 2 else ours.block_scale[:, ::128].t()
+        scales = (
+            ours.block_scale[::128, ::128] if dimensions == 2 else ours.block_scale[:, ::128].t()
+        )
         check(ours.codes, decoded(data, grid))
         check(scales, scale_inv[: scales.shape[0], : scales.shape[1]])
 
@@ -114,11 +130,21 @@ def test_the_delayed_update_is_that_of_the_fused_kernel(algorithm: str, margin: 
         their_history, their_scale = history.clone(), scale.clone()
         for _ in range(5):
             newest = torch.exp(20 * torch.randn(1024, device="cuda", generator=generator))
-            newest[::5], newest[1::50], newest[2::50], newest[3::50] = 0, torch.inf, torch.nan, 1e-40
+            newest[::5], newest[1::50], newest[2::50], newest[3::50] = (
+                0,
+                torch.inf,
+                torch.nan,
+                1e-40,
+            )
             history[0], their_history[0] = newest, newest
             history, scale = tensor.update_scale(history, scale, 448.0, margin, algorithm)
             tex.fused_amax_and_scale_update_after_reduction(
-                newest.clone(), [their_history], [their_scale], algorithm, te.DType.kFloat8E4M3, margin
+                newest.clone(),
+                [their_history],
+                [their_scale],
+                algorithm,
+                te.DType.kFloat8E4M3,
+                margin,
             )
             check(history, their_history)
             check(scale, their_scale)

@@ -19,7 +19,12 @@ FP32, BF16 = torch.float32, torch.bfloat16
 RELATIVE = 1.01 * ROUNDED
 SMALL = [Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32)]
 # Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and one with no power of two in its heads.
-REAL = [(32_768, Heads(16, 8, 128)), (8_191, Heads(32, 8, 128)), (4_097, Heads(14, 2, 64)), (1_001, Heads(15, 5, 64))]
+REAL = [
+    (32_768, Heads(16, 8, 128)),
+    (8_191, Heads(32, 8, 128)),
+    (4_097, Heads(14, 2, 64)),
+    (1_001, Heads(15, 5, 64)),
+]
 
 
 class Problem:
@@ -35,17 +40,28 @@ class Problem:
         self.heads, self.qkv = heads, normal(tokens, heads.width)
         frequencies = 10_000 ** (-torch.arange(heads.dim // 2, device=DEVICE) / (heads.dim // 2))
         angles = (torch.arange(tokens, device=DEVICE) % 1000)[:, None] * frequencies.repeat(2)
-        self.cos, self.sin = ((0.9 * f(angles)).to(BF16) for f in (torch.cos, torch.sin))  # 0.9: a YaRN-like scaling
-        self.gradients = [normal(count, tokens, heads.dim).transpose(0, 1) for count in (heads.query, heads.kv, heads.kv)]
+        # 0.9: a YaRN-like scaling
+        self.cos, self.sin = ((0.9 * f(angles)).to(BF16) for f in (torch.cos, torch.sin))
+        self.gradients = [
+            normal(count, tokens, heads.dim).transpose(0, 1)
+            for count in (heads.query, heads.kv, heads.kv)
+        ]
         if in_parts:
-            self.gradients[1:] = (normal(tokens, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2))
+            self.gradients[1:] = (
+                normal(tokens, heads.kv, heads.query // heads.kv, heads.dim) for _ in range(2)
+            )
         weight = [1 + normal(heads.dim) / 4 for _ in range(2)]
         self.norms = HeadNorms(*weight, 1e-6) if normed else None
 
     def exact(self) -> Problem:
         """The same numbers in FP64."""
         other = object.__new__(Problem)
-        other.heads, other.qkv, other.cos, other.sin = self.heads, self.qkv.double(), self.cos.double(), self.sin.double()
+        other.heads, other.qkv, other.cos, other.sin = (
+            self.heads,
+            self.qkv.double(),
+            self.cos.double(),
+            self.sin.double(),
+        )
         other.gradients = [gradient.double() for gradient in self.gradients]
         norms = self.norms
         other.norms = norms and HeadNorms(norms.query.double(), norms.key.double(), norms.eps)
@@ -54,7 +70,9 @@ class Problem:
 
 def kernel_backward(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
     qkv = problem.qkv if problem.norms else None
-    return rotary_kernel.rotate_backward(*problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms)
+    return rotary_kernel.rotate_backward(
+        *problem.gradients, qkv, problem.cos, problem.sin, problem.heads, problem.norms
+    )
 
 
 def kernel_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,25 +111,40 @@ def test_the_kernels_compute_what_the_formulas_do(tokens: int, heads: Heads, nor
     check(Problem(tokens, heads, normed))
 
 
-@pytest.mark.parametrize(("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(6, 3, 32), False)], ids=str)
-def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(heads: Heads, normed: bool) -> None:
+@pytest.mark.parametrize(
+    ("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(6, 3, 32), False)], ids=str
+)
+def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(
+    heads: Heads, normed: bool
+) -> None:
     check(Problem(37, heads, normed, in_parts=True))
 
 
 @pytest.mark.usefixtures("conversions_that_round")
 @pytest.mark.parametrize(
     ("tokens", "heads", "in_parts"),
-    [(64, Heads(4, 2, 64), False), (32, Heads(6, 2, 32), True), pytest.param(*REAL[0], True, marks=cuda_only)],
+    [
+        (64, Heads(4, 2, 64), False),
+        (32, Heads(6, 2, 32), True),
+        pytest.param(*REAL[0], True, marks=cuda_only),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("normed", [True, False])
-def test_codes_are_those_of_the_gradient_in_bf16(tokens: int, heads: Heads, in_parts: bool, normed: bool) -> None:
+def test_codes_are_those_of_the_gradient_in_bf16(
+    tokens: int, heads: Heads, in_parts: bool, normed: bool
+) -> None:
     """By rows and by columns, with its amax; one of the scales saturates. The norms' gradients have the same bits."""
     problem = Problem(tokens, heads, normed, in_parts=in_parts)
     expected, *expected_norms = kernel_backward(problem)
     for factor in (4096.0, 3e5):
-        scale, amax, inverse = (torch.full((1,), value, device=DEVICE) for value in (factor, 0.0, 0.0))
-        both = (torch.empty(shape, dtype=torch.uint8, device=DEVICE) for shape in (expected.shape, expected.t().shape))
+        scale, amax, inverse = (
+            torch.full((1,), value, device=DEVICE) for value in (factor, 0.0, 0.0)
+        )
+        both = (
+            torch.empty(shape, dtype=torch.uint8, device=DEVICE)
+            for shape in (expected.shape, expected.t().shape)
+        )
         written = TensorScaled(torch.float8_e5m2, *both, inverse, scale, amax)
         qkv = problem.qkv if normed else None
         _, *norms = rotary_kernel.rotate_backward(
@@ -120,7 +153,10 @@ def test_codes_are_those_of_the_gradient_in_bf16(tokens: int, heads: Heads, in_p
         codes = tensor.quantize(expected, scale, E5M2).codes.to(torch.float8_e5m2).view(torch.uint8)
         assert torch.equal(written.rows, codes) and torch.equal(written.columns, codes.t())
         assert amax == expected.abs().max() and torch.equal(inverse, tensor.decode_scale(scale))
-        assert all(ours is theirs or torch.equal(ours, theirs) for ours, theirs in zip(norms, expected_norms, strict=True))
+        assert all(
+            ours is theirs or torch.equal(ours, theirs)
+            for ours, theirs in zip(norms, expected_norms, strict=True)
+        )
 
 
 @cuda_only

@@ -18,7 +18,12 @@ from packing.arrow import IGNORE
 from pretrain.model.loss import softmax_kernel
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.quantizers import E4M3, E5M2, Grid
-from pretrain.precision.quantizers.tensor import absolute_maximum, decode_scale, quantize, scale_from_amax
+from pretrain.precision.quantizers.tensor import (
+    absolute_maximum,
+    decode_scale,
+    quantize,
+    scale_from_amax,
+)
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 
 pytestmark = pytest.mark.usefixtures("conversions_that_round")
@@ -26,7 +31,9 @@ GRIDS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8}  # relative, of a gradient
 
 
-def draw(n: int, vocabulary: int, dtype: torch.dtype, scale: float = 3.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw(
+    n: int, vocabulary: int, dtype: torch.dtype, scale: float = 3.0, seed: int = 0
+) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     logits = (torch.randn(n, vocabulary, generator=generator) * scale).to(dtype)
     labels = torch.randint(vocabulary, (n,), generator=generator)
@@ -51,7 +58,9 @@ def check(logits: Tensor, labels: Tensor, block: int) -> None:
         alone = softmax_loss(logits, labels, IGNORE)
         assert torch.equal(softmax_loss(ours, labels, IGNORE, with_gradient=True), alone)
     torch.testing.assert_close(alone.double(), losses, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(ours.double(), gradient, rtol=ROUNDING[logits.dtype] + 1e-5, atol=2e-7)
+    torch.testing.assert_close(
+        ours.double(), gradient, rtol=ROUNDING[logits.dtype] + 1e-5, atol=2e-7
+    )
     assert not ours[labels == IGNORE].any()
 
 
@@ -64,7 +73,9 @@ def check(logits: Tensor, labels: Tensor, block: int) -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 9),
 )
-def test_losses_and_gradients_are_those_of_autograd_whatever_the_shape(n, vocabulary, block, scale, dtype, seed) -> None:
+def test_losses_and_gradients_are_those_of_autograd_whatever_the_shape(
+    n, vocabulary, block, scale, dtype, seed
+) -> None:
     check(*draw(n, vocabulary, dtype, scale, seed), block)
 
 
@@ -72,7 +83,8 @@ def test_extreme_logits_keep_their_digits() -> None:
     vocabulary = 40
     logits = torch.zeros(6, vocabulary)
     logits[0] = torch.linspace(-1e4, 1e4, vocabulary)
-    logits[1] = 1e4 + torch.linspace(0, 3, vocabulary)  # a log-sum-exp of 1e4 has no digits left for these
+    # a log-sum-exp of 1e4 has no digits left for these
+    logits[1] = 1e4 + torch.linspace(0, 3, vocabulary)
     logits[2] = -1e4 - torch.linspace(0, 3, vocabulary)
     logits[3, :32] = -math.inf  # whole blocks of nothing, first and last
     logits[4, 8:] = -math.inf
@@ -81,7 +93,9 @@ def test_extreme_logits_keep_their_digits() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ignored(bad: float) -> None:
+def test_what_is_not_finite_shows_in_its_own_token_alone_and_not_where_it_is_ignored(
+    bad: float,
+) -> None:
     logits, labels = draw(6, 40, torch.float32)
     logits[0, 3] = logits[2, 3] = bad  # token 0 is ignored
     losses = softmax_loss(logits, labels, IGNORE, with_gradient=True)
@@ -119,7 +133,9 @@ def test_the_fp8_gradient_is_the_bf16_gradient_quantized_apart(
     used = scale_from_amax(amax, grid.maximum) if given is None else given
     assert torch.equal(gradient.scale_inv, decode_scale(used).reshape(1))
     columns = quantize(plain, used, grid).operand.t()
-    torch.testing.assert_close(decoded(gradient.columns, fp8), columns, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        decoded(gradient.columns, fp8), columns, rtol=0, atol=0, equal_nan=True
+    )
     of_rows = scale_from_amax(plain.abs().amax(1).float(), grid.maximum)
     assert torch.equal(gradient.rows_scale_inv, decode_scale(of_rows))
     rows = torch.stack([quantize(*row, grid).operand for row in zip(plain, of_rows, strict=True)])
@@ -139,7 +155,9 @@ def test_a_chunk_of_more_than_two_to_the_31_logits_is_right_to_its_last_row() ->
     logits[-64:], labels[-64:] = draw(64, vocabulary, torch.bfloat16)
     losses, gradient = reference(logits[-64:], labels[-64:])
     amax = torch.zeros(1, device=DEVICE)
-    ours, quantized = quantized_softmax_gradient(logits, labels, IGNORE, torch.float8_e5m2, amax, None)
+    ours, quantized = quantized_softmax_gradient(
+        logits, labels, IGNORE, torch.float8_e5m2, amax, None
+    )
     torch.testing.assert_close(ours[-64:].double(), losses, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(ours[:-64], torch.full_like(ours[:-64], math.log(vocabulary)))
     of_rows = quantized.rows[-64:], quantized.rows_scale_inv[-64:, None]

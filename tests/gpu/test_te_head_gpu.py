@@ -16,20 +16,27 @@ from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.conftest import active_in
 
-TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384  # chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
+# chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
+TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384
 
 
 class Model:
     """A linear and the head, in low precision, as a model has them: what comes first is not the head."""
 
-    def __init__(self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any) -> None:
+    def __init__(
+        self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any
+    ) -> None:
         needs(recipe)
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
-        self.backend = TransformerEngineBackend(active_in(recipe, "transformer_engine", **options), torch.device("cuda"))
+        self.backend = TransformerEngineBackend(
+            active_in(recipe, "transformer_engine", **options), torch.device("cuda")
+        )
         self.context = PrecisionContext(self.backend, torch.bfloat16, backends=[self.backend])
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
-        self.below = LowPrecisionLinear(below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context)
+        self.below = LowPrecisionLinear(
+            below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context
+        )
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
         self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK), self.context)
@@ -37,12 +44,18 @@ class Model:
         if fused and not product.supports_fused_loss:
             pytest.skip("products of this GPU read operands as they lie")
         if not fused:  # the path of every other product
-            product.__class__ = type("DifferentiatedProduct", (type(product),), {"supports_fused_loss": False})
+            product.__class__ = type(
+                "DifferentiatedProduct", (type(product),), {"supports_fused_loss": False}
+            )
         self.head.products[self.backend] = product
 
     def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(number)
-        x = torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator).bfloat16().requires_grad_()
+        x = (
+            torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator)
+            .bfloat16()
+            .requires_grad_()
+        )
         labels = torch.randint(VOCABULARY, (TOKENS,), device="cuda", generator=generator)
         labels[::9] = IGNORE
         self.context.first_microbatch = first
@@ -50,7 +63,12 @@ class Model:
         with self.context.forward(training=True):
             loss = self.head(self.below(x), labels)
         (loss / TOKENS).backward()
-        return {"loss": loss.detach(), "x": x.grad, "below": self.below.weight.grad, "weight": self.head.weight.grad}
+        return {
+            "loss": loss.detach(),
+            "x": x.grad,
+            "below": self.below.weight.grad,
+            "weight": self.head.weight.grad,
+        }
 
     def run(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
         """Two steps of two microbatches: losses and gradients of each, and the state after it."""
@@ -73,10 +91,14 @@ class Model:
         ("current", {}),
     ],
 )
-def test_everything_is_that_of_the_products_one_by_one(recipe: str, options: dict[str, Any], weights: torch.dtype) -> None:
+def test_everything_is_that_of_the_products_one_by_one(
+    recipe: str, options: dict[str, Any], weights: torch.dtype
+) -> None:
     """Operands have the same bits, so losses do too. The weight's gradient adds up in FP32 from chunk to chunk, where one by one
     each is rounded to BF16. The hidden states' comes from rows that have a scale each, which keeps the labels' entries."""
-    fused, one_by_one = (Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False))
+    fused, one_by_one = (
+        Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False)
+    )
     for ours, theirs in zip(fused[0], one_by_one[0], strict=True):
         errors = {key: relative_error(ours[key], theirs[key]) for key in ours}
         assert errors["weight"] < 4e-3 and errors["loss"] < 1e-6

@@ -23,8 +23,19 @@ from pretrain.run.trials import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 LENGTH, VOCABULARY = 256, 503
-QWEN3 = {"model_type": "qwen3", "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "tie_word_embeddings": True}
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 2,
+}
+HEADS = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+}
 SETTINGS = ModelSettings(config=QWEN3 | HEADS)
 DEVICE = torch.device("cuda")
 
@@ -33,7 +44,9 @@ DEVICE = torch.device("cuda")
 def packed() -> PackedLanguageModel:
     """FP32 weights under BF16 working copies, attention by torch's variable-length kernel."""
     config = model.load_config(SETTINGS)
-    hf = model.build(SETTINGS, config, weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen")
+    hf = model.build(
+        SETTINGS, config, weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen"
+    )
     packed = PackedLanguageModel(hf, "packed_varlen", LossSettings(chunk=512))
     wrap_layers(packed, SETTINGS, cast_to=torch.bfloat16, compile_layers=False)
     return packed
@@ -63,9 +76,14 @@ def trial(packs: int) -> Microbatch:
     return build_microbatch([pack_of(4, seed) for seed in range(packs)], mask_boundaries=True)
 
 
-def largest(packed: PackedLanguageModel, accelerator: Accelerator, sizes: list[int], further: int = 2**33) -> int | None:
+def largest(
+    packed: PackedLanguageModel, accelerator: Accelerator, sizes: list[int], further: int = 2**33
+) -> int | None:
     """Of `sizes`, in so many bytes beside those that this process holds."""
-    options = {"usable": torch.cuda.memory_reserved() + further, "most_reserved": torch.cuda.max_memory_reserved}
+    options = {
+        "usable": torch.cuda.memory_reserved() + further,
+        "most_reserved": torch.cuda.max_memory_reserved,
+    }
     return largest_that_fits(packed, accelerator, sizes, trial, multiple_of=1, **options)
 
 
@@ -77,7 +95,8 @@ def test_the_largest_microbatch_is_found_in_the_memory_that_there_is(
     # 1,024 packs hold 0.5 GiB in each norm's input alone
     assert largest(packed, accelerator, [1, 4, 512, 1024], 256 * 2**20) == 4
     assert all(not parameter.grad.any() for parameter in packed.parameters())
-    packed(**inputs_of(trial(4), DEVICE)).backward()  # what was found runs, with nothing left over from what failed
+    # what was found runs, with nothing left over from what failed
+    packed(**inputs_of(trial(4), DEVICE)).backward()
     memory_for(32 * 2**20)
     assert largest(packed, accelerator, [1024], 32 * 2**20) is None
 
@@ -89,9 +108,16 @@ def small_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
     return small_recipe
 
 
-def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callable, small_recipe: dict[str, Any]) -> None:
+def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(
+    train: Callable, small_recipe: dict[str, Any]
+) -> None:
     recipe = small_recipe | {"batch": {"tokens": 256, "microbatch": "auto"}}
-    recipe["model"]["config"] |= {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 64}
+    recipe["model"]["config"] |= {
+        "hidden_size": 128,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    }
     finished = train(recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
@@ -99,24 +125,40 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(train: Callabl
     assert summary["held_out_loss"] < finished.losses()[0]
     audit = finished.audit()
     kind = attention.choose("auto", "cuda", 64, torch.bfloat16).name
-    assert (audit["precision"], audit["attention"]["kind"], audit["compiled"]) == ("bf16", kind, "nothing")
+    assert (audit["precision"], audit["attention"]["kind"], audit["compiled"]) == (
+        "bf16",
+        kind,
+        "nothing",
+    )
     assert audit["fused"].startswith("2 of 2 layers")
-    assert {(each["stored"], each["effective"]) for each in audit["products"]} == {("float32", "bf16")}
+    assert {(each["stored"], each["effective"]) for each in audit["products"]} == {
+        ("float32", "bf16")
+    }
 
 
-@pytest.mark.parametrize("precision", [name for name, recipe in PRECISIONS.items() if recipe.quantized])
-def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, low_precision_recipe: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "precision", [name for name, recipe in PRECISIONS.items() if recipe.quantized]
+)
+def test_the_launcher_trains_in_low_precision(
+    precision: str, train: Callable, low_precision_recipe: dict[str, Any]
+) -> None:
     """On Transformer Engine where the GPU has the recipe, else emulated; in pieces, layers recomputed, and the head."""
     low_precision_recipe["model"]["gradient_checkpointing"] = 2
     recipe = low_precision_recipe | {"parity": "on", "precision": precision}
     everywhere = ("fp8_config.scope=linear+head", "fp8_config.keep_bf16_layers.last=0")
-    finished = train(*everywhere, recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
+    finished = train(
+        *everywhere, recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"]
+    )
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
     assert summary["recompiles"] == 0 and summary["held_out_loss"] < finished.losses()[0]
     audit = finished.audit()
-    assert audit["backend"] in ("transformer_engine", "emulation") and not audit["parity"]["failures"]
-    assert audit["parity"]["products_compared"] >= 3 * 2 * 4, "every product of every layer, stacked or not"
+    assert (
+        audit["backend"] in ("transformer_engine", "emulation") and not audit["parity"]["failures"]
+    )
+    assert audit["parity"]["products_compared"] >= 3 * 2 * 4, (
+        "every product of every layer, stacked or not"
+    )
     assert {each["effective"] for each in audit["products"]} == {precision}
 
 
@@ -130,11 +172,20 @@ def test_the_launcher_trains_in_low_precision(precision: str, train: Callable, l
     ],
 )
 def test_the_launcher_changes_its_precision_on_the_way(
-    before: str, after: str, keep: str, train: Callable, low_precision_recipe: dict[str, Any], tmp_path: Path
+    before: str,
+    after: str,
+    keep: str,
+    train: Callable,
+    low_precision_recipe: dict[str, Any],
+    tmp_path: Path,
 ) -> None:
     """Fused on Transformer Engine; the whole run and one that is resumed at the switch agree as far as a GPU repeats itself."""
     schedule = f"precision=[{{until: 0.5, use: {before}}}, {{use: {after}}}]"
-    recipe = low_precision_recipe | {"parity": "on", "weights": "bf16_exact", "checkpoint": {"every": 6, "keep": 3}}
+    recipe = low_precision_recipe | {
+        "parity": "on",
+        "weights": "bf16_exact",
+        "checkpoint": {"every": 6, "keep": 3},
+    }
     launch = ["--config_file", "accelerate_configs/bf16.yaml"]
     options = (schedule, f"fp8_config.keep_bf16={keep}")
     whole = train(*options, recipe=recipe, launch=launch)
@@ -146,11 +197,23 @@ def test_the_launcher_changes_its_precision_on_the_way(
     assert audit["fused"] == "2 of 2 layers" and audit["effective"] == after
     for name, precision in audit["precisions"].items():
         assert (
-            precision["backend"] == ("torch" if name == "bf16" else "transformer_engine") and not precision["parity"]["failures"]
+            precision["backend"] == ("torch" if name == "bf16" else "transformer_engine")
+            and not precision["parity"]["failures"]
         )
-        low = {each["name"].rpartition(".")[2] for each in precision["products"] if each["effective"] == name != "bf16"}
+        low = {
+            each["name"].rpartition(".")[2]
+            for each in precision["products"]
+            if each["effective"] == name != "bf16"
+        }
         assert ("down_proj" in low) == (name != "bf16" and keep == "[]"), name
     checkpoint = whole.run_dir / "checkpoints" / "step-00000006"
-    again = train(*options, f"run_dir={tmp_path / 'again'}", "--resume", str(checkpoint), recipe=recipe, launch=launch)
+    again = train(
+        *options,
+        f"run_dir={tmp_path / 'again'}",
+        "--resume",
+        str(checkpoint),
+        recipe=recipe,
+        launch=launch,
+    )
     assert again.status == 0, again.output
     assert again.losses() == pytest.approx(whole.losses()[6:], rel=2e-2)

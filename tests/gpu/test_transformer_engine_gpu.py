@@ -46,7 +46,9 @@ def make(kind: type[Any], name: str, **options: Any) -> Backend:
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Input [TOKENS, IN] and gradient of the output [TOKENS, OUT], BF16, with the outliers that activations have."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    x, gradient = (torch.randn(TOKENS, size, device=DEVICE, generator=generator) * scale for size in (IN, OUT))
+    x, gradient = (
+        torch.randn(TOKENS, size, device=DEVICE, generator=generator) * scale for size in (IN, OUT)
+    )
     x[:, 3] *= 30
     return x.bfloat16(), (gradient * 1e-3).bfloat16()
 
@@ -59,7 +61,13 @@ def parameters(bias: bool = True) -> list[Tensor]:
 
 
 def microbatch(
-    backend: Backend, product: Product, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None, first: bool
+    backend: Backend,
+    product: Product,
+    x: Tensor,
+    gradient: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    first: bool,
 ) -> dict[str, Tensor]:
     """Output and gradients of one forward and backward."""
     x = x.clone().requires_grad_()
@@ -69,7 +77,9 @@ def microbatch(
     for tensor in inputs:
         tensor.grad = None
     y.backward(gradient)
-    return {"y": y.detach()} | dict(zip(("dx", "dw", "db"), [tensor.grad.clone() for tensor in inputs], strict=False))
+    return {"y": y.detach()} | dict(
+        zip(("dx", "dw", "db"), [tensor.grad.clone() for tensor in inputs], strict=False)
+    )
 
 
 def snapshot(backend: Backend) -> dict[str, Tensor]:
@@ -83,11 +93,15 @@ def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[st
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(recipe: str, bias: bool) -> None:
+def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(
+    recipe: str, bias: bool
+) -> None:
     options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
     weight, *rest = parameters(bias)
     limits = {"y": FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION}
-    backends = [make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)]
+    backends = [
+        make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)
+    ]
     products = [backend.product("p", IN, OUT, bias=bias) for backend in backends]
     for step in range(2):
         for first in (True, False, False):
@@ -99,21 +113,29 @@ def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions
             for key, value in ours.items():
                 error = relative_error(value, emulated[key])
                 assert error < limits.get(key, SPLIT_ACCUMULATION), (step, first, key, error)
-            assert relative_error(ours["y"], F.linear(x, weight, *rest)) > limits["y"], "as if nothing were quantized"
+            assert relative_error(ours["y"], F.linear(x, weight, *rest)) > limits["y"], (
+                "as if nothing were quantized"
+            )
         with torch.no_grad():
             weight.mul_(1.1)
 
 
-def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(recipe: str) -> None:
+def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
+    recipe: str,
+) -> None:
     weight, _ = parameters()
     # Room for a weight of twice the size: delayed scaling would clip it otherwise.
-    backend = make(TransformerEngineBackend, recipe, **({"margin": 1} if recipe == "delayed" else {}))
+    backend = make(
+        TransformerEngineBackend, recipe, **({"margin": 1} if recipe == "delayed" else {})
+    )
     product = backend.product("p", IN, OUT, bias=False)
     x, _ = operands(1)
 
     def output(first: bool, grad: bool = True) -> Tensor:
         with torch.set_grad_enabled(grad), backend.forward():
-            return product(x, weight, None, PrecisionContext(None, torch.bfloat16, first_microbatch=first)).detach()
+            return product(
+                x, weight, None, PrecisionContext(None, torch.bfloat16, first_microbatch=first)
+            ).detach()
 
     output(True)  # makes delayed scaling's first scales
     before = output(True)
@@ -122,12 +144,18 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
     assert torch.equal(output(False), before)
     evaluated = output(True, grad=False)
     assert relative_error(evaluated, before) > 0.5
-    assert torch.equal(output(False), before), "a forward without gradients has replaced the step's quantized weight"
+    assert torch.equal(output(False), before), (
+        "a forward without gradients has replaced the step's quantized weight"
+    )
     assert relative_error(output(True), 2 * before) < 0.05
 
 
-@pytest.mark.parametrize("options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}])
-def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(delayed: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}]
+)
+def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(
+    delayed: str, options: dict[str, Any]
+) -> None:
     weight, bias = parameters()
     states = []
     for kind in (TransformerEngineBackend, EmulationBackend):
@@ -154,7 +182,10 @@ def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> 
     results = []
     for left_out in (True, False):
         backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
-        product, context = backend.product("p", IN, OUT, bias=True), PrecisionContext(backend, torch.bfloat16, backends=[backend])
+        product, context = (
+            backend.product("p", IN, OUT, bias=True),
+            PrecisionContext(backend, torch.bfloat16, backends=[backend]),
+        )
         for number in range(3):
             microbatch(backend, product, *operands(number), weight, bias, True)
         if left_out:
@@ -162,7 +193,9 @@ def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> 
             x, gradient = operands(5)
             microbatch(backend, product, x, gradient * giant, weight, bias, True)
             context.go_back(before)
-        results.append(microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend))
+        results.append(
+            microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend)
+        )
     assert not differing(*results)
 
 
@@ -170,13 +203,21 @@ class Layers:
     """Two layers of two products with something between them, checkpointed or not."""
 
     def __init__(self, name: str) -> None:
-        self.backend = make(TransformerEngineBackend, name, **({"amax_history_len": 3} if name == "delayed" else {}))
+        self.backend = make(
+            TransformerEngineBackend, name, **({"amax_history_len": 3} if name == "delayed" else {})
+        )
         self.products = [
-            (self.backend.product(f"{i}.up", IN, OUT, bias=False), self.backend.product(f"{i}.down", OUT, IN, bias=False))
+            (
+                self.backend.product(f"{i}.up", IN, OUT, bias=False),
+                self.backend.product(f"{i}.down", OUT, IN, bias=False),
+            )
             for i in range(2)
         ]
         weight, _ = parameters()
-        self.weights = [(weight.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_()) for _ in range(2)]
+        self.weights = [
+            (weight.detach().clone().requires_grad_(), weight.detach().T.clone().requires_grad_())
+            for _ in range(2)
+        ]
         self.recomputations = 0
 
     def layer(self, x: Tensor, index: int, first: bool) -> Tensor:
@@ -197,7 +238,9 @@ class Layers:
             with self.backend.forward():
                 for index in range(2):
                     if checkpointed:
-                        x = self.backend.checkpoint(self.layer, x, index, first, again=self.recomputing)
+                        x = self.backend.checkpoint(
+                            self.layer, x, index, first, again=self.recomputing
+                        )
                     else:
                         x = self.layer(x, index, first)
             (x.float().square().sum() / TOKENS).backward()
@@ -209,7 +252,9 @@ class Layers:
         return [*outputs, *(weight.detach().clone() for pair in self.weights for weight in pair)]
 
     def run(self, *, checkpointed: bool) -> dict[str, Tensor]:
-        found = [value for number in range(3) for value in self.step(number, checkpointed=checkpointed)]
+        found = [
+            value for number in range(3) for value in self.step(number, checkpointed=checkpointed)
+        ]
         return {f"value {i}": value for i, value in enumerate(found)} | snapshot(self.backend)
 
 
@@ -218,8 +263,12 @@ def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str) -> None:
     layers = Layers(recipe)
     checkpointed = layers.run(checkpointed=True)
     assert layers.recomputations == 3 * 2 * 2
-    if recipe == "nvfp4":  # rounds gradients at random, so only the first step's outputs can be the same
-        plain, checkpointed = ({name: found[name] for name in ("value 0", "value 1")} for found in (plain, checkpointed))
+    # rounds gradients at random, so only the first step's outputs can be the same
+    if recipe == "nvfp4":
+        plain, checkpointed = (
+            {name: found[name] for name in ("value 0", "value 1")}
+            for found in (plain, checkpointed)
+        )
     assert not differing(checkpointed, plain)
 
 
@@ -230,7 +279,8 @@ def test_after_a_reset_everything_is_as_before_the_first_forward(recipe: str) ->
     layers = Layers(recipe)
     fresh = [tuple(weight.detach().clone() for weight in pair) for pair in layers.weights]
     layers.step(8, checkpointed=True)
-    with layers.backend.forward():  # as a step that runs out of memory: forward done, backward never
+    # as a step that runs out of memory: forward done, backward never
+    with layers.backend.forward():
         layers.backend.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, True)
     layers.backend.reset()
     for pair, values in zip(layers.weights, fresh, strict=True):

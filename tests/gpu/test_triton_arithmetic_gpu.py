@@ -21,7 +21,13 @@ from pretrain.model.wrapping import fuse, wrap_layers
 from pretrain.precision.product import PrecisionContext
 from pretrain.settings.recipe import LossSettings, ModelSettings
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, inputs, losses_and_gradients, that_count
+from tests.pretrain.model.fused.fused_models import (
+    ARCHITECTURES,
+    build,
+    inputs,
+    losses_and_gradients,
+    that_count,
+)
 
 pytestmark = pytest.mark.usefixtures("conversions_that_round")
 LENGTH = 32 if INTERPRETED else 256
@@ -43,16 +49,26 @@ def assemble(
     hf = build(ARCHITECTURES[name] | depth, torch.float32, DEVICE)
     model.round_weights(hf, torch.bfloat16)
     model.round_weights(hf, weights or dtype)
-    packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)).train()
-    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(packed.context, By.KERNELS if by_kernels else By.FORMULAS))
+    packed = PackedLanguageModel(
+        hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)
+    ).train()
+    packed.fused = fuse(
+        decoder_layers(hf),
+        {},
+        Arithmetic(packed.context, By.KERNELS if by_kernels else By.FORMULAS),
+    )
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     return packed
 
 
-def differences(one: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
+def differences(
+    one: dict[str, Tensor], exact: dict[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
     """The norm of each parameter's difference, and its exact norm."""
-    return {name: ((one[name] - exact[name]).norm(), exact[name].norm()) for name in that_count(exact)}
+    return {
+        name: ((one[name] - exact[name]).norm(), exact[name].norm()) for name in that_count(exact)
+    }
 
 
 def error(parts: Iterable[tuple[Tensor, Tensor]]) -> float:
@@ -69,7 +85,8 @@ def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
     assert losses == pytest.approx(exact_losses, rel=2e-3)
     mine, theirs = differences(gradients, exact), differences(plain, exact)
     assert error(mine.values()) < 1.3 * error(theirs.values())
-    for parameter in mine:  # a small gradient is rounding noise, of which each algorithm of a product draws its own
+    # a small gradient is rounding noise, of which each algorithm of a product draws its own
+    for parameter in mine:
         ours, torchs = error([mine[parameter]]), error([theirs[parameter]])
         assert ours < 2 * torchs + 2**-8, (parameter, ours, torchs)
 
@@ -80,9 +97,17 @@ def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
     batch = inputs(seed=0, device=DEVICE, length=LENGTH)
     kept, recomputed = (assemble("qwen3", by_kernels=True, weights=torch.float32) for _ in range(2))
     wrap_layers(
-        recomputed, ModelSettings(source="none", gradient_checkpointing="full"), cast_to=torch.bfloat16, compile_layers=False
+        recomputed,
+        ModelSettings(source="none", gradient_checkpointing="full"),
+        cast_to=torch.bfloat16,
+        compile_layers=False,
     )
-    wrap_layers(kept, ModelSettings(source="none", gradient_checkpointing="none"), cast_to=torch.bfloat16, compile_layers=False)
+    wrap_layers(
+        kept,
+        ModelSettings(source="none", gradient_checkpointing="none"),
+        cast_to=torch.bfloat16,
+        compile_layers=False,
+    )
     losses, gradients = train(kept)
     again_losses, again = train(recomputed)
     assert again_losses == losses

@@ -25,8 +25,17 @@ def recipe_for(recipe_for: Callable[[Path], dict[str, Any]]) -> Callable[[Path],
 @pytest.fixture
 def changes() -> dict[str, Any]:
     """Five steps of two microbatches in exact BF16 weights, each saved."""
-    changes = {"train": {"steps": 5}, "evaluate": {}, "checkpoint": {"every": 1, "keep": 9}, "weights": "bf16_exact"}
-    changes |= {"batch": {"tokens": 128, "microbatch": 2}, "fp8_config": {"on_unsupported": "emulate"}, "parity": "off"}
+    changes = {
+        "train": {"steps": 5},
+        "evaluate": {},
+        "checkpoint": {"every": 1, "keep": 9},
+        "weights": "bf16_exact",
+    }
+    changes |= {
+        "batch": {"tokens": 128, "microbatch": 2},
+        "fp8_config": {"on_unsupported": "emulate"},
+        "parity": "off",
+    }
     return changes | {"schedule": {"kind": "constant"}}
 
 
@@ -37,7 +46,9 @@ def started(
     """Run the small recipe with `changes` in a folder of this name, which must end with this status."""
 
     def start(folder: str, *arguments: str, status: int = 0) -> Finished:
-        run = start_here(small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments)
+        run = start_here(
+            small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments
+        )
         assert run.status == status and "Traceback" not in run.output, run.output
         return run
 

@@ -15,7 +15,9 @@ import train_accelerate
 from pretrain.run import keeping
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = tuple(f"{ROOT}/{part}" for part in ("foundation/", "packing/", "pretrain/", "train_accelerate.py"))
+PRODUCT = tuple(
+    f"{ROOT}/{part}" for part in ("foundation/", "packing/", "pretrain/", "train_accelerate.py")
+)
 
 
 def watched_run(recipe: Path) -> dict[str, list[str]]:
@@ -45,7 +47,8 @@ def watched_run(recipe: Path) -> dict[str, list[str]]:
 
         setattr(owner, name, watching)
 
-    watched(train_accelerate, "train_step", "step", from_call=2)  # the updates of the first two are held to torch's
+    # the updates of the first two are held to torch's
+    watched(train_accelerate, "train_step", "step", from_call=2)
     watched(keeping, "save", "save")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.argv = ["train_accelerate.py", str(recipe)]
@@ -56,4 +59,7 @@ def watched_run(recipe: Path) -> dict[str, list[str]]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return {act: sorted(file.removeprefix(f"{ROOT}/") for file in files) for act, files in entered.items()}
+    return {
+        act: sorted(file.removeprefix(f"{ROOT}/") for file in files)
+        for act, files in entered.items()
+    }

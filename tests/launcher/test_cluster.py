@@ -41,7 +41,9 @@ if [[ "$1 $2" == "show hostnames" ]]; then echo "$3" | tr , '\\n'; else echo "$@
 class Job:
     """`sbatch --nodes ...` of a script, with these variables: its process, its log, and what it said to scontrol."""
 
-    def __init__(self, folder: Path, script: str, *arguments: str, nodes: int = 1, **variables: str) -> None:
+    def __init__(
+        self, folder: Path, script: str, *arguments: str, nodes: int = 1, **variables: str
+    ) -> None:
         self.log, self.scontrol = folder / "job.log", folder / "scontrol.log"
         shims = folder / "shims"
         shims.mkdir(exist_ok=True)
@@ -50,16 +52,28 @@ class Job:
             (shims / name).chmod(0o755)
         (folder / "sitecustomize.py").write_text(WAIT_IN_SAVING)
         forked = forking(folder) | {"FORKED_SCRIPTS": "train_accelerate.py"}
-        kept = {key: value for key, value in forked.items() if not key.startswith(("SLURM_", "MASTER_"))}
-        slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_NNODES": str(nodes), "SLURM_SUBMIT_DIR": str(ROOT)}
+        kept = {
+            key: value for key, value in forked.items() if not key.startswith(("SLURM_", "MASTER_"))
+        }
+        slurm = {
+            "SLURM_JOB_ID": str(os.getpid()),
+            "SLURM_NNODES": str(nodes),
+            "SLURM_SUBMIT_DIR": str(ROOT),
+        }
         slurm["SLURM_JOB_NODELIST"] = ",".join(["127.0.0.1"] * nodes)
-        paths = {"PATH": os.pathsep.join([str(shims), str(Path(sys.executable).parent), kept["PATH"]])}
+        paths = {
+            "PATH": os.pathsep.join([str(shims), str(Path(sys.executable).parent), kept["PATH"]])
+        }
         paths |= {"SCONTROL_LOG": str(self.scontrol), "VIRTUAL_ENV": sys.prefix}
         environment = kept | slurm | paths | {"ACCELERATE_USE_CPU": "true"} | variables
         command = ["bash", str(CLUSTER / script), *arguments]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
-                command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=environment,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
 
     def wait_for(self, happened: Any) -> None:
@@ -70,7 +84,9 @@ class Job:
 
 @pytest.mark.long
 @pytest.mark.multi
-def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
     recipe = write_recipe(small_recipe | {"evaluate": {}, "precision": "fp32"}, tmp_path)
     first = Job(
         tmp_path,
@@ -90,7 +106,13 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(small_
     job = f"requeue {os.getpid()}\n"
     assert first.scontrol.read_text() == job and "2 x CPU" in first.log.read_text()
     older, *_, newest = steps_saved(Path(small_recipe["run_dir"]))
-    assert 4 <= older < newest < 12  # training goes on while step 4 is written, so the signal comes in one of the next steps
+    # training goes on while step 4 is written, so the signal comes in one of the next steps
+    assert 4 <= older < newest < 12
+
+
+def test_an_image_is_built_without_history_runs_and_keys() -> None:
+    ignored = (ROOT / ".dockerignore").read_text().splitlines()
+    assert {".git", ".venv", "**/.env", "packs", "runs", "wandb"} <= {*ignored}
 
 
 def test_a_job_of_a_sweep_is_an_agent_of_the_sweep_that_is_named(tmp_path: Path) -> None:
@@ -98,5 +120,11 @@ def test_a_job_of_a_sweep_is_an_agent_of_the_sweep_that_is_named(tmp_path: Path)
     (agent := tmp_path / "shims" / "wandb").write_text('#!/usr/bin/env bash\necho "wandb $*"\n')
     agent.chmod(0o755)
     job = Job(tmp_path, "sweep.sbatch", "--count", "4", SWEEP_ID="team/pretrain/abc123")
-    assert job.process.wait() == 0 and job.log.read_text() == "wandb agent team/pretrain/abc123 --count 4\n"
-    assert Job(tmp_path, "sweep.sbatch").process.wait() != 0 and "SWEEP_ID: is not set" in job.log.read_text()
+    assert (
+        job.process.wait() == 0
+        and job.log.read_text() == "wandb agent team/pretrain/abc123 --count 4\n"
+    )
+    assert (
+        Job(tmp_path, "sweep.sbatch").process.wait() != 0
+        and "SWEEP_ID: is not set" in job.log.read_text()
+    )

@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pretrain.__main__ import main
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.run import evaluate, untrained
 from tests.conftest import Finished, contents
 from tests.golden.runs import steps_saved
 
 
 def evaluations(finished: Finished) -> dict[int, float]:
-    return {record["step"]: record["held_out_loss"] for record in finished.records() if record.get("event") == "evaluation"}
+    return {
+        record["step"]: record["held_out_loss"]
+        for record in finished.records()
+        if record.get("event") == "evaluation"
+    }
 
 
 def losses_printed(finished: Finished) -> dict[str, float]:
     """The held-out losses that `evaluate` prints, by precision."""
-    return {name: float(loss) for name, loss in re.findall(r"^  (\w+) +(\d\.\d+)   perplexity", finished.out, re.MULTILINE)}
+    return {
+        name: float(loss)
+        for name, loss in re.findall(
+            r"^  (\w+) +(\d\.\d+)   perplexity", finished.out, re.MULTILINE
+        )
+    }
 
 
 def test_the_best_checkpoint_is_kept_and_exported(
@@ -29,22 +44,62 @@ def test_the_best_checkpoint_is_kept_and_exported(
 ) -> None:
     """Held-out loss is lowest after step 6 of 8: the rate is far too high."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    changed = {"optimizer": {"learning_rate": 0.6}, "schedule": {"kind": "constant"}, "train": {"steps": 8}}
-    recipe = small_recipe | changed | {"evaluate": {"every": 2}, "checkpoint": {"best": True, "keep": 2, "every": 1}}
+    changed = {
+        "optimizer": {"learning_rate": 0.6},
+        "schedule": {"kind": "constant"},
+        "train": {"steps": 8},
+    }
+    recipe = (
+        small_recipe
+        | changed
+        | {"evaluate": {"every": 2}, "checkpoint": {"best": True, "keep": 2, "every": 1}}
+    )
     run = train_here("parity=off", recipe=recipe)
     losses = evaluations(run)
-    assert run.status == 0 and min(losses, key=losses.get) == 6 and steps_saved(run.run_dir) == [6, 7, 8]
+    assert (
+        run.status == 0
+        and min(losses, key=losses.get) == 6
+        and steps_saved(run.run_dir) == [6, 7, 8]
+    )
 
-    shutil.rmtree(run.run_dir / "final")  # as after a kill between steps 7 and 8: the best is none of the newest two any more
+    # as after a kill between steps 7 and 8: the best is none of the newest two any more
+    shutil.rmtree(run.run_dir / "final")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-00000008")
     resumed = train_here("parity=off", recipe=recipe)
-    assert resumed.status == 0 and evaluations(resumed) == losses and steps_saved(run.run_dir) == [6, 7, 8]
+    assert (
+        resumed.status == 0
+        and evaluations(resumed) == losses
+        and steps_saved(run.run_dir) == [6, 7, 8]
+    )
     assert main(["export", str(run.run_dir), str(tmp_path / "out"), "--best"]) == 0
     assert "step-00000006" in capsys.readouterr().out
-    source = ("evaluate", f"model.source={tmp_path / 'out'}", "model.config=null", f"run_dir={tmp_path / 'none'}")
+    source = (
+        "evaluate",
+        f"model.source={tmp_path / 'out'}",
+        "model.config=null",
+        f"run_dir={tmp_path / 'none'}",
+    )
     alone = train_here(*source, recipe=recipe)
     assert alone.status == 0 and losses_printed(alone)["fp32"] == pytest.approx(losses[6], abs=1e-4)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
+    train_here: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In FP32, where the audit has nothing to see."""
+    sums = evaluate.held_out_sums
+
+    def left_in_it(model: PackedLanguageModel, *rest: Any) -> torch.Tensor:
+        of_all = sums(model, *rest)
+        model.eval()
+        return of_all
+
+    monkeypatch.setattr(evaluate, "held_out_sums", left_in_it)
+    run = train_here("evaluate.every=3", "log.fp8_statistics=5")
+    assert run.status == 3, run.output
+    assert "step 5: " in run.err and "are in evaluation mode" in run.err
 
 
 def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
@@ -61,23 +116,48 @@ def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_noth
     before = contents(run.run_dir)
     printed = losses_printed(alone := train_here("evaluate", recipe=recipe))
     assert alone.status == 0 and contents(run.run_dir) == before, alone.output
-    assert list(printed) == ["current", "bf16"] and printed["current"] == pytest.approx(evaluations(run)[2], abs=1e-4)
+    assert list(printed) == ["current", "bf16"] and printed["current"] == pytest.approx(
+        evaluations(run)[2], abs=1e-4
+    )
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
 
 
 def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_evaluated(
-    train_here: Callable, words: Path, tmp_path: Path
+    train_here: Callable, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")
     run = train_here(*settings, "log.trackers=[tensorboard]", "train.steps=6", "parity=off")
     assert run.status == 0, run.output
-    early, late = ([*record["samples"]] for record in run.records() if record.get("event") == "samples")
-    assert [sample["prompt"] for sample in late] == ["w1 w2"] * 2 and late[0]["text"] != late[1]["text"]
-    assert [sample["seed"] for sample in early] == [sample["seed"] for sample in late], "to compare over steps"
+    early, late = (
+        [*record["samples"]] for record in run.records() if record.get("event") == "samples"
+    )
+    assert [sample["prompt"] for sample in late] == ["w1 w2"] * 2 and late[0]["text"] != late[1][
+        "text"
+    ]
+    assert [sample["seed"] for sample in early] == [sample["seed"] for sample in late], (
+        "to compare over steps"
+    )
     logged = b"".join(path.read_bytes() for path in run.run_dir.rglob("events.out.tfevents*"))
     assert late[0]["text"][:20].encode() in logged
     before, text = contents(run.run_dir), tmp_path / "own.txt"
     text.write_text("w1 w2 w3 " * 100)
+    evaluated, modes = untrained.held_out_figures, []
+
+    def with_modes(*arguments: Any) -> dict[str, Any]:
+        others = [folder for folder in temporary.iterdir() if folder != theirs]
+        modes.extend(stat.S_IMODE(folder.stat().st_mode) for folder in others)
+        return evaluated(*arguments)
+
+    temporary = tmp_path / "temporary"
+    theirs = temporary / f"evaluate-{os.getpid()}"  # somebody else's
+    theirs.mkdir(parents=True)
+    (theirs / "thesis.tex").write_text("years of work")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(untrained, "held_out_figures", with_modes)
     own = train_here("evaluate", f"data.tokenizer={words}", str(text))
-    assert own.status == 0 and len(losses_printed(own)) > 0 and contents(run.run_dir) == before, own.output
+    assert own.status == 0 and len(losses_printed(own)) > 0 and contents(run.run_dir) == before, (
+        own.output
+    )
     assert next(iter(losses_printed(own).values())) != evaluations(run)[6]
+    assert {*modes} == {0o700}, "packed where this user alone can read"
+    assert [*temporary.iterdir()] == [theirs] and [*contents(theirs)] == ["thesis.tex"]

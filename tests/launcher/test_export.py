@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import base64
+import errno
 import hashlib
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -25,10 +27,19 @@ from tests.conftest import contents, flip
 
 
 @pytest.fixture(scope="module")
-def exact(start_here: Callable, recipe_for: Callable, words: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def exact(
+    start_here: Callable,
+    recipe_for: Callable,
+    words: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A run in exact BF16 that was killed between its last save and its export."""
     folder = tmp_path_factory.mktemp("export")
-    recipe = recipe_for(folder / "run") | {"precision": "bf16", "weights": "bf16_exact", "train": {"steps": 8}}
+    recipe = recipe_for(folder / "run") | {
+        "precision": "bf16",
+        "weights": "bf16_exact",
+        "train": {"steps": 8},
+    }
     recipe["data"] |= {"tokenizer": str(words)}
     run = start_here(recipe, folder, "parity=off")
     assert run.status == 0, run.output
@@ -52,7 +63,11 @@ def test_a_run_is_exported_as_it_stores_its_weights_with_its_tokenizer_and_card(
     before = contents(exact)
     status, output = command(capsys, "export", exact, tmp_path / "out")
     assert status == 0 and "step-00000008" in output and contents(exact) == before
-    saved = {name: tensor for file in exact.glob("checkpoints/step-00000008/model*") for name, tensor in load_file(file).items()}
+    saved = {
+        name: tensor
+        for file in exact.glob("checkpoints/step-00000008/model*")
+        for name, tensor in load_file(file).items()
+    }
     exported = loaded(tmp_path / "out")
     assert all(weight.dtype == torch.bfloat16 for weight in exported.values())
     assert all(torch.equal(exported[name], saved[name]) for name in saved)
@@ -63,17 +78,30 @@ def test_a_run_is_exported_as_it_stores_its_weights_with_its_tokenizer_and_card(
 
 def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsys: Any) -> None:
     for name, options in (("bf16", ()), ("fp32", ("--dtype", "fp32"))):
-        assert command(capsys, "export", exact / "checkpoints" / "step-00000004", tmp_path / name, *options)[0] == 0
+        assert (
+            command(
+                capsys, "export", exact / "checkpoints" / "step-00000004", tmp_path / name, *options
+            )[0]
+            == 0
+        )
     narrow, wide = loaded(tmp_path / "bf16"), loaded(tmp_path / "fp32")
-    assert all(torch.allclose(wide[name], narrow[name].float(), rtol=2**-8, atol=0) for name in narrow)
+    assert all(
+        torch.allclose(wide[name], narrow[name].float(), rtol=2**-8, atol=0) for name in narrow
+    )
     assert any((weight != weight.bfloat16()).any() for weight in wide.values())
 
 
-def test_what_exists_is_not_written_over_and_damage_is_named(exact: Path, tmp_path: Path, capsys: Any) -> None:
+def test_what_exists_is_not_written_over_and_damage_is_named(
+    exact: Path, tmp_path: Path, capsys: Any
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     status, output = command(capsys, "export", exact, tmp_path / "out")
-    assert status == 2 and str(tmp_path / "out") in output and [*contents(tmp_path / "out")] == ["thesis.tex"]
+    assert (
+        status == 2
+        and str(tmp_path / "out") in output
+        and [*contents(tmp_path / "out")] == ["thesis.tex"]
+    )
     run = shutil.copytree(exact, tmp_path / "run")
     for file in (run / "checkpoints").glob("*/model*.safetensors"):
         flip(file)
@@ -81,12 +109,53 @@ def test_what_exists_is_not_written_over_and_damage_is_named(exact: Path, tmp_pa
     assert status == 2 and "damaged" in output and not (tmp_path / "other").exists()
 
 
+def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
+    exact: Path,
+    tmp_path: Path,
+    capsys: Any,
+) -> None:
+    assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
+    file = tmp_path / "out" / "config.json"
+    config = json.loads(file.read_text())
+    file.write_text(json.dumps(config | {"attn_implementation": "kernels-community/flash-attn2"}))
+    assert command(capsys, "sample", tmp_path / "out", "w1", "--tokens", 2)[0] == 0
+    foreign = {"model_type": "unknown", "auto_map": {"AutoConfig": "code.Config"}}
+    file.write_text(json.dumps(config | foreign))
+    status, output = command(capsys, "sample", tmp_path / "out", "w1")
+    assert status == 2 and f"{tmp_path / 'out'} brings code of its own" in output
+
+
+def test_an_export_that_fails_leaves_no_files(
+    exact: Path,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: Any,
+) -> None:
+    def full(*arguments: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pretrain.model.huggingface.fsync_tree", full)
+    status, output = command(capsys, "export", exact, tmp_path / "out")
+    assert status == 2 and "No space left" in output and not [*tmp_path.iterdir()]
+
+
 def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
     texts = [
-        command(capsys, "sample", tmp_path / "out", "w3", "--prompt", "w1 w2", "--max-new-tokens", 8, "--seed", seed)
+        command(
+            capsys,
+            "sample",
+            tmp_path / "out",
+            "w3",
+            "--prompt",
+            "w1 w2",
+            "--max-new-tokens",
+            8,
+            "--seed",
+            seed,
+        )
         for seed in (1, 2, 1)
     ]
     assert [status for status, _ in texts] == [0] * 3 and texts[0] == texts[2] != texts[1]
@@ -102,18 +171,31 @@ def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
     """AutoTokenizer would rebuild this tokenizer, with another fingerprint, from the class that its folder names."""
     save_tokenizer(train_tokenizer(["one 12345 two 12345"] * 9, 300), tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}))
-    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": "one 12345 two " * 9}) + "\n" for _ in range(200)))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"})
+    )
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": "one 12345 two " * 9}) + "\n" for _ in range(200))
+    )
     data = {"source": str(tmp_path / "texts.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
     small_recipe["data"] = data | {"packs": str(tmp_path / "packs"), "length": 32}
     small_recipe["model"]["config"].pop("vocab_size")
     first = train_here("train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
     assert first.status == 0, first.output
-    onward = [f"model.source={first.run_dir / 'final'}", "model.config=null", f"run_dir={tmp_path / 'next'}"]
+    onward = [
+        f"model.source={first.run_dir / 'final'}",
+        "model.config=null",
+        f"run_dir={tmp_path / 'next'}",
+    ]
     packs = f"data={{packs: {tmp_path / 'packs'}, length: 32}}"
-    second = train_here(*onward, packs, "train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
+    second = train_here(
+        *onward, packs, "train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]"
+    )
     assert second.status == 0, second.output
-    ids = [load_tokenizer(str(folder)).fingerprint for folder in (first.run_dir / "final", second.run_dir / "final")]
+    ids = [
+        load_tokenizer(str(folder)).fingerprint
+        for folder in (first.run_dir / "final", second.run_dir / "final")
+    ]
     assert ids == [load_tokenizer(str(tmp_path / "tokenizer")).fingerprint] * 2
 
 
@@ -154,7 +236,12 @@ class Answer(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             return self.answer({"error": "Invalid credentials"}, 401)
-        return self.answer([{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in self.server.files])
+        return self.answer(
+            [
+                {"type": "file", "path": name, "size": 1, "oid": "0" * 40}
+                for name in self.server.files
+            ]
+        )
 
     def do_PUT(self) -> None:
         content = self.body()
@@ -167,20 +254,35 @@ class Answer(BaseHTTPRequestHandler):
             return self.answer({"error": "Invalid credentials"}, 401)
         if self.path == "/api/repos/create":
             hub.made.append(json.loads(body))
-            return self.answer({"url": f"{hub.address}/{REPOSITORY}"}, 409 if len(hub.made) > 1 else 200)
+            return self.answer(
+                {"url": f"{hub.address}/{REPOSITORY}"}, 409 if len(hub.made) > 1 else 200
+            )
         if self.path == "/api/validate-yaml":  # of the card
             return self.answer({"errors": [], "warnings": []})
         if self.path == f"/api/models/{REPOSITORY}/preupload/main":
             names = [each["path"] for each in json.loads(body)["files"]]
-            modes = [{"path": name, "uploadMode": "lfs" if name.endswith(".safetensors") else "regular"} for name in names]
+            modes = [
+                {"path": name, "uploadMode": "lfs" if name.endswith(".safetensors") else "regular"}
+                for name in names
+            ]
             return self.answer({"files": [each | {"shouldIgnore": False} for each in modes]})
         if self.path == f"/{REPOSITORY}.git/info/lfs/objects/batch":
             objects = json.loads(body)["objects"]
-            actions = [{"actions": {"upload": {"href": f"{hub.address}/lfs/{each['oid']}"}}} for each in objects]
-            return self.answer({"transfer": "basic", "objects": [a | b for a, b in zip(objects, actions, strict=True)]})
+            actions = [
+                {"actions": {"upload": {"href": f"{hub.address}/lfs/{each['oid']}"}}}
+                for each in objects
+            ]
+            return self.answer(
+                {
+                    "transfer": "basic",
+                    "objects": [a | b for a, b in zip(objects, actions, strict=True)],
+                }
+            )
         if self.path == f"/api/models/{REPOSITORY}/commit/main" and hub.takes_commits:
             hub.commit([json.loads(line) for line in body.splitlines()])
-            return self.answer({"commitUrl": f"{hub.address}/{REPOSITORY}/commit/1", "commitOid": "1"})
+            return self.answer(
+                {"commitUrl": f"{hub.address}/{REPOSITORY}/commit/1", "commitOid": "1"}
+            )
         return self.answer({"error": "This storage is full"}, 403)
 
     def body(self) -> bytes:
@@ -202,7 +304,11 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
     """The hub that HF_ENDPOINT names, to somebody who is logged in. HF_HUB_DISABLE_XET=1: Xet's own protocol is no plain HTTP."""
     with Hub() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        for name, value in (("ENDPOINT", server.address), ("HF_HUB_DISABLE_XET", True), ("HF_HUB_OFFLINE", False)):
+        for name, value in (
+            ("ENDPOINT", server.address),
+            ("HF_HUB_DISABLE_XET", True),
+            ("HF_HUB_OFFLINE", False),
+        ):
             monkeypatch.setattr(constants, name, value)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
         monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -211,9 +317,14 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         server.shutdown()
 
 
-def test_what_export_wrote_is_pushed_and_nothing_else(exact: Path, hub: Hub, tmp_path: Path, capsys: Any) -> None:
+def test_what_export_wrote_is_pushed_and_nothing_else(
+    exact: Path, hub: Hub, tmp_path: Path, capsys: Any
+) -> None:
     kept = {".gitattributes": b"*.safetensors filter=lfs", "notes.md": b"by hand"}
-    hub.files = kept | {"model-00001-of-00002.safetensors": b"of an earlier push", "model.safetensors.index.json": b"{}"}
+    hub.files = kept | {
+        "model-00001-of-00002.safetensors": b"of an earlier push",
+        "model.safetensors.index.json": b"{}",
+    }
     status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
     assert status == 0, output
     assert f"{hub.address}/{REPOSITORY}/commit/1" in output
@@ -222,15 +333,22 @@ def test_what_export_wrote_is_pushed_and_nothing_else(exact: Path, hub: Hub, tmp
     assert [each["visibility"] for each in hub.made] == ["private"]
     (message,) = hub.messages
     assert "step-00000008" in message
-    assert command(capsys, "export", exact, tmp_path / "again", "--push", REPOSITORY)[0] == 0  # to a repository that is there
+    # to a repository that is there
+    assert command(capsys, "export", exact, tmp_path / "again", "--push", REPOSITORY)[0] == 0
 
 
 def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
     exact: Path, hub: Hub, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    damaged = shutil.copytree(exact, tmp_path / "run")  # the hub is asked before it is hashed
+    for file in (damaged / "checkpoints").glob("*/model*.safetensors"):
+        flip(file)
+
     def refused(name: str = REPOSITORY) -> str:
-        status, output = command(capsys, "export", exact, tmp_path / "out", "--push", name)
-        assert status == 2 and output.startswith("error: --push") and not (tmp_path / "out").exists()
+        status, output = command(capsys, "export", damaged, tmp_path / "out", "--push", name)
+        assert (
+            status == 2 and output.startswith("error: --push") and not (tmp_path / "out").exists()
+        )
         return output
 
     for name in ("", "small-one", "a/b/c", "../small", "somebody/small--one"):
@@ -248,8 +366,14 @@ def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
     assert not hub.made
 
 
-def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push(exact: Path, hub: Hub, tmp_path: Path, capsys: Any) -> None:
+def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push(
+    exact: Path, hub: Hub, tmp_path: Path, capsys: Any
+) -> None:
     hub.takes_commits = False
     status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
-    assert status == 2 and f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output and "storage is full" in output
+    assert (
+        status == 2
+        and f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output
+        and "storage is full" in output
+    )
     assert (tmp_path / "out" / "model.safetensors").exists() and not hub.files

@@ -6,12 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
-from tests.golden.runs import losses_changed, steps_logged
+import train_accelerate
+from tests.golden.runs import losses_changed, steps_logged, steps_saved
 
 
-def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(train_here: Callable, small_recipe: dict[str, Any]) -> None:
+def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(
+    train_here: Callable, small_recipe: dict[str, Any]
+) -> None:
     """In the backward pass of step 7."""
 
     def fail(loss: torch.Tensor) -> torch.Tensor:
@@ -21,8 +25,29 @@ def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(train_here
 
     with losses_changed(fail):
         run = train_here("parity=off")
-    assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, run.output
-    for remedy in ("out of memory", "2.00 GiB", "batch.microbatch", "model.gradient_checkpointing=full"):
+    assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, (
+        run.output
+    )
+    for remedy in (
+        "out of memory",
+        "2.00 GiB",
+        "batch.microbatch",
+        "model.gradient_checkpointing=full",
+    ):
         assert remedy in run.err
     again = train_here("batch.microbatch=1", "parity=off")
     assert again.status == 0 and "at step 4" in again.output
+
+
+def test_a_run_saves_after_its_metrics_were_removed(
+    train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save, run_dir = train_accelerate.keeping.save, Path(small_recipe["run_dir"])
+
+    def save_without_metrics(*arguments: Any, **options: Any) -> None:
+        (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(train_accelerate.keeping, "save", save_without_metrics)
+    train_here("parity=off", "checkpoint.keep=9")
+    assert steps_saved(run_dir) == [4, 8, 12]

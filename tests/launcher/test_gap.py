@@ -20,6 +20,7 @@ from pretrain.metrics.run_record import read_run
 from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.settings.recipe import HealthSettings, Recipe
+from pretrain.verify import gap
 from tests.conftest import Finished
 from tests.golden.runs import poisoned_once, saved, steps_logged, steps_saved
 
@@ -31,7 +32,11 @@ BROKEN = "model.layers.1.mlp.down_proj"
 def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, Any]:
     """Four steps of two layers, in low precision."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    return changes | {"train": {"steps": STEPS}, "checkpoint": {"every": 2, "keep": 9}, "precision": "current"}
+    return changes | {
+        "train": {"steps": STEPS},
+        "checkpoint": {"every": 2, "keep": 9},
+        "precision": "current",
+    }
 
 
 def looks(run: Finished) -> list[dict[str, Any]]:
@@ -58,50 +63,100 @@ def test_losses_and_weights_are_those_of_a_run_without_a_meter(started: Callable
     gpt2 = "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 32, attn_pdrop: 0.0}"
     options = (gpt2, "precision=mxfp4", "weights=bf16", "batch.microbatch=4")
     without, measured = started("without", *options), started("with", *options, "log.gap=2")
-    assert measured.losses() == without.losses() and saved(measured.run_dir, STEPS) == saved(without.run_dir, STEPS)
+    assert measured.losses() == without.losses() and saved(measured.run_dir, STEPS) == saved(
+        without.run_dir, STEPS
+    )
     first, second = looks(measured)
     assert (first["step"], second["step"]) == (2, 4) and not looks(without)
     for step in (first, second):
-        assert 0 < abs(step["gap/loss"]) < 0.1 and 0.9 < step["gap/cosine"] < 1 and 0.8 < step["gap/norm_ratio"] < 1.2
-        assert 0.9 < step["gap/cosine/transformer.h.1"] < 1, "other masks of dropout would take it further"
+        assert (
+            0 < abs(step["gap/loss"]) < 0.1
+            and 0.9 < step["gap/cosine"] < 1
+            and 0.8 < step["gap/norm_ratio"] < 1.2
+        )
+        assert 0.9 < step["gap/cosine/transformer.h.1"] < 1, (
+            "other masks of dropout would take it further"
+        )
 
 
-def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_update(started: Callable, tmp_path: Path) -> None:
+def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_update(
+    started: Callable, tmp_path: Path
+) -> None:
     with broken_from(step=3, run_dir=tmp_path / "run"):
         run = started("run", "log.gap=2", "health.on_gap=stop", status=3)
     first, second = looks(run)
-    assert "gap/worst" not in first and second["gap/worst"] == f"{BROKEN}.weight" and second["gap/moved"] > 0.5
-    assert "halted: step 4" in run.err and BROKEN in run.err and "run_dir" in run.err and BROKEN in second["halted"]
+    assert (
+        "gap/worst" not in first
+        and second["gap/worst"] == f"{BROKEN}.weight"
+        and second["gap/moved"] > 0.5
+    )
+    assert (
+        "halted: step 4" in run.err
+        and BROKEN in run.err
+        and "run_dir" in run.err
+        and BROKEN in second["halted"]
+    )
     assert steps_saved(run.run_dir) == [2]
     assert run.out.count("gap to BF16") == 2
-    drawn = [line for line in pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"].data if len(line.x) == 2]
+    drawn = [
+        line
+        for line in pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"].data
+        if len(line.x) == 2
+    ]
     assert drawn[0].y.tolist() == [step["gap/loss"] for step in looks(run)]
     assert any(line.name.endswith("layers.1") for line in drawn)
 
 
+def test_a_gradient_that_the_meter_leaves_is_found(
+    started: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gap, "clear_gradients", lambda optimizer, model: None)
+    assert "gradients were not cleared" in started("run", "log.gap=1", status=3).err
+
+
 def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
-    health, usual, broken = Health(HealthSettings()), {"a": (1.0, 0.1), "b": (0.9, 0.3)}, {"a": (1.0, 0.1), "b": (0.5, 0.3)}
+    health, usual, broken = (
+        Health(HealthSettings()),
+        {"a": (1.0, 0.1), "b": (0.9, 0.3)},
+        {"a": (1.0, 0.1), "b": (0.5, 0.3)},
+    )
     better, lost = {"b": (1.0, 0.01)}, {"b": (math.nan, math.nan)}
     assert health.judge_gap(1, "current", usual) == (StepDecision(), {})
     for step in (2, 3):
         decision, figures = health.judge_gap(step, "current", broken)
         assert decision.proceed and f"step {step}" in decision.reason and "of b " in decision.reason
         assert figures == {"gap/moved": pytest.approx(0.4), "gap/worst": "b"}
-    assert health.judge_gap(4, "nvfp4", broken) == (StepDecision(), {}), "another precision has places of its own"
+    assert health.judge_gap(4, "nvfp4", broken) == (StepDecision(), {}), (
+        "another precision has places of its own"
+    )
     assert health.judge_gap(5, "current", usual)[0] == StepDecision()
-    assert health.judge_gap(6, "current", better) == (StepDecision(), {"gap/moved": 0.0, "gap/worst": "b"}), "nearer to BF16"
+    assert health.judge_gap(6, "current", better) == (
+        StepDecision(),
+        {"gap/moved": 0.0, "gap/worst": "b"},
+    ), "nearer to BF16"
     assert health.judge_gap(7, "current", lost)[0].reason
 
 
-def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(started: Callable, tmp_path: Path) -> None:
+def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(
+    started: Callable, tmp_path: Path
+) -> None:
     """It goes back once to before the switch, from a bad step after it."""
-    options = ("precision=delayed", "log.gap=1", "health.on_gap=switch", "health.on_nan=rollback", "train.steps=6")
+    options = (
+        "precision=delayed",
+        "log.gap=1",
+        "health.on_gap=switch",
+        "health.on_nan=rollback",
+        "train.steps=6",
+    )
     with broken_from(step=3, run_dir=tmp_path / "run"):
         with poisoned_once(tmp_path / "run", steps_before=3):
             run = started("run", *options)
         again = started("again", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000004")
     (rollback,) = [record for record in run.records() if record.get("event") == "rollback"]
-    assert rollback["resumed_from"] == 2 and [step["precision"] for step in rollback["abandoned"]] == ["delayed", "bf16"]
+    assert rollback["resumed_from"] == 2 and [
+        step["precision"] for step in rollback["abandoned"]
+    ] == ["delayed", "bf16"]
     steps = run.steps()
     assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
     assert [step["step"] for step in looks(run)] == [1, 2, 3]
@@ -120,12 +175,20 @@ def test_two_processes_train_as_without_a_meter(
     recipe = small_recipe | changes | {"weights": "fp32", "train": {"steps": 2}}
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     runs = [
-        start_as_ranks(recipe, tmp_path, f"run_dir={tmp_path / gap}", f"log.gap={gap}", launch=launch) for gap in ("null", "1")
+        start_as_ranks(
+            recipe, tmp_path, f"run_dir={tmp_path / gap}", f"log.gap={gap}", launch=launch
+        )
+        for gap in ("null", "1")
     ]
     assert [run.status for run in runs] == [0, 0], runs
     without, measured = runs
-    assert measured.losses() == without.losses() and saved(measured.run_dir, 2) == saved(without.run_dir, 2)
-    assert all(0.9 < step["gap/cosine"] < 1 and step["gap/loss"] for step in looks(measured)) and len(looks(measured)) == 2
+    assert measured.losses() == without.losses() and saved(measured.run_dir, 2) == saved(
+        without.run_dir, 2
+    )
+    assert (
+        all(0.9 < step["gap/cosine"] < 1 and step["gap/loss"] for step in looks(measured))
+        and len(looks(measured)) == 2
+    )
 
 
 def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:

@@ -23,15 +23,32 @@ ROOT = Path(__file__).parents[2]
 
 def start(path: Path, hook: Path) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "pretrain", "matrix", str(path)]
-    return subprocess.Popen(command, cwd=ROOT, env=forking(hook), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=forking(hook),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 @pytest.mark.long
-def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
+    small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
     path, folder, hook = tmp_path / "matrix.yaml", tmp_path / "precisions", tmp_path / "hook"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"evaluate": {}}))
-    matrix = {"name": "precisions", "recipe": str(tmp_path / "recipe.yaml"), "accelerate": "accelerate_configs/cpu.yaml"}
-    matrix |= {"axes": {"precision": ["fp32", "bf16"]}, "run_dir": f"{tmp_path}/{{matrix}}/{{cell}}", "at_once": 2}
+    matrix = {
+        "name": "precisions",
+        "recipe": str(tmp_path / "recipe.yaml"),
+        "accelerate": "accelerate_configs/cpu.yaml",
+    }
+    matrix |= {
+        "axes": {"precision": ["fp32", "bf16"]},
+        "run_dir": f"{tmp_path}/{{matrix}}/{{cell}}",
+        "at_once": 2,
+    }
     path.write_text(yaml.safe_dump(matrix))
     hook.mkdir()
     (hook / "sitecustomize.py").write_text(WAIT_IN_SAVING)
@@ -45,7 +62,11 @@ def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(small
 
     wait_until(lambda: len(list(hook.glob("waits-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    wait_until(lambda: all("SIGINT: finishing this step" in Path(f"{cell}.log").read_text() for cell in cells))
+    wait_until(
+        lambda: all(
+            "SIGINT: finishing this step" in Path(f"{cell}.log").read_text() for cell in cells
+        )
+    )
     (hook / "go_on").touch()
     output = process.communicate()[0]
     assert process.returncode == 130, output
@@ -56,6 +77,10 @@ def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(small
     output = again.communicate()[0]
     assert again.returncode == 0, output
     for cell in cells:
-        assert [record["step"] for record in read_metrics(cell) if "loss" in record] == list(range(1, 13))
+        assert [record["step"] for record in read_metrics(cell) if "loss" in record] == list(
+            range(1, 13)
+        )
     assert "| run  | minus fp32, at the end |" in output and (folder / "precisions.html").exists()
-    assert "shared its machine with others" in output, "what ran side by side has no speed of its own"
+    assert "shared its machine with others" in output, (
+        "what ran side by side has no speed of its own"
+    )

@@ -5,6 +5,8 @@ Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resum
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -13,7 +15,12 @@ from signal import SIGINT, SIGKILL, SIGTERM
 from typing import Any
 
 import pytest
+import torch
 
+from foundation.files import hash_of
+from pretrain.checkpoint.state import TrainState
+from pretrain.run import resume
+from pretrain.run.assembly import Assembly
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -25,9 +32,20 @@ STEPS = 12  # with checkpoints after 4, 8 and 12
 def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """With dropout: a run that goes on with other random numbers is another run."""
     small = recipe_for(tmp_path_factory.mktemp("resume") / "run")
-    sizes = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes = {
+        "model_type": "gpt2",
+        "vocab_size": 61,
+        "n_embd": 32,
+        "n_layer": 1,
+        "n_head": 2,
+        "n_positions": 64,
+    }
     dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.1, "embd_pdrop": 0.1}
-    return small | {"model": {"config": sizes | dropout}, "train": {"steps": STEPS}, "parity": "off"}
+    return small | {
+        "model": {"config": sizes | dropout},
+        "train": {"steps": STEPS},
+        "parity": "off",
+    }
 
 
 @pytest.fixture(scope="module")
@@ -41,14 +59,18 @@ def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
 @pytest.fixture
 def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
     """Start the recipe in a folder of the test's own, to its end."""
-    return lambda *arguments: start_here(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *arguments)
+    return lambda *arguments: start_here(
+        recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *arguments
+    )
 
 
 @pytest.fixture
 def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProcess]:
     """The same in a process that meets these moments."""
     return lambda *moments: LauncherProcess(
-        [str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path))], tmp_path / "log", *moments
+        [str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path))],
+        tmp_path / "log",
+        *moments,
     )
 
 
@@ -70,8 +92,16 @@ def outcome(run: Finished) -> list[Any]:
     """All figures that do not depend on the machine, and hashes of the last checkpoint and the exported model."""
     final = digest(tensors_of(run.run_dir / "final"), named=True)
     of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
-    figures = [{key: each for key, each in record.items() if not key.endswith(of_the_machine)} for record in run.records()]
+    figures = [
+        {key: each for key, each in record.items() if not key.endswith(of_the_machine)}
+        for record in run.records()
+    ]
     return [figures, saved(run.run_dir, STEPS), final]
+
+
+def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
+    recomputed = run("model.gradient_checkpointing=full")
+    assert recomputed.status == 0 and recomputed.losses() == alone.losses(), recomputed.output
 
 
 # Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
@@ -79,7 +109,8 @@ def outcome(run: Finished) -> list[Any]:
 KILLS = [
     (Moment("os.rename", r"/config\.yaml$", SIGKILL), {None}),  # starting
     (Moment("logged", "^2$", SIGKILL), {None}),  # among steps
-    (Moment("open", r"/\.partial-step-00000004/", SIGKILL), {None}),  # saving: the first of all, half written
+    # saving: the first of all, half written
+    (Moment("open", r"/\.partial-step-00000004/", SIGKILL), {None}),
     (Moment("logged", "^7$", SIGKILL), {None, 4}),
     (Moment("os.rename", r"/step-00000008$", SIGKILL), {4}),  # saving: whole, but not named
     (Moment("os.rename", r"/\.final\.writing$", SIGKILL), {STEPS}),  # exporting
@@ -87,14 +118,18 @@ KILLS = [
 ]
 
 
-def test_a_run_killed_many_times_equals_one_left_alone(alone: Finished, start: Callable, run: Callable, tmp_path: Path) -> None:
+def test_a_run_killed_many_times_equals_one_left_alone(
+    alone: Finished, start: Callable, run: Callable, tmp_path: Path
+) -> None:
     for moment, newest in KILLS:
         assert start(moment).end() == -SIGKILL, (moment, (tmp_path / "log").read_text())
         assert max(steps_saved(tmp_path / "run"), default=None) in newest, moment
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
-    assert not list((tmp_path / "run").rglob("*partial*")) and not list((tmp_path / "run").glob(".final*"))
+    assert not list((tmp_path / "run").rglob("*partial*")) and not list(
+        (tmp_path / "run").glob(".final*")
+    )
 
 
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
@@ -103,24 +138,45 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
     assert run("schedule.kind=constant", "train.steps=8").status == 0
     longer = run("schedule.kind=constant")
     assert longer.status == 0 and "from step 8 to 12" in longer.out, longer.output
-    whole = start_here(recipe | {"run_dir": str(tmp_path / "whole")}, tmp_path, "schedule.kind=constant")
+    whole = start_here(
+        recipe | {"run_dir": str(tmp_path / "whole")}, tmp_path, "schedule.kind=constant"
+    )
     assert outcome(longer)[1:] == outcome(whole)[1:]
 
 
-def test_a_longer_horizon_is_refused_where_the_rate_has_fallen_and_names_what_serves(run: Callable) -> None:
+def test_a_longer_horizon_is_refused_where_the_rate_has_fallen_and_names_what_serves(
+    run: Callable,
+) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
-    serves = re.search(r"--resume, which (\S+) is", run("schedule.kind=wsd", "train.steps=10").refusal)
+    serves = re.search(
+        r"--resume, which (\S+) is", run("schedule.kind=wsd", "train.steps=10").refusal
+    )
     longer = run("schedule.kind=wsd", "train.steps=10", "--resume", serves[1])
-    assert longer.status == 0 and "from step 8 to 10" in longer.out and "step-00000004" in serves[1], longer.output
+    assert (
+        longer.status == 0 and "from step 8 to 10" in longer.out and "step-00000004" in serves[1]
+    ), longer.output
 
 
 def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
 ) -> None:
     folder = copied(12)
-    again = start_here(recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder))
-    assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, again.output
+    again = start_here(
+        recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder)
+    )
+    assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, (
+        again.output
+    )
     assert outcome(again)[-1] == outcome(alone)[-1]
+
+
+def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
+    alone: Finished,
+    run: Callable,
+) -> None:
+    message = run(f"train.begin_with={alone.run_dir}").refusal
+    newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    assert message.startswith("`train.begin_with`") and f"name one, as {newest}" in message
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
@@ -132,7 +188,11 @@ def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
     assert signal.name in output and "Traceback" not in output
     assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
     finished = run()
-    assert finished.status == 0 and f"at step {step}" in finished.output and outcome(finished) == outcome(alone)
+    assert (
+        finished.status == 0
+        and f"at step {step}" in finished.output
+        and outcome(finished) == outcome(alone)
+    )
 
 
 def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
@@ -151,11 +211,15 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_sa
     newest = copied() / "checkpoints" / f"step-{STEPS:08d}"
     flip(max(newest.glob("*.safetensors")))
     finished = run()
-    assert finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
+    assert (
+        finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
+    )
     assert outcome(finished) == outcome(alone)
 
 
-def test_where_every_checkpoint_is_damaged_no_run_begins_anew(copied: Callable, run: Callable) -> None:
+def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
+    copied: Callable, run: Callable
+) -> None:
     run_dir = copied()
     (run_dir / "summary.json").unlink()  # which a run that is not finished has not
     for file in run_dir.glob("checkpoints/*/*.safetensors"):
@@ -165,24 +229,146 @@ def test_where_every_checkpoint_is_damaged_no_run_begins_anew(copied: Callable, 
     assert contents(run_dir) == before
 
 
-def test_the_steps_of_another_training_are_not_cut_away(alone: Finished, copied: Callable, run: Callable) -> None:
+def test_the_steps_of_another_training_are_not_cut_away(
+    alone: Finished, copied: Callable, run: Callable
+) -> None:
     """Where it has left no checkpoint, a start would begin at step 0, and with it metrics.jsonl."""
     run_dir = copied(4, 8, STEPS)
     (run_dir / "summary.json").unlink()
     before = (run_dir / "metrics.jsonl").read_bytes()
     refused = run("optimizer.learning_rate=0.5")
-    assert refused.status == 2 and str(run_dir) in refused.refusal and "optimizer.learning_rate" in refused.refusal
+    assert (
+        refused.status == 2
+        and str(run_dir) in refused.refusal
+        and "optimizer.learning_rate" in refused.refusal
+    )
     assert (run_dir / "metrics.jsonl").read_bytes() == before
     assert outcome(run()) == outcome(alone), "the same training begins anew"
 
 
-def test_a_finished_run_started_again_changes_nothing(alone: Finished, start_here: Callable, recipe: dict[str, Any]) -> None:
+def test_a_finished_run_started_again_changes_nothing(
+    alone: Finished, start_here: Callable, recipe: dict[str, Any]
+) -> None:
     before, beside = outcome(alone), Path(recipe["run_dir"]).parent
     again = start_here(recipe, beside)
     assert again.status == 0 and outcome(again) == before
     otherwise = start_here(recipe, beside, f"train.tokens={STEPS * recipe['batch']['tokens']}")
-    assert otherwise.status == 0 and outcome(otherwise) == before, "the same horizon, written otherwise"
+    assert otherwise.status == 0 and outcome(otherwise) == before, (
+        "the same horizon, written otherwise"
+    )
     kept = contents(again.run_dir)
     for how in ((), ("--accept-changes",), ("--plan",)):
         shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
-        assert "is from step 12, and `train` ends the run at 8; lengthen it" in shorter and contents(again.run_dir) == kept
+        assert (
+            "is from step 12, and `train` ends the run at 8; lengthen it" in shorter
+            and contents(again.run_dir) == kept
+        )
+
+
+# ── What is restored ──────────────────────────────────────────────────────────────────────────────
+
+
+def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that changes the assembly after a checkpoint was loaded into it."""
+    load = resume.load_weights
+
+    def loaded(source: Any, checkpoints: Any, mode: Any, assembly: Assembly) -> list[str]:
+        notes = load(source, checkpoints, mode, assembly)
+        change(assembly)
+        return notes
+
+    return lambda patch: patch.setattr(resume, "load_weights", loaded)
+
+
+def forget(key: str) -> Callable[[pytest.MonkeyPatch], None]:
+    """Make a fault that replaces the optimizer's `key` state by new zeros."""
+
+    def change(assembly: Assembly) -> None:
+        for state in assembly.optimizer.state.values():
+            state[key] = torch.zeros_like(state[key])
+
+    return after_loading(change)
+
+
+def flip_a_bit(assembly: Assembly) -> None:
+    assembly.tensors["transformer.ln_f.bias"].data.view(torch.int16)[0] ^= 1
+
+
+def repeat_a_pack(patch: pytest.MonkeyPatch) -> None:
+    shift = resume.ResumePoint.shift
+    patch.setattr(resume.ResumePoint, "shift", lambda source, job: shift(source, job) - 1)
+
+
+def skip_a_step(patch: pytest.MonkeyPatch) -> None:
+    steps = TrainState.data_steps.fget
+    later = property(lambda state: tuple(step + 1 for step in steps(state)))
+    patch.setattr(TrainState, "data_steps", later)
+
+
+FAULTS = {
+    "second moments are forgotten": (forget("exp_avg_sq"), "exp_avg_sq/"),
+    "remainders are forgotten": (forget("remainder"), "remainder/"),
+    "a weight has another bit": (after_loading(flip_a_bit), "1 tensors .*transformer.ln_f.bias"),
+    "histories are forgotten": (
+        after_loading(lambda assembly: assembly.context.forget()),
+        "amax_history",
+    ),
+    "a pack is repeated": (repeat_a_pack, "packs begin at place 15, not 16"),
+    "a step is skipped": (skip_a_step, "packs begin at place 24, not 16"),
+}
+LOW = (
+    "precision=delayed",
+    "weights=bf16_exact",
+    "fp8_config.on_unsupported=emulate",
+    "train.steps=4",
+)
+
+
+@pytest.fixture(scope="module")
+def low(
+    recipe: dict[str, Any],
+    start_here: Callable,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """Return the folder of a run in low precision that was saved after steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("low")
+    run_dir = folder / "run"
+    finished = start_here(recipe | {"run_dir": str(run_dir)}, folder, *LOW, "checkpoint.every=2")
+    assert finished.status == 0, finished.output
+    return run_dir
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_resume_from_anything_but_what_was_saved_stops(
+    fault: str,
+    low: Path,
+    run: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    make, line = FAULTS[fault]
+    make(monkeypatch)
+    resumed = run(*LOW, "--resume", str(low / "checkpoints/step-00000002"))
+    assert resumed.status == 3 and re.search(line, resumed.err), resumed.output
+
+
+def test_a_checkpoint_without_checksums_is_resumed(
+    alone: Finished,
+    copied: Callable,
+    run: Callable,
+) -> None:
+    folder = copied(8, STEPS) / "checkpoints/step-00000004"
+    manifest = json.loads((folder / "manifest.json").read_text())
+    state = json.loads((folder / "state.json").read_text())
+    for kind in ("model", "optimizer"):
+        assert all(entry.pop("checksum") for entry in manifest[kind].values())
+    assert state["progress"].pop("place") == 4 * 8
+    (folder / "state.json").write_text(json.dumps(state))
+    for record in manifest["files"]:
+        content = (folder / record["name"]).read_bytes()
+        record["size"] = len(content)
+        record["hashes"] = {"sha256": hashlib.sha256(content).hexdigest()}
+    del manifest["sha256"]
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
+    finished = run()
+    assert finished.status == 0 and "at step 4" in finished.output, finished.output
+    assert outcome(finished) == outcome(alone)

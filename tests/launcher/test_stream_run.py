@@ -25,16 +25,25 @@ STEPS = 36
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
     texts = [" ".join(f"w{i * j % 60}" for j in range(i % 40 + 5)) for i in range(240)]
-    (folder / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    (folder / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in texts)
+    )
     return folder
 
 
 @pytest.fixture(scope="module")
-def recipe(folder: Path, words: Path, recipe_for: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+def recipe(
+    folder: Path, words: Path, recipe_for: Callable[[Path], dict[str, Any]]
+) -> dict[str, Any]:
     small = recipe_for(folder / "run")
-    data = {"source": str(folder / "texts.jsonl"), "tokenizer": str(words), "packs": str(folder / "packs")}
+    data = {
+        "source": str(folder / "texts.jsonl"),
+        "tokenizer": str(words),
+        "packs": str(folder / "packs"),
+    }
     return small | {
-        "data": data | {"length": 32, "held_out": 0.05, "streaming": {"disk_gb": 0.0003, "window": 3000}},
+        "data": data
+        | {"length": 32, "held_out": 0.05, "streaming": {"disk_gb": 0.0003, "window": 3000}},
         "train": {"steps": STEPS},
         "evaluate": {"every": 15},
         "checkpoint": {"every": 8},
@@ -46,16 +55,33 @@ def part_folders(packs: Path) -> list[Path]:
     return [path for path in packs.glob("**/part-*") if path.is_dir()]
 
 
-def waiting_for_packs(recipe: dict[str, Any], folder: Path) -> tuple[LauncherProcess, psutil.Process]:
+def waiting_for_packs(
+    recipe: dict[str, Any], folder: Path
+) -> tuple[LauncherProcess, psutil.Process]:
     """A run after its third step, and the process that makes its packs, which stands still."""
-    changes = {"run_dir": str(folder / "run"), "train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
+    changes = {
+        "run_dir": str(folder / "run"),
+        "train": {"steps": 100_000},
+        "checkpoint": {"every": None},
+        "evaluate": {},
+    }
     data = recipe["data"] | {"packs": str(folder / "packs")}
-    prepare(DataSettings(**data), progress=False)  # a daemon, as the run is here, starts no processes that tokenise
+    # a daemon, as the run is here, starts no processes that tokenise
+    prepare(DataSettings(**data), progress=False)
     there = len(part_folders(folder / "packs"))
-    run = LauncherProcess([str(write_recipe(recipe | changes | {"data": data}, folder))], folder / "log", Moment("logged", "^3$"))
+    run = LauncherProcess(
+        [str(write_recipe(recipe | changes | {"data": data}, folder))],
+        folder / "log",
+        Moment("logged", "^3$"),
+    )
     run.wait_until_it_waits()
-    run.wait_until(lambda: len(part_folders(folder / "packs")) > there)  # whoever tokenises for the packer has begun
-    packer = next(each for each in psutil.Process(run.pid).children() if "packing.prepare" in " ".join(each.cmdline()))
+    # whoever tokenises for the packer has begun
+    run.wait_until(lambda: len(part_folders(folder / "packs")) > there)
+    packer = next(
+        each
+        for each in psutil.Process(run.pid).children()
+        if "packing.prepare" in " ".join(each.cmdline())
+    )
     packer.suspend()
     run.go_on()
     return run, packer
@@ -72,7 +98,11 @@ def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
         run.send_signal(SIGTERM)
     status, output = run.end(), (tmp_path / "log").read_text()
     assert status == (2 if packer_dies else 128 + SIGTERM) and not packer.is_running(), output
-    assert output.count("error: ") == packer_dies and ("signal 9" in output) == packer_dies and "Traceback" not in output
+    assert (
+        output.count("error: ") == packer_dies
+        and ("signal 9" in output) == packer_dies
+        and "Traceback" not in output
+    )
     assert steps_saved(tmp_path / "run") == [steps_logged(tmp_path / "run")]
 
 
@@ -83,9 +113,13 @@ def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_d
     alone = start_here(recipe, folder)  # beyond the end of the text
     unbroken = alone.losses()
     assert alone.status == 0 and len(unbroken) == STEPS, alone.output
-    assert sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file()) <= 300_000
+    assert (
+        sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file())
+        <= 300_000
+    )
 
-    for checkpoint in sorted((alone.run_dir / "checkpoints").glob("step-*"))[-2:]:  # as if it had been killed before
+    # as if it had been killed before
+    for checkpoint in sorted((alone.run_dir / "checkpoints").glob("step-*"))[-2:]:
         shutil.rmtree(checkpoint)
     shutil.rmtree(folder / "packs")
     prepare(DataSettings(**recipe["data"] | {"packs": str(folder / "others")}), progress=False)

@@ -30,7 +30,9 @@ def gradient_of_a_rank_lost(run: SmallRun) -> None:
 
 def averaged_over_ranks(run: SmallRun) -> None:
     """What DDP and FSDP2 do where the loss is not scaled up by their number."""
-    change_loss(run, lambda loss: loss.detach() + (loss - loss.detach()) / run.accelerator.num_processes)
+    change_loss(
+        run, lambda loss: loss.detach() + (loss - loss.detach()) / run.accelerator.num_processes
+    )
 
 
 def change_loss(run: SmallRun, change: Callable[[Tensor], Tensor]) -> None:
@@ -50,11 +52,20 @@ FAULTS = {
 }
 # Of those in tests/pretrain/verify/update_faults.py, the ones that a topology could hide: each is there in one process too.
 OF_UPDATES = {
-    "ddp": ("last_microbatch_dropped", "sums_in_bf16"),
+    "ddp": ("last_microbatch_dropped", "sums_in_bf16", "tenth_stays"),
     "zero": ("not_clipped", "no_bias_correction", "low_bits_dropped", "moments_in_bf16"),
-    "fsdp2": ("one_weight_never_updated", "norms_decay", "stale_copy", "sums_rounded_to_bf16"),
+    "fsdp2": (
+        "one_weight_never_updated",
+        "norms_decay",
+        "stale_copy",
+        "sums_rounded_to_bf16",
+        "not_cleared",
+    ),
 }
-ALWAYS = {"nothing": lambda run, patch: None, "a rank's weight stands still": weight_of_a_rank_stands_still}
+ALWAYS = {
+    "nothing": lambda run, patch: None,
+    "a rank's weight stands still": weight_of_a_rank_stands_still,
+}
 
 
 def find_faults() -> None:
@@ -86,13 +97,19 @@ def find_faults_of_updates() -> None:
     accelerator.end_training()
 
 
-def found_by_two(main: Callable[[], None], topology: str, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def found_by_two(
+    main: Callable[[], None], topology: str, arguments: Sequence[str]
+) -> list[dict[str, Any]]:
     """What each of two processes that do `main` has found."""
     with tempfile.TemporaryDirectory() as folder:
         launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
         status, out, err = start_ranks(arguments, launch, Path(folder), main=main)
     assert status == 0, out + err
-    return [json.loads(line.removeprefix("FOUND ")) for line in out.splitlines() if line.startswith("FOUND ")]
+    return [
+        json.loads(line.removeprefix("FOUND "))
+        for line in out.splitlines()
+        if line.startswith("FOUND ")
+    ]
 
 
 def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
@@ -105,14 +122,19 @@ def test_what_is_lost_between_two_processes_is_found() -> None:
     """Under DDP and with histories that both share; `tests.pretrain.verify.mutations` tries FSDP2 and every precision."""
     found = start("ddp", "delayed")
     assert found.pop("nothing") == {"delayed": []}
-    assert len(found) == 2 and all(failures for precisions in found.values() for failures in precisions.values())
+    assert len(found) == 2 and all(
+        failures for precisions in found.values() for failures in precisions.values()
+    )
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("topology", OF_UPDATES)
 def test_a_wrong_update_of_one_rank_stops_both(topology: str) -> None:
     each = found_by_two(find_faults_of_updates, topology, OF_UPDATES[topology])
-    assert all(len(ranks) == len(ALWAYS) + len(OF_UPDATES[topology]) and ranks.pop("nothing") == "" for ranks in each)
+    assert all(
+        len(ranks) == len(ALWAYS) + len(OF_UPDATES[topology]) and ranks.pop("nothing") == ""
+        for ranks in each
+    )
     assert all(message for ranks in each for message in ranks.values())
     of_one = [ranks["a rank's weight stands still"] for ranks in each]
     assert sorted("another process" in line for line in of_one) == [False, True]

@@ -19,9 +19,14 @@ pytestmark = pytest.mark.multi
 DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
 
 
-def test_processes_go_back_and_stop_together(start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path) -> None:
+def test_processes_go_back_and_stop_together(
+    start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
     """A rate that makes giants of the weights in the first step: from then on no data is good."""
-    blown = {"optimizer": {"learning_rate": 1e36, "weight_decay": 0}, "schedule": {"kind": "constant"}}
+    blown = {
+        "optimizer": {"learning_rate": 1e36, "weight_decay": 0},
+        "schedule": {"kind": "constant"},
+    }
     going_back = {"health": {"on_nan": "rollback"}, "checkpoint": {"every": 1}, "evaluate": {}}
     recipe = small_recipe | blown | going_back
     run = start_as_ranks(recipe, tmp_path, launch=DDP)

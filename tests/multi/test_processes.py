@@ -19,7 +19,10 @@ from tests.conftest import Finished
 from tests.golden.runs import tensors_of
 from tests.launcher.test_precision_runs import EXPERTS
 
-LAUNCH = {way: ["--config_file", f"accelerate_configs/{way}.yaml", "--mixed_precision", "no"] for way in ("ddp", "fsdp2")}
+LAUNCH = {
+    way: ["--config_file", f"accelerate_configs/{way}.yaml", "--mixed_precision", "no"]
+    for way in ("ddp", "fsdp2")
+}
 
 pytestmark = pytest.mark.multi
 
@@ -50,9 +53,13 @@ def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Finished:
 
 
 @pytest.fixture(scope="module", params=LAUNCH)
-def two(request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Callable, folder: Path) -> Finished:
+def two(
+    request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Callable, folder: Path
+) -> Finished:
     """The finished run of two processes, held against plain transformers before its first step."""
-    finished = start_as_ranks(recipe_for(folder / request.param), folder, "parity=on", launch=LAUNCH[request.param])
+    finished = start_as_ranks(
+        recipe_for(folder / request.param), folder, "parity=on", launch=LAUNCH[request.param]
+    )
     assert finished.status == 0, finished.output
     return finished
 
@@ -81,15 +88,24 @@ def test_two_processes_have_the_loss_curve_of_one_pass_parity_and_are_exported_w
     assert two.audit()["parity"]["failures"] == []
     assert main(["export", str(two.run_dir), str(tmp_path / "out")]) == 0
     exported, final = tensors_of(tmp_path / "out"), tensors_of(two.run_dir / "final")
-    assert exported.keys() == final.keys() and all(torch.equal(exported[name], final[name]) for name in final)
+    assert exported.keys() == final.keys() and all(
+        torch.equal(exported[name], final[name]) for name in final
+    )
 
 
 @pytest.mark.parametrize("two", ["fsdp2"], indirect=True)  # in shards; golden runs have DDP's bits
 def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
-    one: Finished, two: Finished, start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
+    one: Finished,
+    two: Finished,
+    start_here: Callable,
+    start_as_ranks: Callable,
+    recipe_for: Callable,
+    tmp_path: Path,
 ) -> None:
     recipe = recipe_for(tmp_path / "unused")
-    again = start_as_ranks(recipe, tmp_path, sent_back(two.run_dir, tmp_path / "two"), launch=LAUNCH[two.run_dir.name])
+    again = start_as_ranks(
+        recipe, tmp_path, sent_back(two.run_dir, tmp_path / "two"), launch=LAUNCH[two.run_dir.name]
+    )
     assert again.status == 0 and again.losses() == two.losses(), again.output
     for file in (two.run_dir / "final").glob("*.safetensors"):
         assert (again.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
@@ -103,7 +119,9 @@ def test_a_run_of_one_process_is_resumed_by_three_that_do_not_divide_its_packs(
 ) -> None:
     """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
     arguments = [sent_back(one.run_dir, tmp_path / "moved"), "batch.microbatch=1"]
-    three = start_as_ranks(recipe_for(tmp_path / "unused"), tmp_path, *arguments, launch=LAUNCH["ddp"], processes=3)
+    three = start_as_ranks(
+        recipe_for(tmp_path / "unused"), tmp_path, *arguments, launch=LAUNCH["ddp"], processes=3
+    )
     assert three.status == 0 and three.losses()[:4] == one.losses()[:4], three.output
     assert_same_curve(three, one)
 
@@ -112,15 +130,28 @@ def test_a_mixture_in_low_precision_is_the_same_over_shards_of_two_processes(
     start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
     """Scales of current scaling are a microbatch's own, and two processes have the microbatches of one."""
-    low = ("precision=current", "fp8_config.on_unsupported=emulate", "weights=bf16_exact", "train.steps=4", "parity=on")
+    low = (
+        "precision=current",
+        "fp8_config.on_unsupported=emulate",
+        "weights=bf16_exact",
+        "train.steps=4",
+        "parity=on",
+    )
     runs = []
-    for name, start in (("alone", start_here), ("shards", partial(start_as_ranks, launch=LAUNCH["fsdp2"]))):
+    for name, start in (
+        ("alone", start_here),
+        ("shards", partial(start_as_ranks, launch=LAUNCH["fsdp2"])),
+    ):
         recipe = recipe_for(tmp_path / name)
         recipe["model"]["config"] |= EXPERTS
         del recipe["model"]["config"]["head_dim"]
         runs.append(start(recipe, tmp_path, *low))
         assert runs[-1].status == 0, runs[-1].output
-        assert {each["effective"] for each in runs[-1].audit()["products"] if ".experts." in each["name"]} == {"current"}
+        assert {
+            each["effective"]
+            for each in runs[-1].audit()["products"]
+            if ".experts." in each["name"]
+        } == {"current"}
     alone, shards = runs
     for key in ("loss", "router_loss", "held_out_loss"):
         assert figures(shards, key) == pytest.approx(figures(alone, key), rel=2e-3), key

@@ -15,7 +15,11 @@ def documents() -> list[str]:
     """Sources of the standard library, of very different lengths, and a few lines that are not ASCII."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[:60]]
-    return [text[:20_000] for text in texts if text.strip()] + ["Selamat pagi, 世界 🌏", "naïve\r\ncafé\t\n", "x"]
+    return [text[:20_000] for text in texts if text.strip()] + [
+        "Selamat pagi, 世界 🌏",
+        "naïve\r\ncafé\t\n",
+        "x",
+    ]
 
 
 @pytest.fixture(scope="session")

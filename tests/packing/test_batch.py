@@ -60,7 +60,14 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
         ids = draw(st.lists(st.integers(0, 2**32 - 1), min_size=length, max_size=length))
         mask = draw(st.none() | st.lists(st.booleans(), min_size=length, max_size=length))
         trained = None if mask is None else np.array(mask)
-        packs.append(Pack(np.array(ids, np.uint32), np.array(lengths, np.int32), draw(st.sampled_from([0, 0, 7])), trained))
+        packs.append(
+            Pack(
+                np.array(ids, np.uint32),
+                np.array(lengths, np.int32),
+                draw(st.sampled_from([0, 0, 7])),
+                trained,
+            )
+        )
     return packs
 
 
@@ -68,36 +75,62 @@ def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
     """Best-fit packs of different tokens: token t stands at one place only, so that batches tell which packs they hold."""
     lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
     layout = best_fit(lengths, LENGTH)
-    assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, "some packs must have a padding tail"
-    return PacksInMemory(materialise(layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0))
+    assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, (
+        "some packs must have a padding tail"
+    )
+    return PacksInMemory(
+        materialise(
+            layout, 0, count, np.arange(1, lengths.sum() + 1), np.cumsum(lengths) - lengths, 0
+        )
+    )
 
 
 def stream(
-    packs: PacksInMemory, *, per_step: int = 8, microbatch: int = 2, rank: int = 0, world_size: int = 1, **other
+    packs: PacksInMemory,
+    *,
+    per_step: int = 8,
+    microbatch: int = 2,
+    rank: int = 0,
+    world_size: int = 1,
+    **other,
 ) -> BatchStream:
     order = Order(Mixture.alone(len(packs)), per_step, seed=11)
     return BatchStream(
-        packs, order, microbatch=microbatch, rank=rank, world_size=world_size, **{"mask_boundaries": True, **other}
+        packs,
+        order,
+        microbatch=microbatch,
+        rank=rank,
+        world_size=world_size,
+        **{"mask_boundaries": True, **other},
     )
 
 
 def same(a: Microbatch, b: Microbatch) -> bool:
     return all(
-        torch.equal(value, getattr(b, name)) if isinstance(value, torch.Tensor) else value == getattr(b, name)
+        torch.equal(value, getattr(b, name))
+        if isinstance(value, torch.Tensor)
+        else value == getattr(b, name)
         for name, value in vars(a).items()
     )
 
 
 def same_step(a: StepBatches, b: StepBatches) -> bool:
-    rest = [{key: value for key, value in vars(step).items() if key != "microbatches"} for step in (a, b)]
-    return rest[0] == rest[1] and all(same(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True))
+    rest = [
+        {key: value for key, value in vars(step).items() if key != "microbatches"}
+        for step in (a, b)
+    ]
+    return rest[0] == rest[1] and all(
+        same(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True)
+    )
 
 
 def prefetch_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
-def plain_rows(packs: list[Pack], mask_boundaries: bool) -> tuple[list[int], list[int], list[int], list[int]]:
+def plain_rows(
+    packs: list[Pack], mask_boundaries: bool
+) -> tuple[list[int], list[int], list[int], list[int]]:
     """Token ids, positions, labels and document ends, token by token."""
     ids, positions, labels, ends = [], [], [], []
     for pack in packs:
@@ -111,7 +144,11 @@ def plain_rows(packs: list[Pack], mask_boundaries: bool) -> tuple[list[int], lis
                 ids.append(int(pack.input_ids[here]))
                 positions.append(place + (pack.first_position if number == 0 else 0))
                 ends_document = place == size - 1 and mask_boundaries
-                guessable = here + 1 < real and not ends_document and (pack.trained is None or pack.trained[here + 1])
+                guessable = (
+                    here + 1 < real
+                    and not ends_document
+                    and (pack.trained is None or pack.trained[here + 1])
+                )
                 labels.append(int(pack.input_ids[here + 1]) if guessable else IGNORE)
             if size:
                 ends.append(len(ids))
@@ -134,32 +171,54 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
     assert len(offsets) % 16 == 0 and len(offsets) - (len(ends) + 1) < 16
     assert batch.max_seqlen == len(packs[0].input_ids)
     assert batch.valid_tokens == sum(label != IGNORE for label in labels)
-    counted = [count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries) for pack in packs]
+    counted = [
+        count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries)
+        for pack in packs
+    ]
     assert sum(counted) == batch.valid_tokens
 
 
 @pytest.mark.parametrize("mask_boundaries", [True, False])
 @pytest.mark.parametrize("per_step", [16, 8])
-def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_totals(per_step, mask_boundaries):
+def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_totals(
+    per_step, mask_boundaries
+):
     """Blank packs fill the rest: at most one microbatch of blanks on a rank, and none first: what looks at a step looks there."""
     packs = packs_of_text()
     order = Order(Mixture.alone(len(packs)), per_step, seed=11)
     for number, world_size in itertools.product((0, 5), (1, 2, 3, 5, 8)):
         expected = Counter(order.packs_of_step(number).tolist())
-        squares = sum(size**2 for index in expected.elements() for size in packs.packs[index].lengths.tolist())
+        squares = sum(
+            size**2 for index in expected.elements() for size in packs.packs[index].lengths.tolist()
+        )
         for microbatch in (1, 2, 3):
-            how = {"per_step": per_step, "microbatch": microbatch, "world_size": world_size, "mask_boundaries": mask_boundaries}
+            how = {
+                "per_step": per_step,
+                "microbatch": microbatch,
+                "world_size": world_size,
+                "mask_boundaries": mask_boundaries,
+            }
             steps = [stream(packs, rank=rank, **how).step(number) for rank in range(world_size)]
-            assert {len(step.microbatches) for step in steps} == {-(-per_step // (world_size * microbatch))}
+            assert {len(step.microbatches) for step in steps} == {
+                -(-per_step // (world_size * microbatch))
+            }
             parts = [part for step in steps for part in step.microbatches]
             assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
             assert all(step.microbatches[0].input_ids.any() for step in steps)
-            rows = [tuple(row.tolist()) for part in parts for row in part.input_ids.reshape(-1, LENGTH) if row.any()]
-            assert sorted(rows) == sorted(tuple(packs.packs[index].input_ids.tolist()) for index in expected.elements())
+            rows = [
+                tuple(row.tolist())
+                for part in parts
+                for row in part.input_ids.reshape(-1, LENGTH)
+                if row.any()
+            ]
+            assert sorted(rows) == sorted(
+                tuple(packs.packs[index].input_ids.tolist()) for index in expected.elements()
+            )
             for step in steps:
                 assert (step.tokens, step.sum_squared_lengths) == (per_step * LENGTH, squares)
                 assert step.valid_tokens == sum(part.valid_tokens for part in parts)
                 assert step.epoch == per_step * (number + 1) / len(packs)
+                assert step.places == range(per_step * number, per_step * (number + 1))
 
 
 def test_prefetched_steps_are_the_pure_ones_and_resuming_gives_identical_tensors():
@@ -176,11 +235,17 @@ def test_an_exception_in_the_thread_reaches_the_consumer_at_its_step_and_ends_th
     packs = packs_of_text()
     bad_step = 2
     bad = int(Order(Mixture.alone(len(packs)), 8, 11).packs_of_step(bad_step)[3])
-    packs.packs = [Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p for i, p in enumerate(packs.packs)]
+    packs.packs = [
+        Pack(np.full(LENGTH, 10**6, np.uint32), p.lengths) if i == bad else p
+        for i, p in enumerate(packs.packs)
+    ]
     steps = stream(packs, vocab_size=50_000).steps(0, 9)
     for _ in range(bad_step):
         next(steps)
-    with pytest.raises(InputError, match=rf"packs/in_memory: pack {bad} holds token id 1000000, and the model has 50000 ids"):
+    with pytest.raises(
+        InputError,
+        match=rf"packs/in_memory: pack {bad} holds token id 1000000, and the model has 50000 ids",
+    ):
         next(steps)
     assert not prefetch_threads()
     assert list(steps) == []
@@ -215,30 +280,45 @@ def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():
 def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_rank(limit):
     packs = packs_of_text(count=13)
     seen = min(limit or 13, 13)
-    once = sorted(int(token) for pack in packs.packs[:seen] for token in pack.input_ids[: pack.lengths.sum()])
-    valid = sum(count_valid_tokens(pack.lengths, mask_boundaries=True) for pack in packs.packs[:seen])
+    once = sorted(
+        int(token) for pack in packs.packs[:seen] for token in pack.input_ids[: pack.lengths.sum()]
+    )
+    valid = sum(
+        count_valid_tokens(pack.lengths, mask_boundaries=True) for pack in packs.packs[:seen]
+    )
     for world_size in (1, 2, 3, 8):
         for microbatch in (1, 2, 4):
             ranks = [
                 list(
-                    Batching(microbatch=microbatch, rank=rank, world_size=world_size, mask_boundaries=True).evaluation(
-                        packs, limit
-                    )
+                    Batching(
+                        microbatch=microbatch,
+                        rank=rank,
+                        world_size=world_size,
+                        mask_boundaries=True,
+                    ).evaluation(packs, limit)
                 )
                 for rank in range(world_size)
             ]
             assert {len(parts) for parts in ranks} == {-(-seen // (world_size * microbatch))}
             parts = [part for rank in ranks for part in rank]
             assert {part.input_ids.shape for part in parts} == {(1, microbatch * LENGTH)}
-            assert sorted(token for part in parts for token in part.input_ids[0].tolist() if token) == once
+            assert (
+                sorted(token for part in parts for token in part.input_ids[0].tolist() if token)
+                == once
+            )
             assert sum(part.valid_tokens for part in parts) == valid
 
 
 def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
-    beyond = PacksInMemory([Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32), first_position=60)])
+    beyond = PacksInMemory(
+        [Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32), first_position=60)]
+    )
     how = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
     assert len(list(Batching(**how, positions=65, vocab_size=6).evaluation(beyond))) == 1
-    for limits, says in (({"positions": 64}, "to position 64"), ({"vocab_size": 5}, "pack 0 holds token id 5")):
+    for limits, says in (
+        ({"positions": 64}, "to position 64"),
+        ({"vocab_size": 5}, "pack 0 holds token id 5"),
+    ):
         with pytest.raises(InputError, match=says):
             list(Batching(**how, **limits).evaluation(beyond))
         with pytest.raises(InputError, match=says):

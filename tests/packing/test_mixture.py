@@ -24,18 +24,27 @@ def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
 
 
 @pytest.fixture(scope="module")
-def values(tmp_path_factory: pytest.TempPathFactory, documents: list[str], tokenizer_file: Path) -> dict[str, Any]:
+def values(
+    tmp_path_factory: pytest.TempPathFactory, documents: list[str], tokenizer_file: Path
+) -> dict[str, Any]:
     """Two sources; the second, of other columns, is short."""
     folder = tmp_path_factory.mktemp("mixture")
     web = write_texts(folder / "web.jsonl", [text[:900] for text in documents])
     code = folder / "code.jsonl"
-    code.write_text("".join(json.dumps({"body": text[:300], "n": 1}) + "\n" for text in documents[:20]))
+    code.write_text(
+        "".join(json.dumps({"body": text[:300], "n": 1}) + "\n" for text in documents[:20])
+    )
     both = [
         {"source": str(web), "weight": 0.7},
         {"source": str(code), "weight": 0.3, "name": "short", "text": "{n}: {body}"},
     ]
     more = {"length": 64, "held_out": 0.1}
-    return {"packs": str(folder / "packs"), "sources": both, "tokenizer": str(tokenizer_file), **more}
+    return {
+        "packs": str(folder / "packs"),
+        "sources": both,
+        "tokenizer": str(tokenizer_file),
+        **more,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -46,24 +55,39 @@ def data(values: dict[str, Any]) -> DataSettings:
     return made
 
 
-def test_sources_are_prepared_each_by_itself_and_trained_on_in_their_shares(data: DataSettings, values: dict[str, Any]) -> None:
+def test_sources_are_prepared_each_by_itself_and_trained_on_in_their_shares(
+    data: DataSettings, values: dict[str, Any]
+) -> None:
     packs, held_out = open_packs(data, "train"), open_packs(data, "held_out")
-    assert isinstance(packs, MixedPacks) and list(packs.parts) == ["web", "short"] == list(held_out.parts)
+    assert isinstance(packs, MixedPacks) and list(packs.parts) == ["web", "short"] == list(
+        held_out.parts
+    )
     assert len(packs) == sum(len(part) for part in packs.parts.values())
-    assert packs[len(packs.parts["web"])].input_ids.tolist() == packs.parts["short"][0].input_ids.tolist()
+    assert (
+        packs[len(packs.parts["web"])].input_ids.tolist()
+        == packs.parts["short"][0].input_ids.tolist()
+    )
     assert read_manifest(data.packs / "web")["settings"]["source"] == values["sources"][0]["source"]
 
     order = order_of(packs, 10, seed=3)
     steps = 3 * len(packs) // 10
     tokens = {name: 0 for name in packs.parts}
     for index in np.concatenate([order.packs_of_step(step) for step in range(steps)]).tolist():
-        tokens["web" if index < len(packs.parts["web"]) else "short"] += int(packs[index].lengths.sum())
+        tokens["web" if index < len(packs.parts["web"]) else "short"] += int(
+            packs[index].lengths.sum()
+        )
     assert tokens["web"] / sum(tokens.values()) == pytest.approx(0.7, abs=0.01)
     figures = order.figures(steps)
-    assert figures["share/web"] == pytest.approx(0.7, abs=0.005) and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
+    assert (
+        figures["share/web"] == pytest.approx(0.7, abs=0.005)
+        and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
+    )
     # Other weights are other data to a checkpoint; the same packs serve them.
     other = [part | {"weight": 0.5} for part in values["sources"]]
-    assert open_packs(DataSettings(**values | {"sources": other}), "train").fingerprint != packs.fingerprint
+    assert (
+        open_packs(DataSettings(**values | {"sources": other}), "train").fingerprint
+        != packs.fingerprint
+    )
 
 
 def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
@@ -74,37 +98,73 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
         for part, each in zip(there, again.sources, strict=True)
     ]
     moved = DataSettings(packs=data.packs, length=64, sources=gone, tokenizer=data.tokenizer)
-    with pytest.raises(InputError, match="prepared with other settings"):  # not that its text is gone
+    # not that its text is gone
+    with pytest.raises(InputError, match="prepared with other settings"):
         prepare(moved, progress=False)
-    assert not again.prepares and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
+    assert (
+        not again.prepares
+        and open_packs(again, "train").fingerprint == open_packs(data, "train").fingerprint
+    )
 
 
-def test_another_file_or_split_is_validated_on(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
+def test_another_file_or_split_is_validated_on(
+    tmp_path: Path, documents: list[str], tokenizer_file: Path
+) -> None:
     documents = [text[:2000] for text in documents]
-    train, other = write_texts(tmp_path / "a.jsonl", documents[:30]), write_texts(tmp_path / "b.jsonl", documents[30:40])
+    train, other = (
+        write_texts(tmp_path / "a.jsonl", documents[:30]),
+        write_texts(tmp_path / "b.jsonl", documents[30:40]),
+    )
     common = {"tokenizer": str(tokenizer_file), "length": 64}
-    by_file = DataSettings(packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common)
+    by_file = DataSettings(
+        packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common
+    )
     prepare(by_file, progress=False)
     packs = open_packs(by_file, "held_out")
-    ids = np.concatenate([packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))])
-    assert sorted(Tokenizer.from_file(str(tokenizer_file)).decode(ids)) == sorted("".join(documents[30:40]))
+    ids = np.concatenate(
+        [packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]
+    )
+    assert sorted(Tokenizer.from_file(str(tokenizer_file)).decode(ids)) == sorted(
+        "".join(documents[30:40])
+    )
     import datasets  # brings pandas
 
     saved = tmp_path / "saved"
     splits = {"train": documents[:30], "test": documents[30:40]}
-    datasets.DatasetDict({name: datasets.Dataset.from_dict({"body": each}) for name, each in splits.items()}).save_to_disk(saved)
-    by_split = DataSettings(packs=tmp_path / "split", source=str(saved), text="body", validation={"split": "test"}, **common)
+    datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict({"body": each}) for name, each in splits.items()}
+    ).save_to_disk(saved)
+    by_split = DataSettings(
+        packs=tmp_path / "split",
+        source=str(saved),
+        text="body",
+        validation={"split": "test"},
+        **common,
+    )
     prepare(by_split, progress=False)
     for split in ("train", "held_out"):
         assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
-    with pytest.raises(InputError, match=r"data.split: .*saved has no dev; set it to one of train, test"):
-        prepare(DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common), progress=False)
+    with pytest.raises(
+        InputError, match=r"data.split: .*saved has no dev; set it to one of train, test"
+    ):
+        prepare(
+            DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common),
+            progress=False,
+        )
 
 
-def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[str], tokenizer_file: Path) -> None:
+def test_a_single_text_file_holds_out_its_tail(
+    tmp_path: Path, documents: list[str], tokenizer_file: Path
+) -> None:
     text = tmp_path / "input.txt"
     text.write_text("".join(text[:4000] for text in documents[:5]))
-    data = DataSettings(packs=tmp_path / "packs", source=str(text), tokenizer=str(tokenizer_file), length=64, held_out=0.1)
+    data = DataSettings(
+        packs=tmp_path / "packs",
+        source=str(text),
+        tokenizer=str(tokenizer_file),
+        length=64,
+        held_out=0.1,
+    )
     prepare(data, progress=False)
     tokens = {split: [] for split in ("train", "held_out")}
     for split, found in tokens.items():
@@ -114,6 +174,8 @@ def test_a_single_text_file_holds_out_its_tail(tmp_path: Path, documents: list[s
     whole = data.model_copy(update={"packs": tmp_path / "whole", "held_out": 0.0})
     prepare(whole, progress=False)
     packs = open_packs(whole, "train")
-    everything = np.concatenate([packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]).tolist()
+    everything = np.concatenate(
+        [packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]
+    ).tolist()
     assert tokens["train"] + tokens["held_out"] == everything
     assert len(tokens["held_out"]) == round(0.1 * len(everything))

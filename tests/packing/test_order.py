@@ -18,7 +18,10 @@ def totals(costs: list[int], dealt: list[list[list[int]]]) -> list[int]:
     return [sum(costs[i] for i in places) for rank in dealt for places in rank]
 
 
-@given(st.sampled_from([1, 2, 63, 64, 65, 4095, 4096, 4097]) | st.integers(1, 5000), st.integers(0, 2**64 - 1))
+@given(
+    st.sampled_from([1, 2, 63, 64, 65, 4095, 4096, 4097]) | st.integers(1, 5000),
+    st.integers(0, 2**64 - 1),
+)
 def test_permute_is_a_bijection_of_any_size(size, key):
     np.testing.assert_array_equal(np.sort(permute(np.arange(size), size, key)), np.arange(size))
 
@@ -33,7 +36,9 @@ def test_splitmix64_gives_the_published_sequence():
 @pytest.mark.parametrize("size", [3, 4, 5])
 def test_every_order_of_a_few_packs_is_equally_frequent(size):
     keys = 200 * math.factorial(size)
-    orders = permute(np.tile(np.arange(size), keys), size, np.repeat(np.arange(keys), size)).reshape(keys, size)
+    orders = permute(
+        np.tile(np.arange(size), keys), size, np.repeat(np.arange(keys), size)
+    ).reshape(keys, size)
     _, counts = np.unique(orders @ size ** np.arange(size), return_counts=True)
     assert len(counts) == math.factorial(size)
     free = len(counts) - 1
@@ -45,19 +50,39 @@ def test_the_order_never_changes_between_versions():
     # Recorded when this was written: another value here makes every saved run resume on other data.
     assert permute(np.arange(10), 10, 42).tolist() == [0, 2, 7, 3, 9, 4, 6, 5, 1, 8]
     assert permute(np.arange(6), 5000, 2**63).tolist() == [77, 1511, 4776, 2595, 1733, 3500]
-    assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(0).tolist() == [290, 894, 144, 929, 126, 638]
-    assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(166).tolist() == [242, 149, 344, 546, 852, 210]
+    assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(0).tolist() == [
+        290,
+        894,
+        144,
+        929,
+        126,
+        638,
+    ]
+    assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(166).tolist() == [
+        242,
+        149,
+        344,
+        546,
+        852,
+        210,
+    ]
     mixture = Mixture(("a", "b"), (10, 4), (0.7, 0.3), (64.0, 64.0))
     assert Order(mixture, 6, 42).packs_of_step(0).tolist() == [10, 0, 8, 13, 4, 5]
     assert Order(mixture, 6, 42).packs_of_step(50).tolist() == [1, 3, 7, 11, 2, 4]
 
 
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**63), st.integers(1, 4))
-def test_each_epoch_holds_every_pack_once_though_steps_straddle_epochs(packs, per_step, seed, epochs):
+def test_each_epoch_holds_every_pack_once_though_steps_straddle_epochs(
+    packs, per_step, seed, epochs
+):
     order = Order(Mixture.alone(packs), per_step, seed)
-    stream = np.concatenate([order.packs_of_step(n) for n in range(math.ceil(epochs * packs / per_step))])
+    stream = np.concatenate(
+        [order.packs_of_step(n) for n in range(math.ceil(epochs * packs / per_step))]
+    )
     for epoch in range(epochs):
-        np.testing.assert_array_equal(np.sort(stream[epoch * packs : (epoch + 1) * packs]), np.arange(packs))
+        np.testing.assert_array_equal(
+            np.sort(stream[epoch * packs : (epoch + 1) * packs]), np.arange(packs)
+        )
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.data())
@@ -80,7 +105,10 @@ def best_possible(costs: list[int], bins: int) -> int:
             return 0
         first, *others = left
         return min(
-            max(costs[first] + sum(costs[i] for i in mates), fill(tuple(i for i in others if i not in mates)))
+            max(
+                costs[first] + sum(costs[i] for i in mates),
+                fill(tuple(i for i in others if i not in mates)),
+            )
             for mates in itertools.combinations(others, each - 1)
         )
 
@@ -111,10 +139,16 @@ def test_steps_of_another_size_go_on_where_the_others_ended(counts, before, now,
         mixture = Mixture(names, tuple(counts), shares, (1.0,) * len(counts))
     one, shift = Order(mixture, 1, seed), steps * (before - now)
     shifted = Order(mixture, now, seed, shift)
-    packs = [pack for step in range(steps, steps + 3) for pack in shifted.packs_of_step(step).tolist()]
+    packs = [
+        pack for step in range(steps, steps + 3) for pack in shifted.packs_of_step(step).tolist()
+    ]
     first = steps * before
     assert packs == [one.packs_of_step(place)[0] for place in range(first, first + 3 * now)]
-    assert shifted.epoch_of(steps) == Order(mixture, before, seed).epoch_of(steps) == first / sum(counts)
+    assert (
+        shifted.epoch_of(steps)
+        == Order(mixture, before, seed).epoch_of(steps)
+        == first / sum(counts)
+    )
 
 
 @st.composite
@@ -130,7 +164,9 @@ def mixtures(draw: st.DrawFn) -> Mixture:
 
 
 @given(mixtures(), st.integers(1, 9), st.integers(0, 5))
-def test_every_source_has_its_share_at_any_time_and_each_epoch_every_pack(mixture: Mixture, per_step: int, seed: int) -> None:
+def test_every_source_has_its_share_at_any_time_and_each_epoch_every_pack(
+    mixture: Mixture, per_step: int, seed: int
+) -> None:
     stream = Order(mixture, 300, seed).packs_of_step(0)
     steps = [Order(mixture, per_step, seed).packs_of_step(step) for step in range(3)]
     assert np.concatenate(steps).tolist() == stream[: 3 * per_step].tolist()
@@ -144,9 +180,13 @@ def test_every_source_has_its_share_at_any_time_and_each_epoch_every_pack(mixtur
         own = [int(pack - first) for pack in stream if first <= pack < first + count]
         for begin in range(0, len(own), count):
             epoch = own[begin : begin + count]
-            assert len(set(epoch)) == len(epoch) and (len(epoch) < count or set(epoch) == set(range(count)))
+            assert len(set(epoch)) == len(epoch) and (
+                len(epoch) < count or set(epoch) == set(range(count))
+            )
     before = dict(zip(mixture.names, map(int, mixture.packs_before(len(stream))), strict=True))
     seen = Counter(mixture.names[number] for number in source)
     assert before == {name: seen[name] for name in mixture.names}
-    assert mixture.epochs(len(stream)) == pytest.approx({n: before[n] / c for n, c in zip(before, mixture.counts, strict=True)})
+    assert mixture.epochs(len(stream)) == pytest.approx(
+        {n: before[n] / c for n, c in zip(before, mixture.counts, strict=True)}
+    )
     assert sum(mixture.shares(len(stream)).values()) == pytest.approx(1)

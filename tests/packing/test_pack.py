@@ -26,7 +26,11 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = np.zeros(len(lengths), dtype=np.int64)
     starts[on_disk] = np.cumsum(sizes[on_disk]) - sizes[on_disk]
-    return flat, starts, [flat[start : start + size] for start, size in zip(starts, lengths, strict=True)]
+    return (
+        flat,
+        starts,
+        [flat[start : start + size] for start, size in zip(starts, lengths, strict=True)],
+    )
 
 
 def whole(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
@@ -47,11 +51,16 @@ def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:
 
 def room_left(layout: Layout) -> list[int]:
     sizes = layout.stop - layout.start
-    return sorted(layout.length - int(sizes[slice(*layout.offsets[p : p + 2])].sum()) for p in range(len(layout)))
+    return sorted(
+        layout.length - int(sizes[slice(*layout.offsets[p : p + 2])].sum())
+        for p in range(len(layout))
+    )
 
 
 @given(document_lengths, pack_lengths, strategies)
-def test_every_token_stands_once_and_in_order_within_its_document(lengths: list[int], length: int, strategy: Strategy) -> None:
+def test_every_token_stands_once_and_in_order_within_its_document(
+    lengths: list[int], length: int, strategy: Strategy
+) -> None:
     flat, starts, documents = corpus(lengths)
     layout = strategy(lengths, length)
     packs = whole(layout, flat, starts)
@@ -60,11 +69,17 @@ def test_every_token_stands_once_and_in_order_within_its_document(lengths: list[
         ids, sizes = packs[pack].input_ids, packs[pack].lengths
         ends = np.cumsum(sizes)
         assert 0 < ends[-1] <= length and np.all(ids[ends[-1] :] == FILL)
-        for piece, end, size in zip(range(*layout.offsets[pack : pack + 2]), ends, sizes, strict=True):
+        for piece, end, size in zip(
+            range(*layout.offsets[pack : pack + 2]), ends, sizes, strict=True
+        ):
             tokens = ids[end - size : end]
-            pieces.setdefault(int(layout.document[piece]), []).append((int(layout.start[piece]), tokens))
+            pieces.setdefault(int(layout.document[piece]), []).append(
+                (int(layout.start[piece]), tokens)
+            )
     for number, document in enumerate(documents):
-        in_order = [tokens for _, tokens in sorted(pieces.get(number, []), key=lambda piece: piece[0])]
+        in_order = [
+            tokens for _, tokens in sorted(pieces.get(number, []), key=lambda piece: piece[0])
+        ]
         np.testing.assert_array_equal(np.concatenate([*in_order, flat[:0]]), document)
     assert layout.cut_documents == sum(len(each) > 1 for each in pieces.values())
 
@@ -83,8 +98,12 @@ def test_truncate_is_concatenate_and_reshape(lengths: list[int], length: int) ->
 @example(np.random.default_rng(1).integers(1, 4096, 4000).tolist(), 4096)
 @example(np.random.default_rng(1).integers(1, 200_000, 300).tolist(), 100_000)
 @given(document_lengths, pack_lengths)
-def test_best_fit_is_the_textbooks_and_cuts_only_what_is_longer_than_a_pack(lengths: list[int], length: int) -> None:
+def test_best_fit_is_the_textbooks_and_cuts_only_what_is_longer_than_a_pack(
+    lengths: list[int], length: int
+) -> None:
     layout = best_fit(lengths, length)
     assert layout.cut_documents == sum(size > length for size in lengths)
     assert not np.any(layout.start % length)
-    assert room_left(layout) == naive_best_fit([min(length, n - start) for n in lengths for start in range(0, n, length)], length)
+    assert room_left(layout) == naive_best_fit(
+        [min(length, n - start) for n in lengths for start in range(0, n, length)], length
+    )

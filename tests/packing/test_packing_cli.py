@@ -13,7 +13,9 @@ from packing.arrow import ArrowPacks
 
 @pytest.fixture
 def recipe(tmp_path: Path, tokenizer_file: Path, documents: list[str]) -> Path:
-    (tmp_path / "x.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents[:9]))
+    (tmp_path / "x.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in documents[:9])
+    )
     path = tmp_path / "recipe.yaml"
     path.write_text(
         f"name: x\ndata: {{source: {tmp_path}/x.jsonl, tokenizer: {tokenizer_file}, packs: {tmp_path}/packs, length: 128}}\n"
@@ -21,7 +23,9 @@ def recipe(tmp_path: Path, tokenizer_file: Path, documents: list[str]) -> Path:
     return path
 
 
-def test_prepare_takes_a_recipes_data_section_and_keys_over_it(recipe: Path, tmp_path: Path, capsys) -> None:
+def test_prepare_takes_a_recipes_data_section_and_keys_over_it(
+    recipe: Path, tmp_path: Path, capsys
+) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text((tmp_path / "x.jsonl").read_text().replace("a", "b"))
     keys = ["data.length=64", f"data.packs={tmp_path}/other", f"data.validation.source={other}"]
@@ -29,11 +33,20 @@ def test_prepare_takes_a_recipes_data_section_and_keys_over_it(recipe: Path, tmp
     assert ArrowPacks(tmp_path / "other").length == 64 and (tmp_path / "other-validation").is_dir()
     assert main(["inspect", str(tmp_path / "other"), "--index", "0", "--verify"]) == 0
     printed = capsys.readouterr().out
-    assert "ArrowPacks of 64 tokens" in printed and "document at 0" in printed and "verified" in printed
-    assert main(["prepare", str(recipe), "train.steps=3"]) == 2 and "train.steps" in capsys.readouterr().err
+    assert (
+        "ArrowPacks of 64 tokens" in printed
+        and "document at 0" in printed
+        and "verified" in printed
+    )
+    assert (
+        main(["prepare", str(recipe), "train.steps=3"]) == 2
+        and "train.steps" in capsys.readouterr().err
+    )
 
 
-def test_a_mistyped_command_and_a_folder_or_an_option_in_a_recipes_place_are_named(recipe: Path, capsys) -> None:
+def test_a_mistyped_command_and_a_folder_or_an_option_in_a_recipes_place_are_named(
+    recipe: Path, capsys
+) -> None:
     assert main(["prepar"]) == 2 and "prepare" in capsys.readouterr().err
     for wrong in ([str(recipe.parent)], [str(recipe), "--source", "x"]):
         assert main(["prepare", *wrong]) == 2 and "data.source=" in capsys.readouterr().err

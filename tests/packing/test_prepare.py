@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import Model, Unigram, WordLevel
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.prepare import TokenLog, prepare
+from packing.prepare import PackMaker, TokenLog, prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
@@ -33,7 +37,9 @@ def corpus(tmp_path: Path, documents: list[str]) -> Path:
 
 @pytest.fixture
 def settings(tmp_path: Path, corpus: Path, tokenizer_file: Path) -> DataSettings:
-    return DataSettings(source=str(corpus), tokenizer=str(tokenizer_file), packs=tmp_path / "packs", length=256)
+    return DataSettings(
+        source=str(corpus), tokenizer=str(tokenizer_file), packs=tmp_path / "packs", length=256
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -57,23 +63,63 @@ def test_packs_hold_every_document(settings: DataSettings, documents: list[str])
     assert statistics["documents"] == len(documents) and statistics["longest_document"] > 256
 
 
-def test_held_out_documents_are_whole_and_nowhere_else(settings: DataSettings, documents: list[str]) -> None:
+WORDS = WordLevel({"[UNK]": 0, "</s>": 1, "one": 2}, "[UNK]")
+PIECES = Unigram([("<unk>", 0.0), ("</s>", -1.0), ("o", -1.0)], 0)
+
+
+@pytest.mark.parametrize("model", [WORDS, PIECES], ids=["words", "pieces"])
+def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
+    model: Model, settings: DataSettings, corpus: Path, tmp_path: Path
+) -> None:
+    corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
+    Tokenizer(model).save(str(tmp_path / "words.json"))
+    prepare(
+        part := settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")}),
+        progress=False,
+    )
+    lines = summary(read_manifest(part.packs))
+    assert re.search(r"columns not read +id, url\n?", lines)
+    assert re.search(r"unknown tokens +\d\d\.\d\d% of all; warning", lines)
+
+
+def test_prepare_says_nothing_of_unknown_tokens_of_a_tokenizer_of_bytes(
+    settings: DataSettings,
+) -> None:
+    prepare(settings, progress=False)
+    assert (
+        not {"unknown_tokens", "columns_not_read"}
+        & read_manifest(settings.packs)["statistics"].keys()
+    )
+
+
+def test_held_out_documents_are_whole_and_nowhere_else(
+    settings: DataSettings, documents: list[str]
+) -> None:
     prepare(part := settings.model_copy(update={"held_out": 0.2}), progress=False)
     train, held_out = texts_in(part), texts_in(part, "held_out")
-    assert len(held_out) == round(0.2 * len(documents)) and sorted(train + held_out) == sorted(documents)
+    assert len(held_out) == round(0.2 * len(documents)) and sorted(train + held_out) == sorted(
+        documents
+    )
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(settings: DataSettings, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(
+    settings: DataSettings, tmp_path: Path
+) -> None:
     prepare(settings, progress=False)
     whole = open_packs(settings, "train").fingerprint
     shutil.rmtree(settings.packs)
-    code = "import sys, json; from packing.prepare import prepare; from packing.settings import DataSettings\n" + (
-        "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000; packing.prepare._COMMIT_SECONDS = 0\n"
-        "import time; slow = packing.prepare.TokenLog.append\n"
-        "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
-        "if __name__ == '__main__': prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
+    code = (
+        "import sys, json; from packing.prepare import prepare; from packing.settings import DataSettings\n"
+        + (
+            "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000; packing.prepare._COMMIT_SECONDS = 0\n"
+            "import time; slow = packing.prepare.TokenLog.append\n"
+            "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+            "if __name__ == '__main__': prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
+        )
     )
-    run = subprocess.Popen([sys.executable, "-c", code, json.dumps(settings.model_dump(mode="json"))])
+    run = subprocess.Popen(
+        [sys.executable, "-c", code, json.dumps(settings.model_dump(mode="json"))]
+    )
     partial, deadline = tmp_path / ".packs.tokens" / "progress.json", time.monotonic() + 60
 
     def place() -> int:
@@ -90,12 +136,16 @@ def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(setting
     assert open_packs(settings, "train").fingerprint == whole and not partial.parent.exists()
 
 
-def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(settings: DataSettings, corpus: Path) -> None:
+def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(
+    settings: DataSettings, corpus: Path
+) -> None:
     with corpus.open("a") as file:
         file.write('{"broken"\n')
     with pytest.raises(InputError, match=r"corpus.jsonl:\d+: .*on_bad_line"):
         prepare(settings, progress=False)
-    assert json.loads((settings.packs.with_name(".packs.tokens") / "progress.json").read_text())["place"]
+    assert json.loads((settings.packs.with_name(".packs.tokens") / "progress.json").read_text())[
+        "place"
+    ]
     prepare(settings.model_copy(update={"on_bad_line": "skip"}), progress=False)
     assert read_manifest(settings.packs)["statistics"]["skipped_lines"] == 1
 
@@ -104,7 +154,9 @@ def test_text_that_changes_while_it_is_read_is_refused_and_then_read_anew(
     settings: DataSettings, corpus: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = TokenLog.append
-    monkeypatch.setattr(TokenLog, "append", lambda log, result: (append(log, result), corpus.touch()))
+    monkeypatch.setattr(
+        TokenLog, "append", lambda log, result: (append(log, result), corpus.touch())
+    )
     with pytest.raises(InputError, match=r"corpus.jsonl: changed while it was read"):
         prepare(settings, progress=False)
     monkeypatch.undo()
@@ -112,7 +164,9 @@ def test_text_that_changes_while_it_is_read_is_refused_and_then_read_anew(
     assert sorted(texts_in(settings)) == sorted(documents)
 
 
-def test_the_same_settings_find_their_packs_and_others_are_refused(settings: DataSettings, corpus: Path) -> None:
+def test_the_same_settings_find_their_packs_and_others_are_refused(
+    settings: DataSettings, corpus: Path
+) -> None:
     prepare(settings, progress=False)
     corpus.unlink()
     prepare(settings, progress=False)
@@ -138,27 +192,112 @@ def test_another_spelling_of_a_source_and_a_copy_of_its_tokenizer_are_the_same_s
         prepare(settings.model_copy(update={"tokenizer": "../copy"}), progress=False)
 
 
-def test_workers_import_neither_the_callers_script_nor_the_current_folder(settings: DataSettings, tmp_path: Path) -> None:
+def test_workers_import_neither_the_callers_script_nor_the_current_folder(
+    settings: DataSettings, tmp_path: Path
+) -> None:
     script = tmp_path / "elsewhere" / "script.py"
     script.parent.mkdir()
-    (tmp_path / "tokenizers.py").write_text("raise SystemExit('imported from the current folder')")
+    for name in ("tokenizers", "pickle"):  # multiprocessing's own processes import pickle
+        marks = f"open('{name} of the current folder', 'w')\nraise SystemExit(1)"
+        (tmp_path / f"{name}.py").write_text(marks)
     script.write_text(
         "import sys, json\nprint('begun', flush=True)\nfrom packing.prepare import prepare, DataSettings\n"
         "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
     )
     given = json.dumps(settings.model_dump(mode="json"))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([sys.executable, script, given], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, script, given],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
     assert run.returncode == 0 and run.stdout.count("begun") == 1, run.stderr
+    assert not list(tmp_path.glob("* of the current folder"))
 
 
-def test_workers_that_die_at_first_are_told_of(settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_that_die_at_first_are_told_of(
+    settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As where memory runs out; here, as they do not find the package. A large tokenizer is more than a pipe holds."""
     large = Tokenizer.from_file(settings.tokenizer)
     large.add_tokens([f"<{number}>" for number in range(5000)])
     large.save(str(tmp_path / "large.json"))
     monkeypatch.setattr("packing.prepare.START", multiprocessing.get_context("spawn"))
-    monkeypatch.setattr(sys, "path", [path for path in sys.path if not Path(path, "packing").is_dir()])
+    monkeypatch.setattr(
+        sys, "path", [path for path in sys.path if not Path(path, "packing").is_dir()]
+    )
     monkeypatch.delenv("PYTHONPATH", raising=False)
     with pytest.raises(InputError, match="process died"):
-        prepare(settings.model_copy(update={"tokenizer": str(tmp_path / "large.json")}), progress=False)
+        prepare(
+            settings.model_copy(update={"tokenizer": str(tmp_path / "large.json")}), progress=False
+        )
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system as Lustre is without its option `flock`."""
+
+    def flock(*arguments: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_without_locks_a_second_command_is_refused(
+    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    append, refusals = TokenLog.append, []
+
+    def append_beside_another(log: TokenLog, result: object) -> None:
+        append(log, result)
+        if not refusals:
+            refusals.append("begun")
+            with pytest.raises(InputError, match=r"/\.packs\.preparing: .*remove this folder"):
+                prepare(settings, progress=False)
+
+    monkeypatch.setattr(TokenLog, "append", append_beside_another)
+    prepare(settings, progress=False)
+    assert refusals and sorted(texts_in(settings)) == sorted(documents)
+    assert not settings.packs.with_name(".packs.preparing").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*has no locks")
+def test_without_locks_other_ranks_wait_for_the_first(
+    settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    other = multiprocessing.get_context("fork").Process(target=prepare, args=(settings, False))
+    other.start()
+    other.join(0.5)
+    assert other.is_alive() and not settings.packs.with_name(".packs.tokens").exists()
+    monkeypatch.setenv("RANK", "0")
+    prepare(settings, progress=False)
+    other.join()
+    assert other.exitcode == 0 and sorted(texts_in(settings)) == sorted(documents)
+
+
+def test_memory_that_runs_out_keeps_what_is_tokenised(
+    settings: DataSettings,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def arrange(*arguments: object) -> None:
+        raise MemoryError("Unable to allocate 8.00 GiB")
+
+    monkeypatch.setattr(PackMaker, "arrange", arrange)
+    with pytest.raises(InputError, match=r"Unable to allocate .*is kept in .*\.packs\.tokens"):
+        prepare(settings, progress=False)
+    kept = settings.packs.with_name(".packs.tokens") / "progress.json"
+    assert json.loads(kept.read_text())["complete"]
+
+
+def test_chatml_warns_of_a_tokenizer_without_its_tokens(
+    settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chat = [{"role": role, "content": "a"} for role in ("user", "assistant")]
+    corpus.write_text(json.dumps({"chat": chat}))
+    chats = settings.model_copy(update={"messages": "chat", "chat_template": "chatml"})
+    prepare(chats, progress=False)
+    assert "warning: data.chat_template: chatml: <|im_start|>" in capsys.readouterr().err

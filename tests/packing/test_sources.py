@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.records import TextTemplate
+from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source, read_chunk
 
@@ -25,9 +25,13 @@ def opened(source: Path | str, **more: Any) -> Any:
     return open_source(settings, TextTemplate.parse(settings.text))
 
 
-def texts_of(source: Path | str, size: int | None = None, begin: dict | None = None, **more: Any) -> list[str]:
+def texts_of(
+    source: Path | str, size: int | None = None, begin: dict | None = None, **more: Any
+) -> list[str]:
     reader = opened(source, **more)
-    chunks = [read_chunk(chunk, reader.records, skip_bad=False)[0] for chunk in reader.chunks(begin, size)]
+    chunks = [
+        read_chunk(chunk, reader.records, skip_bad=False)[0] for chunk in reader.chunks(begin, size)
+    ]
     return [text for documents in chunks for text in documents]
 
 
@@ -36,7 +40,11 @@ def written(folder: Path, kind: str, documents: list[str]) -> Path:
     lines = "".join(json.dumps({"id": 7, "text": text}) + "\n" for text in documents).encode()
     table = pa.table({"id": [7] * len(documents), "text": documents})
     if kind.startswith("jsonl"):
-        pack = {"jsonl": bytes, "jsonl.gz": gzip.compress, "jsonl.zst": partial(pa.compress, codec="zstd", asbytes=True)}[kind]
+        pack = {
+            "jsonl": bytes,
+            "jsonl.gz": gzip.compress,
+            "jsonl.zst": partial(pa.compress, codec="zstd", asbytes=True),
+        }[kind]
         path.write_bytes(pack(lines))
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=7)
@@ -67,14 +75,49 @@ def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_an
         assert texts_of(path, 20_000, place) == documents[before:]
 
 
-def test_a_streamed_dataset_yields_what_the_loaded_one_does(documents: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "input_ids": [5, 6, 7, 0],
+            "attention_mask": [1, 1, 1, 0],
+            "labels": [-100, 6, 7, -100],
+            "id": 7,
+        }
+    ] * 3
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        import datasets  # brings pandas
+
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    records = TokenColumns("input_ids", None, 600)
+    settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
+    for chunk in open_source(settings, records).chunks():
+        filled, counts = read_chunk(chunk, records, skip_bad=False)
+        assert [[ids.tolist() for ids in documents] for documents in filled] == [
+            [[5 | UNTRAINED, 6, 7]]
+        ] * 3
+        assert counts.unread == ("id",)
+
+
+def test_a_streamed_dataset_yields_what_the_loaded_one_does(
+    documents: list[str], tmp_path: Path
+) -> None:
     import datasets  # brings pandas
 
     written(tmp_path, "parquet", documents)
     source = opened("parquet", streaming=True)
-    source._data = datasets.load_dataset("parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True)
+    source._data = datasets.load_dataset(
+        "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
+    )
     chunks = list(source.chunks(size=20_000))
-    assert [text for c in chunks for text in read_chunk(c, source.records, skip_bad=False)[0]] == documents
+    assert [
+        text for c in chunks for text in read_chunk(c, source.records, skip_bad=False)[0]
+    ] == documents
 
 
 def test_a_folder_is_read_in_order_without_hidden_files_and_packs(tmp_path: Path) -> None:
@@ -94,6 +137,30 @@ def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path:
         texts_of(tmp_path)
 
 
+def test_files_that_are_not_read_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("about this data set")
+    (tmp_path / "a.csv").write_text("text\nb\n")
+    assert "files not read: 1 .csv" in opened(tmp_path).description
+    for name in ("b.csv", "c.tsv"):
+        (tmp_path / name).write_text("text\nb\nc\n")
+    with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
+        opened(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "named"),
+    [("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "LATIN1")],
+)
+@pytest.mark.parametrize("suffix", ["txt", "jsonl"])
+def test_another_encoding_is_named_with_the_command_that_converts_it(
+    encoding: str, named: str, suffix: str, tmp_path: Path
+) -> None:
+    mark = "\ufeff" if named == "UTF-16" else ""
+    (tmp_path / f"x.{suffix}").write_bytes(f'{mark}{{"text": "caf\xe9"}}\n'.encode(encoding))
+    with pytest.raises(InputError, match=f"iconv -f {named} -t UTF-8"):
+        texts_of(tmp_path / f"x.{suffix}")
+
+
 def test_a_kind_of_file_that_is_not_read_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text\na\n")
     for source in (tmp_path / "x.csv", tmp_path):
@@ -102,11 +169,34 @@ def test_a_kind_of_file_that_is_not_read_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
-    (tmp_path / "x.jsonl").write_text('{"title": "T", "n": 3, "body": null}\n{"title": null, "n": "", "body": ""}\n')
+    (tmp_path / "x.jsonl").write_text(
+        '{"title": "T", "n": 3, "body": null}\n{"title": null, "n": "", "body": ""}\n'
+    )
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
-BAD_LINES = ['{"text": "a"', "[1]", '{"texts": "a"}', '{"text": "\\ud800"}', '{"text": ["a"]}', '{"text": "\xff"}']
+def test_nan_is_no_text(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"title": [1.5, float("nan"), None], "body": ["a", "", None]}),
+        tmp_path / "x.parquet",
+    )
+    (tmp_path / "x.jsonl").write_text(
+        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n{"title": NaN, "body": null}\n'
+    )
+    for kind in ("parquet", "jsonl"):
+        source = opened(tmp_path / f"x.{kind}", text="{title} {body}")
+        texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=False)
+        assert texts == ["1.5 a"] and counts.empty == 2
+
+
+BAD_LINES = [
+    '{"text": "a"',
+    "[1]",
+    '{"texts": "a"}',
+    '{"text": "\\ud800"}',
+    '{"text": ["a"]}',
+    '{"text": "\xff"}',
+]
 
 
 @pytest.mark.parametrize("line", BAD_LINES)
@@ -133,7 +223,9 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
         (["title", "body"], "title, body. Set data.text"),
     ],
 )
-def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(columns: list[str], keys: str, tmp_path: Path):
+def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(
+    columns: list[str], keys: str, tmp_path: Path
+):
     rows = [{key: ["x"] for key in columns}]
     (tmp_path / "x.jsonl").write_text(json.dumps(rows[0]) + "\n")
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "x.parquet")
@@ -142,7 +234,9 @@ def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(co
             texts_of(path)
 
 
-def test_a_list_in_one_line_is_its_records_and_one_over_lines_says_how_it_becomes_lines(tmp_path: Path) -> None:
+def test_a_list_in_one_line_is_its_records_and_one_over_lines_says_how_it_becomes_lines(
+    tmp_path: Path,
+) -> None:
     records = [{"text": "one"}, {"text": "zwei, ü"}]
     (tmp_path / "x.json").write_text(json.dumps(records))
     assert texts_of(tmp_path / "x.json") == ["one", "zwei, ü"]
@@ -152,15 +246,21 @@ def test_a_list_in_one_line_is_its_records_and_one_over_lines_says_how_it_become
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_a_truncated_file_is_an_error_and_no_shorter_corpus(kind: str, documents: list[str], tmp_path: Path) -> None:
+def test_a_truncated_file_is_an_error_and_no_shorter_corpus(
+    kind: str, documents: list[str], tmp_path: Path
+) -> None:
     path = written(tmp_path, kind, documents)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=str(path)):
         texts_of(path)
 
 
-@given(st.lists(st.text().filter(bool)), st.integers(1, 60), st.sampled_from([b"\n", b"\r\n", b"\n\n"]))
-def test_lines_survive_any_way_of_cutting_into_chunks(tmp_path_factory, texts: list[str], size: int, end: bytes) -> None:
+@given(
+    st.lists(st.text().filter(bool)), st.integers(1, 60), st.sampled_from([b"\n", b"\r\n", b"\n\n"])
+)
+def test_lines_survive_any_way_of_cutting_into_chunks(
+    tmp_path_factory, texts: list[str], size: int, end: bytes
+) -> None:
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"
     path.write_bytes(b"".join(json.dumps({"text": text}).encode() + end for text in texts))
     assert texts_of(path, size) == texts

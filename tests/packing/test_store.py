@@ -19,7 +19,14 @@ from packing.store import carve, open_packs
 from tests.conftest import flip
 
 LENGTH = 16
-TOKENIZER = {"name": "tiny", "fingerprint": "f" * 64, "vocab_size": 1000, "bos_id": None, "eos_id": 0, "pad_id": 0}
+TOKENIZER = {
+    "name": "tiny",
+    "fingerprint": "f" * 64,
+    "vocab_size": 1000,
+    "bos_id": None,
+    "eos_id": 0,
+    "pad_id": 0,
+}
 
 
 def some_packs(count: int, seed: int = 0) -> list[Pack]:
@@ -27,19 +34,34 @@ def some_packs(count: int, seed: int = 0) -> list[Pack]:
     packs = []
     for _ in range(count):
         covered = int(rng.integers(1, LENGTH + 1))
-        cuts = np.sort(rng.choice(np.arange(1, covered), size=min(covered - 1, int(rng.integers(0, 5))), replace=False))
+        cuts = np.sort(
+            rng.choice(
+                np.arange(1, covered), size=min(covered - 1, int(rng.integers(0, 5))), replace=False
+            )
+        )
         lengths = np.diff([0, *cuts, covered]).astype(np.int32)
-        packs.append(Pack(rng.integers(0, 1000, LENGTH).astype(np.uint32), lengths, int(rng.integers(0, 3))))
+        packs.append(
+            Pack(rng.integers(0, 1000, LENGTH).astype(np.uint32), lengths, int(rng.integers(0, 3)))
+        )
     return packs
 
 
-def write(path: Path, train: list[Pack], held_out: list[Pack] = (), *, at_once: int = 7, shard_bytes: int = 2**20) -> dict:
+def write(
+    path: Path,
+    train: list[Pack],
+    held_out: list[Pack] = (),
+    *,
+    at_once: int = 7,
+    shard_bytes: int = 2**20,
+) -> dict:
     with pytest.MonkeyPatch.context() as patch, PackWriter(path, LENGTH) as writer:
         patch.setattr(arrow, "SHARD_BYTES", shard_bytes)
         for split, packs in (("train", train), ("held_out", held_out)):
             for start in range(0, len(packs), at_once):
                 writer.add(split, *packs[start : start + at_once])
-        return writer.finish(settings={"length": LENGTH}, statistics={"documents": 3}, tokenizer=TOKENIZER)
+        return writer.finish(
+            settings={"length": LENGTH}, statistics={"documents": 3}, tokenizer=TOKENIZER
+        )
 
 
 def assert_equal(pack: Pack, other: Pack) -> None:
@@ -54,7 +76,10 @@ def data_settings(path: Path, **values: object) -> DataSettings:
 
 
 @given(
-    count=st.integers(1, 60), at_once=st.integers(1, 20), shard_bytes=st.sampled_from([1, 2000, 2**20]), seed=st.integers(0, 9)
+    count=st.integers(1, 60),
+    at_once=st.integers(1, 20),
+    shard_bytes=st.sampled_from([1, 2000, 2**20]),
+    seed=st.integers(0, 9),
 )
 def test_what_was_written_is_read_in_any_order(tmp_path_factory, count, at_once, shard_bytes, seed):
     path = tmp_path_factory.mktemp("arrow") / "packs"
@@ -75,7 +100,9 @@ def test_huggingface_datasets_reads_each_file(tmp_path):
     packs = some_packs(50)
     write(tmp_path / "packs", packs, shard_bytes=1000)
     files = sorted((tmp_path / "packs" / "train").glob("*.arrow"))
-    dataset = datasets.concatenate_datasets([datasets.Dataset.from_file(str(file)) for file in files])
+    dataset = datasets.concatenate_datasets(
+        [datasets.Dataset.from_file(str(file)) for file in files]
+    )
     assert len(files) > 2
     assert dataset["input_ids"][:] == [pack.input_ids.tolist() for pack in packs]
     assert dataset["lengths"][:] == [pack.lengths.tolist() for pack in packs]
@@ -85,14 +112,22 @@ def test_huggingface_datasets_reads_each_file(tmp_path):
 def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path):
     packs = some_packs(40)
     fingerprints = [
-        write(tmp_path / f"{i}", packs, at_once=at_once, shard_bytes=shard_bytes)["splits"]["train"]["fingerprint"]
+        write(tmp_path / f"{i}", packs, at_once=at_once, shard_bytes=shard_bytes)["splits"][
+            "train"
+        ]["fingerprint"]
         for i, (at_once, shard_bytes) in enumerate([(1, 1), (7, 2000), (40, 2**20)])
     ]
     assert len(set(fingerprints)) == 1
     swapped = [packs[1], packs[0], *packs[2:]]
     moved = [Pack(packs[0].input_ids, packs[0].lengths, packs[0].first_position + 1), *packs[1:]]
-    recut = [Pack(packs[0].input_ids, np.array([1, 1], np.int32), packs[0].first_position), *packs[1:]]
-    others = [write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"] for i, p in enumerate([swapped, moved, recut])]
+    recut = [
+        Pack(packs[0].input_ids, np.array([1, 1], np.int32), packs[0].first_position),
+        *packs[1:],
+    ]
+    others = [
+        write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"]
+        for i, p in enumerate([swapped, moved, recut])
+    ]
     assert len({fingerprints[0], *others}) == 4
 
 
@@ -115,7 +150,8 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
         writer.add("train", some_packs(1)[0])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    killed = PackWriter(tmp_path / "packs", LENGTH)  # never finished nor closed: what `kill -9` leaves
+    # never finished nor closed: what `kill -9` leaves
+    killed = PackWriter(tmp_path / "packs", LENGTH)
     killed.add("train", some_packs(1)[0])
     assert not (tmp_path / "packs").exists()
     write(tmp_path / "packs", some_packs(2))
@@ -144,7 +180,9 @@ def test_a_large_folder_is_only_looked_at_until_verify_asks(tmp_path, monkeypatc
         packs.verify()
 
 
-@pytest.mark.parametrize("how", [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]])
+@pytest.mark.parametrize(
+    "how", [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]]
+)
 def test_a_damaged_manifest_is_refused_by_name(tmp_path, how):
     write(tmp_path / "packs", some_packs(4))
     file = tmp_path / "packs" / "packs.json"

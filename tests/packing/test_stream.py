@@ -32,7 +32,10 @@ class PackingHere(ExitStack):
     def __init__(self, data: DataSettings) -> None:
         super().__init__()
         self.data, self.most, self.steps = data, 0, iter(())
-        self.makers = {name: self.enter_context(PackMaker(part, 1)) for name, part in training_parts(data).items()}
+        self.makers = {
+            name: self.enter_context(PackMaker(part, 1))
+            for name, part in training_parts(data).items()
+        }
 
     def begin(self, starts: Mapping[str, Any]) -> None:
         self.reading = dict.fromkeys(starts, (0, 0))
@@ -69,20 +72,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Pa
     """Two sources."""
     folder = tmp_path_factory.mktemp("streams")
     for name, size, count in (("web", 500, 90), ("code", 260, 60)):
-        texts = [text[begin : begin + size] for text in documents for begin in (0, 3000, 6000) if text[begin:]][:count]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        texts = [
+            text[begin : begin + size]
+            for text in documents
+            for begin in (0, 3000, 6000)
+            if text[begin:]
+        ][:count]
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        )
     return folder
 
 
 @pytest.fixture(scope="module")
 def values(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
     streaming = {"disk_gb": 0.001, "window": 2000}
-    common = {"tokenizer": str(tokenizer_file), "length": LENGTH, "held_out": 0.1, "streaming": streaming}
+    common = {
+        "tokenizer": str(tokenizer_file),
+        "length": LENGTH,
+        "held_out": 0.1,
+        "streaming": streaming,
+    }
     return common | {"source": str(folder / "web.jsonl"), "packs": str(folder / "packs")}
 
 
 def two_sources(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    both = [{"source": str(folder / f"{name}.jsonl"), "weight": weight} for name, weight in (("web", 0.7), ("code", 0.3))]
+    both = [
+        {"source": str(folder / f"{name}.jsonl"), "weight": weight}
+        for name, weight in (("web", 0.7), ("code", 0.3))
+    ]
     return {key: value for key, value in values.items() if key != "source"} | {"sources": both}
 
 
@@ -92,7 +110,9 @@ def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSetti
     return data
 
 
-def packed_by(packing: Any, data: DataSettings, record: dict[str, Any] | None = None) -> StreamedPacks:
+def packed_by(
+    packing: Any, data: DataSettings, record: dict[str, Any] | None = None
+) -> StreamedPacks:
     """The packs that a run reads, from where a checkpoint was."""
     packs = open_packs(data, "train")
     packs.packing = packing
@@ -121,7 +141,10 @@ def part_folders(packs: Path) -> list[Path]:
 @settings(max_examples=3)
 @given(st.data())
 def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
-    values: dict[str, Any], folder: Path, tmp_path_factory: pytest.TempPathFactory, draw: st.DataObject
+    values: dict[str, Any],
+    folder: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    draw: st.DataObject,
 ) -> None:
     sources = draw.draw(st.sampled_from([values, two_sources(values, folder)]))
     window, disk = draw.draw(st.integers(1200, 4000)), draw.draw(st.floats(0.00024, 0.0006))
@@ -131,7 +154,9 @@ def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
         unbounded = packed_by(packing, whole)
         expected = [read for read, _ in steps(unbounded, 0, last)]
 
-    with PackingHere(data := streamed(sources, packs / "bounded", window=window, disk_gb=disk)) as packing:
+    with PackingHere(
+        data := streamed(sources, packs / "bounded", window=window, disk_gb=disk)
+    ) as packing:
         first = packed_by(packing, data)
         assert first.fingerprint == unbounded.fingerprint
         before = list(steps(first, 0, killed, ahead=packing))
@@ -145,15 +170,23 @@ def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
     with PackingHere(data) as resumed:
         second = packed_by(resumed, data, before[-1][1])
         rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
-    assert [read for read, _ in before] + rest == expected and again == expected[killed : killed + 2]
+    assert [read for read, _ in before] + rest == expected and again == expected[
+        killed : killed + 2
+    ]
     assert 0 < max(packing.most, resumed.most) <= disk * 1e9
 
 
 @pytest.mark.parametrize("window", [3000, 10**6], ids=["a part of the text", "all of it"])
-def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(window: int, values: dict[str, Any], tmp_path: Path):
+def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(
+    window: int, values: dict[str, Any], tmp_path: Path
+):
     data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window)
     held_out = open_packs(data, "held_out")
-    of_evaluation = {tuple(document) for index in range(len(held_out)) for document in documents_in(held_out[index])}
+    of_evaluation = {
+        tuple(document)
+        for index in range(len(held_out))
+        for document in documents_in(held_out[index])
+    }
     with PackingHere(data) as packing:
         packs = packed_by(packing, data)
         order, epochs = packs.order(1, seed=1), list[list[bytes]]()
@@ -176,7 +209,9 @@ def documents_in(pack: Any) -> list[list[int]]:
     return [piece.tolist() for piece in pieces if len(piece) >= 16]
 
 
-def test_text_that_has_changed_where_a_run_goes_on_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+def test_text_that_has_changed_where_a_run_goes_on_is_refused(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
     source = Path(shutil.copy(values["source"], tmp_path / "text.jsonl"))
     data = streamed(values | {"source": str(source)}, tmp_path / "packs")
     with PackingHere(data) as packing:
@@ -196,7 +231,8 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(
     monkeypatch.setattr(stream, "LOOK", 0.02)
     Path("numpy.py").write_text("raise SystemExit('imported from the current folder')")
     data = streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
-    for part in part_folders(data.packs):  # so that it has to make the first ones again, by the same settings
+    # so that it has to make the first ones again, by the same settings
+    for part in part_folders(data.packs):
         shutil.rmtree(part)
 
     packing = PackerProcess(data)
@@ -208,10 +244,15 @@ def test_packs_come_from_a_process_of_their_own_whose_end_is_told(
         with packs.waiting():
             packs.reads(order.places_of_step(0))
             assert len(order.packs_of_step(30)) == STEP  # of a part that was not there
-            assert order.figures(30)["share/web"] == pytest.approx(0.7, abs=0.05) and "part/web" in order.figures(30)
+            assert order.figures(30)["share/web"] == pytest.approx(
+                0.7, abs=0.05
+            ) and "part/web" in order.figures(30)
             packing._process.kill()
             packing._process.wait()
-            with pytest.raises(InputError, match="the process that makes the packs of the stream has ended with signal 9"):
+            with pytest.raises(
+                InputError,
+                match="the process that makes the packs of the stream has ended with signal 9",
+            ):
                 order.packs_of_step(10**4)
     finally:
         packing.close()

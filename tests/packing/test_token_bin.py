@@ -21,13 +21,19 @@ def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 9))
-def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token(tmp_path_factory, tokens, length):
+def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token(
+    tmp_path_factory, tokens, length
+):
     folder = tmp_path_factory.mktemp("bin")
     packs = TokenBin(write(folder / "train.bin", tokens), length, end_token=5)
     read, documents = [], []
     for index in np.random.default_rng(0).permutation(len(packs)).tolist():
         pack = packs[index]
-        assert pack.input_ids.shape == (length,) and pack.input_ids.dtype == np.uint32 and pack.first_position == 0
+        assert (
+            pack.input_ids.shape == (length,)
+            and pack.input_ids.dtype == np.uint32
+            and pack.first_position == 0
+        )
         assert pack.lengths.min() >= 1
         real = pack.input_ids[: pack.lengths.sum()].tolist()
         read.append((index, real))
@@ -48,14 +54,17 @@ def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):
 
 
 def test_documents_end_with_the_eos_token_of_the_tokenizer_that_is_named(tmp_path):
-    save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")  # its EOS token has the id 0
+    # its EOS token has the id 0
+    save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")
     path = write(tmp_path / "train.bin", [5, 7, 0, 8, 9, 6, 0, 4])
     named = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
     assert open_packs(named, "train")[0].lengths.tolist() == [3, 4, 1]
     assert open_packs(DataSettings(packs=path, length=8), "train")[0].lengths.tolist() == [8]
 
 
-@pytest.mark.parametrize(("dtype", "vocab_size"), [("uint16", 60), ("uint16", 50_257), ("uint32", 151_936)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab_size"), [("uint16", 60), ("uint16", 50_257), ("uint32", 151_936)]
+)
 def test_a_file_itself_tells_its_dtype(tmp_path, dtype, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
     packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 10)
@@ -64,7 +73,11 @@ def test_a_file_itself_tells_its_dtype(tmp_path, dtype, vocab_size):
 
 def test_the_fingerprint_changes_with_everything_that_changes_the_packs(tmp_path):
     path = write(tmp_path / "train.bin", range(64))
-    prints = [TokenBin(path, 8).fingerprint, TokenBin(path, 16).fingerprint, TokenBin(path, 8, end_token=3).fingerprint]
+    prints = [
+        TokenBin(path, 8).fingerprint,
+        TokenBin(path, 16).fingerprint,
+        TokenBin(path, 8, end_token=3).fingerprint,
+    ]
     assert TokenBin(path, 8).fingerprint == prints[0]
     write(path, [*range(63), 5])
     assert len({*prints, TokenBin(path, 8).fingerprint}) == 4

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from foundation.errors import InputError
 from packing.__main__ import main
-from packing.tokenizer import END_OF_TEXT, train_tokenizer
+from packing.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 
 VOCABULARY = 600
 
@@ -23,15 +24,24 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 @given(st.text())
 def test_any_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
-    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+    assert (
+        tokenizer.decode(
+            tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False
+        )
+        == text
+    )
 
 
-def test_the_same_texts_give_the_same_tokenizer_which_spares_tokens(tokenizer: Tokenizer, documents: list[str]) -> None:
+def test_the_same_texts_give_the_same_tokenizer_which_spares_tokens(
+    tokenizer: Tokenizer, documents: list[str]
+) -> None:
     assert train_tokenizer(documents[:10], VOCABULARY).to_str() == tokenizer.to_str()
     assert len(tokenizer.encode(documents[0]).ids) < 0.5 * len(documents[0].encode())
 
 
-def test_autotokenizer_loads_the_folder_and_encodes_alike(tokenizer: Tokenizer, tokenizer_file: Path) -> None:
+def test_autotokenizer_loads_the_folder_and_encodes_alike(
+    tokenizer: Tokenizer, tokenizer_file: Path
+) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer_file.parent)
     text = "def area(self): return a , b  # Σ"
     assert loaded(text, add_special_tokens=False).input_ids == tokenizer.encode(text).ids
@@ -40,13 +50,40 @@ def test_autotokenizer_loads_the_folder_and_encodes_alike(tokenizer: Tokenizer, 
     assert (loaded.eos_token_id, len(loaded)) == (0, VOCABULARY)
 
 
+def test_files_without_a_tokenizer_json_are_converted_as_the_message_says(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (old := tmp_path / "old").mkdir()
+    tokenizer.model.save(str(old))
+    (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    says = rf"AutoTokenizer\.from_pretrained\('{old}'\)\.save_pretrained\(FOLDER\)"
+    for name in (old, old / "vocab.json"):
+        with pytest.raises(InputError, match=says):
+            load_tokenizer(str(name))
+    AutoTokenizer.from_pretrained(old).save_pretrained(tmp_path / "new")
+    text = "def area(self): return a , b  # Σ"
+    assert (
+        load_tokenizer(str(tmp_path / "new")).tokenizer.encode(text).ids
+        == tokenizer.encode(text).ids
+    )
+
+
 def test_a_tokenizer_is_never_written_over_and_has_room_for_words_and_the_tokens_asked_for(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     source = tmp_path / "texts.jsonl"
     source.write_text('{"text": "words"}\n')
-    for vocabulary, out, message in (("200", "new", "--vocabulary"), ("300", ".", "--out"), ("300", "texts.jsonl", "--out")):
-        assert main(["tokenizer", str(source), "--out", str(tmp_path / out), "--vocabulary", vocabulary]) == 2
+    for vocabulary, out, message in (
+        ("200", "new", "--vocabulary"),
+        ("300", ".", "--out"),
+        ("300", "texts.jsonl", "--out"),
+    ):
+        assert (
+            main(
+                ["tokenizer", str(source), "--out", str(tmp_path / out), "--vocabulary", vocabulary]
+            )
+            == 2
+        )
         assert message in capsys.readouterr().err
     assert source.read_text() == '{"text": "words"}\n' and not (tmp_path / "new").exists()
     asked = ["--vocabulary", "300", "--special", "<|x|>"]

@@ -21,7 +21,12 @@ from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings, precision_called
+from pretrain.precision.settings import (
+    PRECISIONS,
+    ActivePrecision,
+    LowPrecisionSettings,
+    precision_called,
+)
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
@@ -36,20 +41,32 @@ _SHAPES = {
     }
     | {"head_dim": 8, "tie_word_embeddings": True, "initializer_range": 0.2},
     "qwen3_moe": {"initializer_range": 0.2},
-    "gpt2": {"n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 64, "attn_pdrop": 0.0, "initializer_range": 0.2},
+    "gpt2": {
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 64,
+        "attn_pdrop": 0.0,
+        "initializer_range": 0.2,
+    },
 }
 
 
 def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> ActivePrecision:
     """As selection gives it to a run."""
     return ActivePrecision(
-        precision, precision_called(precision), backend, LowPrecisionSettings(**fp8_config).resolved(precision)
+        precision,
+        precision_called(precision),
+        backend,
+        LowPrecisionSettings(**fp8_config).resolved(precision),
     )
 
 
 def to_nearest(precision: str) -> dict[str, bool]:
     """The option of a precision that rounds by chance not to do so."""
-    return dict.fromkeys({"disable_stochastic_rounding"} & precision_called(precision).options.keys(), True)
+    return dict.fromkeys(
+        {"disable_stochastic_rounding"} & precision_called(precision).options.keys(), True
+    )
 
 
 def emulation_of(precision: str, **fp8_config: Any) -> EmulationBackend:
@@ -84,9 +101,16 @@ def build_model() -> Callable[..., PackedLanguageModel]:
     ) -> PackedLanguageModel:
         config = {"model_type": kind, "vocab_size": VOCABULARY, **_SHAPES.get(kind, {}), **changes}
         settings = ModelSettings(config=config, gradient_checkpointing=recompute)
-        options = {"weights": weights, "seed": seed, "device": torch.device("cpu"), "backend": backend}
+        options = {
+            "weights": weights,
+            "seed": seed,
+            "device": torch.device("cpu"),
+            "backend": backend,
+        }
         packed = PackedLanguageModel(
-            model.build(settings, model.load_config(settings), **options), backend, LossSettings(chunk=16)
+            model.build(settings, model.load_config(settings), **options),
+            backend,
+            LossSettings(chunk=16),
         )
         wrap_layers(packed, settings, cast_to=cast_to, compile_layers=False)
         return packed
@@ -113,10 +137,14 @@ def plain_loss() -> Callable[[PreTrainedModel, Sequence[Pack]], Tensor]:
     def loss(plain: PreTrainedModel, packs: Sequence[Pack]) -> Tensor:
         losses = []
         for pack in packs:
-            pieces = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[: len(pack.lengths)]
+            pieces = np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[
+                : len(pack.lengths)
+            ]
             for ids in (torch.from_numpy(piece)[None] for piece in pieces if len(piece) > 1):
                 logits = plain(input_ids=ids).logits[0, :-1]
-                losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
+                losses.append(
+                    torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none")
+                )
         return torch.cat(losses).mean() if losses else torch.zeros(())
 
     return loss
@@ -128,12 +156,20 @@ def random_packs() -> Callable[..., list[Pack]]:
 
     def make(lengths: Sequence[Sequence[int]], length: int, seed: int = 0) -> list[Pack]:
         rng = np.random.default_rng(seed)
-        return [Pack(rng.integers(VOCABULARY, size=length).astype(np.uint32), np.array(each, dtype=np.int32)) for each in lengths]
+        return [
+            Pack(
+                rng.integers(VOCABULARY, size=length).astype(np.uint32),
+                np.array(each, dtype=np.int32),
+            )
+            for each in lengths
+        ]
 
     return make
 
 
-def attention_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def attention_of(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     """Softmax over each query's document up to itself, [heads, T, T], and what it makes of v; q [T, heads, D], and k and v of as
     many heads or of one for several."""
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
@@ -144,14 +180,24 @@ def attention_of(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: flo
 
 
 def attention_gradients(
-    q: Tensor, k: Tensor, v: Tensor, output: Tensor, d_output: Tensor, cu_seqlens: Tensor, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    output: Tensor,
+    d_output: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
 ) -> list[Tensor]:
     """Gradients of q, k and v, after checking that `output` is theirs."""
     p, expected = attention_of(q, k, v, cu_seqlens, scale)
     assert torch.equal(output, expected)
     heads, group = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (states.repeat_interleave(group, dim=1) for states in (k, v))
-    d_s = scale * p * (torch.einsum("thd,shd->hts", d_output, v) - (d_output * output).sum(-1).T[:, :, None])
+    d_s = (
+        scale
+        * p
+        * (torch.einsum("thd,shd->hts", d_output, v) - (d_output * output).sum(-1).T[:, :, None])
+    )
     dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
     dk, dv = (gradient.unflatten(1, (heads, group)).sum(2) for gradient in (dk, dv))
     return [gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv)]
@@ -161,14 +207,34 @@ def attention_gradients(
 def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Formulas in place of the package's two calls, with what they return, and where it goes; to be changed by tests."""
 
-    def forward(q, k, v, *, cu_seqlens_q, softmax_scale: float, causal: bool, return_lse: bool, **options):
+    def forward(
+        q, k, v, *, cu_seqlens_q, softmax_scale: float, causal: bool, return_lse: bool, **options
+    ):
         _, output = attention_of(q, k, v, cu_seqlens_q, softmax_scale)
         return output, q.new_zeros(q.shape[1], len(q), dtype=torch.float32)
 
-    def backward(q, k, v, out, dout, lse, scale, causal, *, cu_seqlens_q, dq=None, dk=None, dv=None, **options):
+    def backward(
+        q,
+        k,
+        v,
+        out,
+        dout,
+        lse,
+        scale,
+        causal,
+        *,
+        cu_seqlens_q,
+        dq=None,
+        dk=None,
+        dv=None,
+        **options,
+    ):
         assert lse.shape == (q.shape[1], len(q))
         gradients = attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
-        return tuple(each if into is None else into.copy_(each) for each, into in zip(gradients, (dq, dk, dv), strict=True))
+        return tuple(
+            each if into is None else into.copy_(each)
+            for each, into in zip(gradients, (dq, dk, dv), strict=True)
+        )
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
     monkeypatch.setattr(attention, "_flash", lambda: kernels)

@@ -52,7 +52,12 @@ def _sigmoid(x):
     if INTERPRETED:
         return 1 / (1 + tl.exp(-x))
     return tl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=r,r", [1 + exponential(-x)], dtype=tl.float32, is_pure=True, pack=1
+        "rcp.approx.ftz.f32 $0, $1;",
+        "=r,r",
+        [1 + exponential(-x)],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=1,
     )
 
 
@@ -104,7 +109,18 @@ def _swiglu_amax(d_activated, hidden, amax, F, height: tl.constexpr, width: tl.c
 
 
 @triton.jit
-def _swiglu_forward(hidden, rows, scale, amax, used, scale_inv, F, fp8: tl.constexpr, height: tl.constexpr, width: tl.constexpr):
+def _swiglu_forward(
+    hidden,
+    rows,
+    scale,
+    amax,
+    used,
+    scale_inv,
+    F,
+    fp8: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+):
     """`fp8` is None where `rows` takes BF16."""
     i = tl.program_id(0) * height + tl.arange(0, height)
     j = tl.program_id(1) * width + tl.arange(0, width)
@@ -157,7 +173,9 @@ def _swiglu_backward(
         store_tensor_scaled(d_gate, value, rows, columns, i, j, T, 2 * F, fp8)
         store_tensor_scaled(d_up, value, rows, columns, i, j + F, T, 2 * F, fp8)
         value = tensor_scale(activated_scale, None, None, activated_scale_inv, activated_fp8)
-        store_tensor_scaled(activated, value, activated_rows, activated_columns, i, j, T, F, activated_fp8)
+        store_tensor_scaled(
+            activated, value, activated_rows, activated_columns, i, j, T, F, activated_fp8
+        )
 
 
 def _launch(kernel: Any, tile: Tile, hidden: Tensor, *arguments: Any) -> None:
@@ -171,15 +189,39 @@ def _launch(kernel: Any, tile: Tile, hidden: Tensor, *arguments: Any) -> None:
 def swiglu(hidden: Tensor) -> Tensor:
     """The activated values [T, F] of `hidden` [T, 2 F], both BF16, contiguous, of any size."""
     activated = hidden.new_empty(len(hidden), hidden.shape[1] // 2)
-    _launch(_swiglu_forward, _along_rows(hidden), hidden, hidden, activated, *[None] * 4, activated.shape[1], None)
+    _launch(
+        _swiglu_forward,
+        _along_rows(hidden),
+        hidden,
+        hidden,
+        activated,
+        *[None] * 4,
+        activated.shape[1],
+        None,
+    )
     return activated
 
 
 def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient of `hidden` [T, 2 F] and the activated values [T, F], BF16, contiguous, of any size. The values have the bits
     of `swiglu`."""
-    d_hidden, activated, nothing = torch.empty_like(hidden), torch.empty_like(d_activated), (None, None, None)
-    arguments = (d_activated, hidden, d_hidden, None, *nothing, activated, *nothing, *d_activated.shape, None, None)
+    d_hidden, activated, nothing = (
+        torch.empty_like(hidden),
+        torch.empty_like(d_activated),
+        (None, None, None),
+    )
+    arguments = (
+        d_activated,
+        hidden,
+        d_hidden,
+        None,
+        *nothing,
+        activated,
+        *nothing,
+        *d_activated.shape,
+        None,
+        None,
+    )
     _launch(_swiglu_backward, _along_rows(hidden), hidden, *arguments)
     return d_hidden, activated
 
@@ -196,7 +238,10 @@ def _along_rows(hidden: Tensor) -> Tile:
 def takes(hidden: Tensor, quantizer: Any) -> bool:
     """Whether the kernels write what Transformer Engine's `quantizer` would, of `hidden` [T, 2 F] BF16, contiguous: FP8 with one
     scale a tensor, in whole tiles."""
-    te, whole = library(), hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0
+    te, whole = (
+        library(),
+        hidden.shape[0] % FORWARD.rows == 0 and hidden.shape[1] % (2 * FORWARD.columns) == 0,
+    )
     return whole and isinstance(quantizer, te.Float8CurrentScalingQuantizer | te.Float8Quantizer)
 
 
@@ -210,13 +255,22 @@ def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:
 
 
 def quantized_swiglu_backward(
-    d_activated: Tensor, hidden: Tensor, gradient_quantizer: Any, activated_quantizer: Any, scale: Tensor
+    d_activated: Tensor,
+    hidden: Tensor,
+    gradient_quantizer: Any,
+    activated_quantizer: Any,
+    scale: Tensor,
 ) -> tuple[Any, Any]:
     """The gradient of `hidden` [T, 2 F] in what the usages of `gradient_quantizer` say, and the activated values [T, F] as the
     next product's weight gradient takes them: columnwise, with forward's `scale`. `d_activated` [T, F] and `hidden` are BF16."""
-    usages = {"rows": gradient_quantizer.rowwise_usage, "columns": gradient_quantizer.columnwise_usage}
+    usages = {
+        "rows": gradient_quantizer.rowwise_usage,
+        "columns": gradient_quantizer.columnwise_usage,
+    }
     d_hidden, gradient = allocate(gradient_quantizer, hidden.shape, hidden.device, **usages)
-    activated, again = allocate(activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale)
+    activated, again = allocate(
+        activated_quantizer, d_activated.shape, hidden.device, rows=False, columns=True, scale=scale
+    )
     write_swiglu_backward(d_activated.contiguous(), hidden, gradient, again)
     return d_hidden, activated
 
@@ -225,11 +279,22 @@ def write_swiglu(hidden: Tensor, activated: TensorScaled) -> None:
     """Write the activated values of `hidden` [T, 2 F] BF16 to the rows of `activated`."""
     if activated.scale is None:
         _find_amax(None, hidden, activated.amax)
-    arguments = (hidden, activated.rows, activated.scale, activated.amax, activated.used, activated.scale_inv)
-    _launch(_swiglu_forward, FORWARD, hidden, *arguments, hidden.shape[1] // 2, TYPES[activated.dtype])
+    arguments = (
+        hidden,
+        activated.rows,
+        activated.scale,
+        activated.amax,
+        activated.used,
+        activated.scale_inv,
+    )
+    _launch(
+        _swiglu_forward, FORWARD, hidden, *arguments, hidden.shape[1] // 2, TYPES[activated.dtype]
+    )
 
 
-def write_swiglu_backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled) -> None:
+def write_swiglu_backward(
+    d_activated: Tensor, hidden: Tensor, d_hidden: TensorScaled, activated: TensorScaled
+) -> None:
     """Write the gradient of `hidden` [T, 2 F], from that of the activated values [T, F], both BF16, and the activated values,
     with the scale that `activated` gives."""
     if d_hidden.scale is None:
@@ -237,7 +302,17 @@ def write_swiglu_backward(d_activated: Tensor, hidden: Tensor, d_hidden: TensorS
     gradient = (d_hidden.rows, d_hidden.columns, d_hidden.scale, d_hidden.amax, d_hidden.scale_inv)
     again = (activated.rows, activated.columns, activated.scale, activated.scale_inv)
     types = TYPES[d_hidden.dtype], TYPES[activated.dtype]
-    _launch(_swiglu_backward, BACKWARD, hidden, d_activated, hidden, *gradient, *again, *d_activated.shape, *types)
+    _launch(
+        _swiglu_backward,
+        BACKWARD,
+        hidden,
+        d_activated,
+        hidden,
+        *gradient,
+        *again,
+        *d_activated.shape,
+        *types,
+    )
 
 
 def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:

@@ -27,11 +27,20 @@ from torch.autograd.function import FunctionCtx
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.plain_forward import TwoForms
-from pretrain.precision.product import Backend, Multiplication, Operand, PlainProduct, PrecisionContext, Product, TakesTurns
+from pretrain.precision.product import (
+    Backend,
+    Multiplication,
+    Operand,
+    PlainProduct,
+    PrecisionContext,
+    Product,
+    TakesTurns,
+)
 from pretrain.precision.transformer_engine import TransformerEngineProduct
 
 _NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
-ROTARY_KERNEL_DIMS = (32, 64, 128)  # heads of other sizes, such as 80 values, would leave lanes of a tile idle
+# heads of other sizes, such as 80 values, would leave lanes of a tile idle
+ROTARY_KERNEL_DIMS = (32, 64, 128)
 
 
 class By(IntEnum):
@@ -52,13 +61,23 @@ class StackedProduct(TakesTurns, Multiplication):
     up at each use, as FSDP2 exchanges them."""
 
     def __init__(
-        self, name: str, linears: Mapping[str, nn.Linear], arithmetic: Arithmetic, low_precision: Sequence[Backend] = ()
+        self,
+        name: str,
+        linears: Mapping[str, nn.Linear],
+        arithmetic: Arithmetic,
+        low_precision: Sequence[Backend] = (),
     ) -> None:
         """`name`: of its history and scales in a checkpoint. `linears`: by name in the model. `low_precision`: the backends that
         compute it in low precision, when it is their turn."""
-        self.members, self.linears, self._arithmetic = tuple(linears), tuple(linears.values()), arithmetic
+        self.members, self.linears, self._arithmetic = (
+            tuple(linears),
+            tuple(linears.values()),
+            arithmetic,
+        )
         sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
-        self.products = {backend: backend.product(name, *sizes, bias=False) for backend in low_precision}
+        self.products = {
+            backend: backend.product(name, *sizes, bias=False) for backend in low_precision
+        }
         self.plain = CastProduct(name)
         for product in (self.plain, *self.products.values()):
             product.members = self.members
@@ -81,7 +100,9 @@ class StackedProduct(TakesTurns, Multiplication):
         for parameters in (self.weights, self.biases):
             if len(parameters) > 1:
                 storage = torch.cat([parameter.data for parameter in parameters])
-                for parameter, part in zip(parameters, storage.split([len(p) for p in parameters]), strict=True):
+                for parameter, part in zip(
+                    parameters, storage.split([len(p) for p in parameters]), strict=True
+                ):
                     parameter.data = part
 
     def matrix(self) -> Tensor:
@@ -111,7 +132,10 @@ class StackedProduct(TakesTurns, Multiplication):
         """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
         self.product = self.low or self.plain
         self.seen_by = self.context if self.low_precision else _NOBODY
-        self.refresh, self.differentiable = self.context.first_microbatch, self._arithmetic.differentiable
+        self.refresh, self.differentiable = (
+            self.context.first_microbatch,
+            self._arithmetic.differentiable,
+        )
         self.product.begin(x)
 
     def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
@@ -138,7 +162,9 @@ class StackedProduct(TakesTurns, Multiplication):
         """Asked for in forward and in backward: FSDP2 frees a matrix in between, of which nothing may be kept."""
         if not self.low_precision and self.linears[0].weight.dtype == self.context.compute_dtype:
             return self.matrix()
-        return self.product.weight_operand(self.matrix, refresh=refresh, differentiable=self.differentiable)
+        return self.product.weight_operand(
+            self.matrix, refresh=refresh, differentiable=self.differentiable
+        )
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
@@ -152,7 +178,10 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
     first = parts[0]
     for one, next_one in pairwise(parts):
         adjacent = next_one.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
-        if not adjacent or one.untyped_storage().data_ptr() != next_one.untyped_storage().data_ptr():
+        if (
+            not adjacent
+            or one.untyped_storage().data_ptr() != next_one.untyped_storage().data_ptr()
+        ):
             return None
     if not all(part.is_contiguous() for part in parts):
         return None
@@ -168,7 +197,8 @@ class Arithmetic:
     context: PrecisionContext
     by: By = By.FORMULAS
     differentiable: bool = True  # the forward under way will be differentiated
-    keeps_rotated: bool = False  # for backward, where heads are normed: queries, keys and values, else made again from qkv
+    # for backward, where heads are normed: queries, keys and values, else made again from qkv
+    keeps_rotated: bool = False
 
     def norm(self, x: Tensor, norm: nn.Module, product: StackedProduct) -> tuple[Operand, Tensor]:
         """x [tokens, hidden] normalised, as the input of `product`, and 1 / root mean square, FP32, for backward."""
@@ -184,7 +214,9 @@ class Arithmetic:
         y, rstd = self.kernels.norm.rms_norm(x, weight, eps)
         return product.operand("input", y), rstd
 
-    def norm_backward(self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor) -> tuple[Tensor, Tensor]:
+    def norm_backward(
+        self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
         weight = self._weight_of(norm)
         if self.by == By.TRANSFORMER_ENGINE:
@@ -222,8 +254,17 @@ class Arithmetic:
     ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
         """The gradient of `qkv` as the output gradient of `product`, and those of the head norms' weights and of the biases.
         `gradients` is empty afterwards: memory for what is made of them."""
-        rotation, quantizer, rest = self.rotation(heads), product.quantizer("grad_output"), (qkv, cos, sin, heads, norms)
-        if quantizer is None or product.biases or rotation is formulas or not rotation.writes(quantizer, gradients[0]):
+        rotation, quantizer, rest = (
+            self.rotation(heads),
+            product.quantizer("grad_output"),
+            (qkv, cos, sin, heads, norms),
+        )
+        if (
+            quantizer is None
+            or product.biases
+            or rotation is formulas
+            or not rotation.writes(quantizer, gradients[0])
+        ):
             dqkv, *of_norms = rotation.rotate_backward(*gradients, *rest)
             gradients.clear()
             return product.operand("grad_output", dqkv), of_norms, product.bias_gradients(dqkv)
@@ -233,7 +274,9 @@ class Arithmetic:
         gradients.clear()
         return codes, of_norms, []
 
-    def activate(self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct) -> tuple[Operand, Operand | None]:
+    def activate(
+        self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct
+    ) -> tuple[Operand, Operand | None]:
         """hidden [tokens, 2 x width: gate, then up], the output of `gate_up` -> silu(gate) * up as the input of `down`, and what
         `activate_backward` is to be given as `kept`."""
         if (quantizer := down.quantizer("input")) is not None:
@@ -249,7 +292,12 @@ class Arithmetic:
         return operand, operand if isinstance(operand, TwoForms) else None
 
     def activate_backward(
-        self, d_activated: Tensor, hidden: Tensor, kept: Operand, gate_up: StackedProduct, down: StackedProduct
+        self,
+        d_activated: Tensor,
+        hidden: Tensor,
+        kept: Operand,
+        gate_up: StackedProduct,
+        down: StackedProduct,
     ) -> tuple[Operand, Operand]:
         """The gradient of `hidden` as the output gradient of `gate_up`, and the activated values as the weight gradient of `down`
         takes them."""
@@ -263,7 +311,9 @@ class Arithmetic:
         if gate_up.seen_by.observers:  # who looks at the gradient wants it unquantized
             gate_up.show("grad_output", tex.dswiglu(d_activated, hidden, None))
         if gate_up.low_precision and self.kernels.activation.takes(hidden, of_down):
-            return self.kernels.activation.quantized_swiglu_backward(d_activated, hidden, of_gate_up, of_down, kept)
+            return self.kernels.activation.quantized_swiglu_backward(
+                d_activated, hidden, of_gate_up, of_down, kept
+            )
         return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept
 
     @property
@@ -275,7 +325,9 @@ class Arithmetic:
         """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. Nothing where
         there is no backward."""
         if self.differentiable:
-            tensors, ctx.rest = self.library.save(*(each.low if isinstance(each, TwoForms) else each for each in operands))
+            tensors, ctx.rest = self.library.save(
+                *(each.low if isinstance(each, TwoForms) else each for each in operands)
+            )
             ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: FunctionCtx) -> Sequence[Operand | None]:

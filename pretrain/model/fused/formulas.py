@@ -34,7 +34,9 @@ class Heads:
 
     def split(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Views of `rows` [T, width]: queries [T, query, dim], keys and values [T, kv, dim]."""
-        queries, keys, values = rows.unflatten(1, (self.count, self.dim)).split((self.query, self.kv, self.kv), dim=1)
+        queries, keys, values = rows.unflatten(1, (self.count, self.dim)).split(
+            (self.query, self.kv, self.kv), dim=1
+        )
         return queries, keys, values
 
 
@@ -54,7 +56,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return ((wide * rstd).to(x.dtype) * weight.float()).to(x.dtype), rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
     """The gradient of x, `residual` added to it, and that of `weight`, FP32, from the gradient of the norm of x."""
     dy = dy.float()
     normed = x.float() * rstd
@@ -90,7 +94,9 @@ def swiglu_backward(d_activated: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor
 # `sin`, so backward is the transposed rotation and not the inverse one. The unfused model rounds four times on the way.
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Split the rows of `qkv` [T, heads.width], contiguous, normalise and rotate: queries [T, query, dim], keys and values
     [T, kv, dim], contiguous and in qkv's dtype. `cos`, `sin`: [T, dim], their halves equal, any float dtype."""
     q, k, v = heads.split(qkv)
@@ -101,7 +107,14 @@ def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms
 
 
 def rotate_backward(
-    dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor | None, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    heads: Heads,
+    norms: HeadNorms | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Gradients of `qkv`, in dq's dtype, and of the norms' weights [dim], FP32 (FP64 where dq is), query's first.
 
@@ -145,7 +158,9 @@ def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor, 
     return normal * weight.to(x.dtype), normal, factor
 
 
-def _normalised_backward(gradient: Tensor, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _normalised_backward(
+    gradient: Tensor, x: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """Gradients of x and of the weight, from that of `_normalised(x)[0]`."""
     _, normal, factor = _normalised(x, weight, eps)
     weighted = gradient * weight.to(gradient.dtype)

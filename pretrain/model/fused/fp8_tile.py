@@ -42,12 +42,19 @@ class TensorScaled:
 
 
 def allocate(
-    quantizer: Any, shape: tuple[int, ...], device: torch.device, *, rows: bool, columns: bool, scale: Tensor | None = None
+    quantizer: Any,
+    shape: tuple[int, ...],
+    device: torch.device,
+    *,
+    rows: bool,
+    columns: bool,
+    scale: Tensor | None = None,
 ) -> tuple[Any, TensorScaled]:
     """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
     and no amax is recorded."""
     te = library()
-    if te.utils.is_non_tn_fp8_gemm_supported():  # from Blackwell on, products read both ways, and there are no transposes
+    # from Blackwell on, products read both ways, and there are no transposes
+    if te.utils.is_non_tn_fp8_gemm_supported():
         rows, columns = True, False
     by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
     by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
@@ -56,8 +63,15 @@ def allocate(
         scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
     elif scale is None:
         amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
-    written = TensorScaled(fp8_format(te, quantizer.dtype)[0], by_rows, by_columns, scale_inv, scale, amax, used)
-    options = {"fp8_scale_inv": scale_inv, "fp8_dtype": quantizer.dtype, "fake_dtype": torch.bfloat16, "quantizer": quantizer}
+    written = TensorScaled(
+        fp8_format(te, quantizer.dtype)[0], by_rows, by_columns, scale_inv, scale, amax, used
+    )
+    options = {
+        "fp8_scale_inv": scale_inv,
+        "fp8_dtype": quantizer.dtype,
+        "fake_dtype": torch.bfloat16,
+        "quantizer": quantizer,
+    }
     return te.Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
 
 
@@ -91,8 +105,13 @@ def record_amax(amax, values):
     """Raise `amax`, a pointer to one FP32 number that is not negative, to the largest magnitude in `values`. NaN does not count.
     Such numbers order as their bits do, so the maximum is one of integers."""
     largest = tl.max(tl.abs(values), None)
-    largest = tl.where(largest == largest, largest, 0.0)  # a maximum passes NaN over, unless there is nothing else
-    tl.atomic_max(amax.to(tl.pointer_type(tl.int32), bitcast=True), largest.to(tl.int32, bitcast=True), sem="relaxed")
+    # a maximum passes NaN over, unless there is nothing else
+    largest = tl.where(largest == largest, largest, 0.0)
+    tl.atomic_max(
+        amax.to(tl.pointer_type(tl.int32), bitcast=True),
+        largest.to(tl.int32, bitcast=True),
+        sem="relaxed",
+    )
 
 
 @triton.jit
@@ -135,7 +154,9 @@ def _computed_once(codes):
     every fourth column then held something else."""
     if INTERPRETED:
         return codes
-    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4)
+    return tl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [codes], dtype=tl.uint8, is_pure=False, pack=4
+    )
 
 
 @triton.jit
@@ -144,7 +165,9 @@ def exponential(x):
     Below 1e-38 the result is zero: tl.exp's care for such numbers takes more than twice the instructions."""
     if INTERPRETED:
         return tl.exp(x)
-    return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1)
+    return tl.inline_asm_elementwise(
+        "ex2.approx.ftz.f32 $0, $1;", "=r,r", [x * _LOG2_E], dtype=tl.float32, is_pure=True, pack=1
+    )
 
 
 @triton.jit

@@ -27,7 +27,8 @@ from pretrain.precision.product import Backend
 from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
-ROTATED_ATTENTION = "packed_fa4"  # is one with the rotation before it, whose backward adds up the parts of dk and dv
+# is one with the rotation before it, whose backward adds up the parts of dk and dv
+ROTATED_ATTENTION = "packed_fa4"
 # The classes of layers with a fused form, by full name: the classes themselves would bring four architectures into every start.
 _FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
@@ -60,19 +61,29 @@ class Parts:
     def of(cls, layer: nn.Module) -> Parts:
         """The parts of a layer that can be fused."""
         attention, config = layer.self_attn, layer.self_attn.config
-        stacks = tuple({name: layer.get_submodule(name) for name in names} for names in _STACKS.values())
+        stacks = tuple(
+            {name: layer.get_submodule(name) for name in names} for names in _STACKS.values()
+        )
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        return cls(stacks, norms, Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim))
+        return cls(
+            stacks,
+            norms,
+            Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
+        )
 
 
-def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision]) -> tuple[str | None, frozenset[str]]:
+def assess_layer(
+    name: str, layer: nn.Module, decisions: Mapping[str, Decision]
+) -> tuple[str | None, frozenset[str]]:
     """Why `layer`, called `name` in its model, stays unfused, None if it does not; and which of its linears are in low
     precision, by name in the model.
 
     `decisions`: what each linear is to compute in, empty where nothing is quantized. Where they differ among the linears of one
     stacked product, the layer stays unfused.
     """
-    inner = [f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)]
+    inner = [
+        f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
+    ]
     low = frozenset(linear for linear in inner if decisions and decisions[linear].reason is None)
     if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
         return f"no fused form of {type(layer).__name__}", low
@@ -81,8 +92,13 @@ def assess_layer(name: str, layer: nn.Module, decisions: Mapping[str, Decision])
     for stack in Parts.of(layer).stacks:
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
-            return f"{members} are one product when fused, and would compute in different precisions", low
-    if any(linear.bias is not None for stack in Parts.of(layer).stacks[1:] for linear in stack.values()):
+            return (
+                f"{members} are one product when fused, and would compute in different precisions",
+                low,
+            )
+    if any(
+        linear.bias is not None for stack in Parts.of(layer).stacks[1:] for linear in stack.values()
+    ):
         return "has a bias elsewhere than in queries, keys and values", low
     return None, low
 
@@ -116,7 +132,11 @@ class FusedLayers:
         """Says for the audit: "28 of 28 layers, queries and keys kept for backward"."""
         reasons = Counter(self.left_out.values())
         why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        kept = ", queries and keys kept for backward" if self.arithmetic.keeps_rotated and self.layers else ""
+        kept = (
+            ", queries and keys kept for backward"
+            if self.arithmetic.keeps_rotated and self.layers
+            else ""
+        )
         return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{kept}{why}"
 
 
@@ -124,12 +144,20 @@ class FusedLayer:
     """The forward of one decoder layer. Not a module: what it computes with belongs to the layer that it stands in for."""
 
     def __init__(
-        self, layer: nn.Module, name: str, arithmetic: Arithmetic, *, low_precision: Mapping[Backend, Collection[str]]
+        self,
+        layer: nn.Module,
+        name: str,
+        arithmetic: Arithmetic,
+        *,
+        low_precision: Mapping[Backend, Collection[str]],
     ) -> None:
         """`layer`, called `name` in its model. `low_precision`: by each backend that may compute it, which of its linears are in
         low precision; the others are in the context's compute dtype."""
         self.unfused, self.arithmetic = layer.forward, arithmetic
-        self.attention, self.norms = layer.self_attn, (layer.input_layernorm, layer.post_attention_layernorm)
+        self.attention, self.norms = (
+            layer.self_attn,
+            (layer.input_layernorm, layer.post_attention_layernorm),
+        )
         parts = Parts.of(layer)
         self.heads, self.head_norms = parts.heads, parts.head_norms
         products = []
@@ -148,9 +176,15 @@ class FusedLayer:
             return self.unfused(hidden_states, *args, **kwargs)
         # Viewed and not indexed: the gradient of an index is a tensor of zeros, into which the layer's gradient would be copied.
         x = hidden_states.squeeze(0)
-        self.arithmetic.differentiable = torch.is_grad_enabled()  # inside of an autograd.Function nobody could tell
+        # inside of an autograd.Function nobody could tell
+        self.arithmetic.differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, **kwargs)
-        weights = [*self.output.weights, self.norms[1].weight, *self.gate_up.weights, *self.down.weights]
+        weights = [
+            *self.output.weights,
+            self.norms[1].weight,
+            *self.gate_up.weights,
+            *self.down.weights,
+        ]
         return OutputAndMLP.apply(self, attended, x, *weights)[None]
 
     def _attend(
@@ -166,16 +200,33 @@ class FusedLayer:
         """x [tokens, hidden] -> attention's output [tokens, query x dim], and x for the residual."""
         attention, head_norms = self.attention, [norm.weight for norm in self.head_norms]
         angles = [table.flatten(0, -2) for table in position_embeddings]
-        inputs = (x, *angles, self.norms[0].weight, *head_norms, *self.qkv.weights, *self.qkv.biases)
+        inputs = (
+            x,
+            *angles,
+            self.norms[0].weight,
+            *head_norms,
+            *self.qkv.weights,
+            *self.qkv.biases,
+        )
         name = attention.config._attn_implementation
-        window = getattr(attention, "sliding_window", getattr(attention.config, "sliding_window", None))  # of this layer, or all
+        # of this layer, or all
+        window = getattr(
+            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+        )
         if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
         function = AttentionInterface().get_interface(name, None)
-        options = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen, "document_mask": document_mask, "sliding_window": window}
+        options = {
+            "cu_seqlens": cu_seqlens,
+            "max_seqlen": max_seqlen,
+            "document_mask": document_mask,
+            "sliding_window": window,
+        }
         q, k, v = (each.transpose(0, 1)[None] for each in states)
-        return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(0).flatten(1), x
+        return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(
+            0
+        ).flatten(1), x
 
     def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
         """The norms in the dtype of activations, as the unfused layer's working copies are. They are cast within a node:
@@ -201,7 +252,13 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, layer: FusedLayer, documents: Any | None, x: Tensor, cos: Tensor, sin: Tensor, *_: Tensor
+        ctx: FunctionCtx,
+        layer: FusedLayer,
+        documents: Any | None,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *_: Tensor,
     ) -> tuple[Tensor, ...]:
         arithmetic, product = layer.arithmetic, layer.qkv
         product.begin(x)
@@ -209,7 +266,9 @@ class NormedAttention(torch.autograd.Function):
         ctx.is_first_in_forward = arithmetic.library.is_first_in_forward()
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.forward(normed)
-        results = arithmetic.rotation(layer.heads).rotate(qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype))
+        results = arithmetic.rotation(layer.heads).rotate(
+            qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype)
+        )
         saved = [x, normed, rstd, qkv if layer.head_norms else None, cos, sin]
         if documents is not None:
             output, log_sums = flash_forward(*results, *documents)
@@ -222,7 +281,12 @@ class NormedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Gradients:
-        layer, arithmetic, product, heads = ctx.layer, ctx.layer.arithmetic, ctx.layer.qkv, ctx.layer.heads
+        layer, arithmetic, product, heads = (
+            ctx.layer,
+            ctx.layer.arithmetic,
+            ctx.layer.qkv,
+            ctx.layer.heads,
+        )
         *gradients, residual = gradients
         x, normed, rstd, qkv, cos, sin, *attended = arithmetic.saved(ctx)
         head_norms = layer.head_norms_in(x.dtype)
@@ -231,9 +295,13 @@ class NormedAttention(torch.autograd.Function):
             if q is None:
                 q, k, v = arithmetic.rotation(heads).rotate(qkv, cos, sin, heads, head_norms)
             d_output = gradients.pop().view(output.shape)
-            gradients += flash_backward_in_parts(d_output, q, k, v, output, log_sums, *ctx.documents)
+            gradients += flash_backward_in_parts(
+                d_output, q, k, v, output, log_sums, *ctx.documents
+            )
             del attended, q, k, v, output, log_sums, d_output
-        dqkv, of_head_norms, of_biases = arithmetic.rotate_backward(gradients, qkv, cos, sin, heads, head_norms, product)
+        dqkv, of_head_norms, of_biases = arithmetic.rotate_backward(
+            gradients, qkv, cos, sin, heads, head_norms, product
+        )
         d_normed = product.input_gradient(dqkv)
         of_weights = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
@@ -247,8 +315,15 @@ class OutputAndMLP(torch.autograd.Function):
     """attended [tokens, in], residual [tokens, hidden] -> x = attended w^T + residual -> x + swiglu(norm(x) gate_up^T) down^T."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor) -> Tensor:
-        arithmetic, output, gate_up, down = layer.arithmetic, layer.output, layer.gate_up, layer.down
+    def forward(
+        ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
+    ) -> Tensor:
+        arithmetic, output, gate_up, down = (
+            layer.arithmetic,
+            layer.output,
+            layer.gate_up,
+            layer.down,
+        )
         ctx.layer = layer
         output.begin(attended)
         operand = output.operand("input", attended)
@@ -259,7 +334,8 @@ class OutputAndMLP(torch.autograd.Function):
         down.begin(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
         y = down.forward(activated, x)
-        arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)  # after the products: it takes operands apart
+        # after the products: it takes operands apart
+        arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
         return y
 
     @staticmethod

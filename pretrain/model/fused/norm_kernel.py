@@ -23,9 +23,14 @@ PROGRAMS = 1024  # of a backward, at most; each leaves a row of FP32 sums
 
 
 @triton.jit
-def _rms_norm(x, weight, y, rstd, tokens, eps, width: tl.constexpr, height: tl.constexpr, step: tl.constexpr):
+def _rms_norm(
+    x, weight, y, rstd, tokens, eps, width: tl.constexpr, height: tl.constexpr, step: tl.constexpr
+):
     i, j = tl.program_id(0) * height + tl.arange(0, height), tl.arange(0, step)
-    there, at = (i < tokens)[:, None] & (j < width)[None, :], i.to(tl.int64)[:, None] * width + j[None, :]
+    there, at = (
+        (i < tokens)[:, None] & (j < width)[None, :],
+        i.to(tl.int64)[:, None] * width + j[None, :],
+    )
     values = tl.load(x + at, mask=there, other=0.0).to(tl.float32)
     factor = tl.rsqrt(tl.sum(values * values, axis=1) * (1.0 / width) + eps)
     scale = tl.load(weight + j, mask=j < width, other=0.0).to(tl.float32)[None, :]
@@ -54,7 +59,10 @@ def _rms_norm_backward(
     total = tl.zeros([height, step], tl.float32)
     for start in tl.range(0, rows, height):
         i = tl.program_id(0) * rows + start + tl.arange(0, height)
-        there, at = (i < tokens)[:, None] & inside[None, :], i.to(tl.int64)[:, None] * width + j[None, :]
+        there, at = (
+            (i < tokens)[:, None] & inside[None, :],
+            i.to(tl.int64)[:, None] * width + j[None, :],
+        )
         factor = tl.load(rstd + i, mask=i < tokens, other=0.0)[:, None]
         normed = factor * tl.load(x + at, mask=there, other=0.0).to(tl.float32)
         gradient = tl.load(dy + at, mask=there, other=0.0).to(tl.float32)
@@ -77,14 +85,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return y, rstd
 
 
-def rms_norm_backward(dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, rstd: Tensor, weight: Tensor, residual: Tensor
+) -> tuple[Tensor, Tensor]:
     """Returns the gradient of x with `residual` added, and that of `weight` [width], FP32, from the gradient of the norm of x and
     its rstd [tokens], FP32. All others are BF16 [tokens, width], contiguous."""
     tokens, width = x.shape
     height, step, warps = _tile(width)
     rows = height * triton.cdiv(tokens, height * PROGRAMS)
     programs = triton.cdiv(tokens, rows)
-    dx, sums = torch.empty_like(x), torch.empty(programs, width, dtype=torch.float32, device=x.device)
+    dx, sums = (
+        torch.empty_like(x),
+        torch.empty(programs, width, dtype=torch.float32, device=x.device),
+    )
     arguments = (dy, x, rstd, weight, residual, dx, sums, tokens, rows, width, height, step)
     _rms_norm_backward[(programs,)](*arguments, num_warps=warps, enable_fp_fusion=False)
     return dx, sums.sum(dim=0)

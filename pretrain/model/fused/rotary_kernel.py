@@ -20,7 +20,14 @@ import triton.language as tl
 from torch import Tensor
 
 from pretrain.model.fused.formulas import HeadNorms, Heads
-from pretrain.model.fused.fp8_tile import TYPES, TensorScaled, allocate, record_amax, store_tensor_scaled, tensor_scale
+from pretrain.model.fused.fp8_tile import (
+    TYPES,
+    TensorScaled,
+    allocate,
+    record_amax,
+    store_tensor_scaled,
+    tensor_scale,
+)
 from pretrain.precision.transformer_engine import library
 
 # Forward: of a tile of 4,096 values, 32 heads of 128, a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
@@ -35,10 +42,13 @@ MOST_HEADS = 8  # in a block of forward: 2 KB of a token in BF16, all in one str
 
 
 @triton.jit
-def _tile(first, token_stride, head_stride, rows: tl.constexpr, heads: tl.constexpr, half: tl.constexpr):
+def _tile(
+    first, token_stride, head_stride, rows: tl.constexpr, heads: tl.constexpr, half: tl.constexpr
+):
     """Offsets [rows, half] of the first halves of `heads` heads of each token from `first` on; the second lie `half` further."""
     row = tl.arange(0, rows)
-    inside = (row // heads) * token_stride + (row % heads) * head_stride  # 32 bits do within a tile, which holds few tokens
+    # 32 bits do within a tile, which holds few tokens
+    inside = (row // heads) * token_stride + (row % heads) * head_stride
     return tl.cast(first, tl.int64) * token_stride + (inside[:, None] + tl.arange(0, half)[None, :])
 
 
@@ -136,16 +146,47 @@ def _rotate_backward(
         is_query = head < query
         dy = tl.where(is_query, dq, dk)
         dy_token = tl.where(is_query, dq_token, dk_token)
-        dy += tl.where(is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64))
+        dy += tl.where(
+            is_query, head * tl.cast(dq_head, tl.int64), (head - query) * tl.cast(dk_head, tl.int64)
+        )
         weight = None
         if query_norm is not None:
             weight = tl.where(is_query, query_norm, key_norm)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             here = _inside(first, tokens, height, half, whole)
             dx1, dx2, sum1, sum2 = _differentiate_head(
-                dy, dy_token, dk_part, query, cos, sin, qkv, weight, sum1, sum2, first, here, head, eps, width, dim, parts
+                dy,
+                dy_token,
+                dk_part,
+                query,
+                cos,
+                sin,
+                qkv,
+                weight,
+                sum1,
+                sum2,
+                first,
+                here,
+                head,
+                eps,
+                width,
+                dim,
+                parts,
             )
-            largest = _write_head(dx1, dx2, largest, factor, dqkv, columns, first, here, head * dim, tokens, width, fp8)
+            largest = _write_head(
+                dx1,
+                dx2,
+                largest,
+                factor,
+                dqkv,
+                columns,
+                first,
+                here,
+                head * dim,
+                tokens,
+                width,
+                fp8,
+            )
         if query_norm is not None:
             sum_at = norm_sums + (program * (query + kv) + head) * dim + tl.arange(0, half)
             tl.store(sum_at, tl.sum(sum1, axis=0))
@@ -155,9 +196,38 @@ def _rotate_backward(
         for first in tl.range(program * height, tokens, step, num_stages=stages):
             here = _inside(first, tokens, height, half, whole)
             dx1, dx2, sum1, sum2 = _differentiate_head(
-                dy, dv_token, dv_part, 0, None, None, None, None, sum1, sum2, first, here, head, eps, width, dim, parts
+                dy,
+                dv_token,
+                dv_part,
+                0,
+                None,
+                None,
+                None,
+                None,
+                sum1,
+                sum2,
+                first,
+                here,
+                head,
+                eps,
+                width,
+                dim,
+                parts,
             )
-            largest = _write_head(dx1, dx2, largest, factor, dqkv, columns, first, here, head * dim, tokens, width, fp8)
+            largest = _write_head(
+                dx1,
+                dx2,
+                largest,
+                factor,
+                dqkv,
+                columns,
+                first,
+                here,
+                head * dim,
+                tokens,
+                width,
+                fp8,
+            )
     if fp8 is not None:
         record_amax(amax, largest)
 
@@ -216,14 +286,30 @@ def _differentiate_head(
         sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
         # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
         weight_at = weight + tl.arange(0, half)[None, :]
-        dx1, dx2 = dx1 * tl.load(weight_at).to(tl.float32), dx2 * tl.load(weight_at + half).to(tl.float32)
+        dx1, dx2 = (
+            dx1 * tl.load(weight_at).to(tl.float32),
+            dx2 * tl.load(weight_at + half).to(tl.float32),
+        )
         along = (tl.sum(tl.fma(dx1, x1, dx2 * x2), axis=1) * (1.0 / dim))[:, None]
         dx1, dx2 = factor * tl.fma(-x1, along, dx1), factor * tl.fma(-x2, along, dx2)
     return dx1, dx2, sum1, sum2
 
 
 @triton.jit
-def _write_head(d1, d2, largest, scale, rows, columns, first, here, column, tokens, width: tl.constexpr, fp8: tl.constexpr):
+def _write_head(
+    d1,
+    d2,
+    largest,
+    scale,
+    rows,
+    columns,
+    first,
+    here,
+    column,
+    tokens,
+    width: tl.constexpr,
+    fp8: tl.constexpr,
+):
     """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32, from the token `first` and the column `column`
     on. For codes they are rounded to BF16, and `largest` [height] is returned as the largest magnitudes up to now."""
     half: tl.constexpr = d1.shape[1]
@@ -243,15 +329,20 @@ def _write_head(d1, d2, largest, scale, rows, columns, first, here, column, toke
     return largest
 
 
-def rotate(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None) -> tuple[Tensor, Tensor, Tensor]:
+def rotate(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """pretrain.model.fused.formulas.rotate, for BF16 and heads of 32, 64 or 128 values."""
     tokens, rows = len(qkv), _TILE // heads.dim
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
     both = heads.query | heads.kv
-    block = min(both & -both, MOST_HEADS, rows)  # heads: a power of two that divides queries and keys
-    query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    # heads: a power of two that divides queries and keys
+    block = min(both & -both, MOST_HEADS, rows)
+    query_norm, key_norm, eps = (
+        (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    )
     _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
         *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
         *(heads.query, heads.kv, heads.dim, block, rows),
@@ -277,7 +368,14 @@ def rotate_backward(
     # The values of a head must be neighbours.
     dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in (dq, dk, dv))
     tokens, parts = len(dq), dk.shape[2] if dk.dim() == 4 else 1
-    strides = [*dq.stride()[:2], *(each.stride(axis) if axis < each.dim() - 1 else 0 for each in (dk, dv) for axis in range(3))]
+    strides = [
+        *dq.stride()[:2],
+        *(
+            each.stride(axis) if axis < each.dim() - 1 else 0
+            for each in (dk, dv)
+            for axis in range(3)
+        ),
+    ]
     dqkv, sums, programs = None, None, triton.cdiv(tokens, _TOKENS)
     if written is None:
         dqkv = dq.new_empty(tokens, heads.width)
@@ -285,14 +383,27 @@ def rotate_backward(
     else:
         outputs = (written.rows, written.columns, written.scale, written.scale_inv, written.amax)
         fp8 = TYPES[written.dtype]
-    query_norm, key_norm, eps = (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    query_norm, key_norm, eps = (
+        (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+    )
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
-        sums = torch.empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32, device=dq.device)
+        sums = torch.empty(
+            programs, heads.query + heads.kv, heads.dim, dtype=torch.float32, device=dq.device
+        )
     _rotate_backward[(heads.count * programs,)](
         *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
         *(query_norm, key_norm, *outputs, sums, tokens, eps),
-        *(heads.query, heads.kv, heads.dim, _TOKENS, tokens % _TOKENS == 0, parts, 1 if norms is None else _STAGES, fp8),
+        *(
+            heads.query,
+            heads.kv,
+            heads.dim,
+            _TOKENS,
+            tokens % _TOKENS == 0,
+            parts,
+            1 if norms is None else _STAGES,
+            fp8,
+        ),
         num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
         maxnreg=_REGISTERS,
         enable_fp_fusion=False,
@@ -306,7 +417,11 @@ def rotate_backward(
 def writes(quantizer: Any, dq: Tensor) -> bool:
     """Whether `quantized_rotate_backward` can write what Transformer Engine's `quantizer` would, with gradients like `dq`
     [tokens, query, dim]: under delayed scaling, in whole tiles."""
-    return isinstance(quantizer, library().Float8Quantizer) and dq.dtype == torch.bfloat16 and len(dq) % _TOKENS == 0
+    return (
+        isinstance(quantizer, library().Float8Quantizer)
+        and dq.dtype == torch.bfloat16
+        and len(dq) % _TOKENS == 0
+    )
 
 
 def quantized_rotate_backward(

@@ -29,7 +29,9 @@ _BF16 = torch.bfloat16
 
 
 @contextmanager
-def fused_head(product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext) -> Iterator[Callable[..., Tensor]]:
+def fused_head(
+    product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext
+) -> Iterator[Callable[..., Tensor]]:
     """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
     Each is computed by what is yielded, called as that of `head._differentiating`.
 
@@ -41,7 +43,8 @@ def fused_head(product: TransformerEngineProduct, weight: Tensor, context: Preci
         return weight.detach().to(_BF16)
 
     call = Multiplication(product, context, refresh=context.first_microbatch)
-    product.begin(torch.empty(0, dtype=_BF16, device=weight.device))  # all that is asked of the input is its dtype and device
+    # all that is asked of the input is its dtype and device
+    product.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:
         alone = product.is_first_in_forward()
         quantized = product.weight_operand(matrix, refresh=call.refresh, differentiable=True)
@@ -78,9 +81,12 @@ def chunk_loss(
     delayed = product.backend.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
-    losses, codes = quantized_softmax_gradient(logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale)
+    losses, codes = quantized_softmax_gradient(
+        logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale
+    )
     if call.seen_by.observers:
-        softmax_loss(logits, labels, IGNORE, with_gradient=True)  # the logits have been used, and take the gradient in BF16
+        # the logits have been used, and take the gradient in BF16
+        softmax_loss(logits, labels, IGNORE, with_gradient=True)
         call.show("grad_output", logits)
     del logits
 

@@ -33,25 +33,38 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
-from pretrain.precision.product import LinearCall, PrecisionContext, Product, TakesTurns, summing_where
+from pretrain.precision.product import (
+    LinearCall,
+    PrecisionContext,
+    Product,
+    TakesTurns,
+    summing_where,
+)
 from pretrain.precision.searched import add_product_, linear
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
 # Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, where
 # there is one, in FP32, which add up over the chunks.
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-LOGITS_AT_ONCE = 2**22  # of the loss in plain torch, in FP32: 16 MiB, some three times over, whatever the chunk
+# of the loss in plain torch, in FP32: 16 MiB, some three times over, whatever the chunk
+LOGITS_AT_ONCE = 2**22
 
 # What some architectures do to their logits after the head, and the value that does nothing. Only the head is replaced, so their
 # loss would be another model's.
-_LOGIT_CHANGES = dict.fromkeys(("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap"))
+_LOGIT_CHANGES = dict.fromkeys(
+    ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+)
 _LOGIT_CHANGES |= dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0)
 
 
 def check(config: PretrainedConfig, settings: LossSettings) -> None:
     """Refuse what would train wrongly, or cannot run here. Raises InputError."""
-    if settings.kind == "cce" and not (torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy")):
-        raise InputError("`loss.kind: cce` needs a CUDA device and cut-cross-entropy (requirements-cuda.txt); set it to chunked")
+    if settings.kind == "cce" and not (
+        torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy")
+    ):
+        raise InputError(
+            "`loss.kind: cce` needs a CUDA device and cut-cross-entropy (requirements-cuda.txt); set it to chunked"
+        )
     for key, neutral in _LOGIT_CHANGES.items():
         if (value := getattr(config, key, None)) not in (None, neutral):
             raise InputError(
@@ -69,16 +82,24 @@ class LossHead(TakesTurns, nn.Linear):
     _parts: Tensor | None = None  # FP32 [2], see `take_parts`
 
     @classmethod
-    def replacing(cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None) -> LossHead:
+    def replacing(
+        cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None
+    ) -> LossHead:
         """A head on the very same Parameters, so a weight tied to the embedding stays tied. Of the `context`'s backends none
         computes it yet."""
         if settings.kind == "cce" and linear.bias is not None:
-            raise InputError("`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked")
-        head = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
+            raise InputError(
+                "`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked"
+            )
+        head = cls(
+            linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
+        )
         head.weight, head.bias = linear.weight, linear.bias
         head.settings, head.chunk = settings, settings.tokens_at_once
         head.context, head.products = context or PrecisionContext(None, linear.weight.dtype), {}
-        head.penalty = Penalty(settings.penalty, settings.penalty_weight) if settings.penalty else None
+        head.penalty = (
+            Penalty(settings.penalty, settings.penalty_weight) if settings.penalty else None
+        )
         return head.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -88,16 +109,27 @@ class LossHead(TakesTurns, nn.Linear):
         Where the weight has a `main_grad` (FP32 or BF16, of its shape), backward adds the gradient to that and returns none."""
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        low, hidden, labels, operands = self.low, hidden.flatten(0, -2), labels.flatten(), (self.weight, self.bias)
+        low, hidden, labels, operands = (
+            self.low,
+            hidden.flatten(0, -2),
+            labels.flatten(),
+            (self.weight, self.bias),
+        )
         if self.settings.kind == "cce":
             return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
-        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (hidden, *operands)):
+        if torch.is_grad_enabled() and any(
+            t is not None and t.requires_grad for t in (hidden, *operands)
+        ):
             trained, parts = ChunkedLoss.apply(hidden, *operands, labels, self, low)
         else:
             operands = in_dtype(self.context.compute_dtype if low else hidden.dtype, *operands)
 
             def losses(rows: slice) -> Tensor:
-                logits = low(hidden[rows], *operands, self.context) if low else F.linear(hidden[rows], *operands)
+                logits = (
+                    low(hidden[rows], *operands, self.context)
+                    if low
+                    else F.linear(hidden[rows], *operands)
+                )
                 return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
 
             trained, parts = self.add_up(losses, labels, low)
@@ -106,11 +138,15 @@ class LossHead(TakesTurns, nn.Linear):
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
-    def add_up(self, losses: Callable[[slice], Tensor], labels: Tensor, low: Product | None) -> tuple[Tensor, Tensor]:
+    def add_up(
+        self, losses: Callable[[slice], Tensor], labels: Tensor, low: Product | None
+    ) -> tuple[Tensor, Tensor]:
         """The sum that is trained, FP32, and what it is made of, FP32 [1 or 2]: the sum of cross-entropies and, where there are
         any, of penalties without their weight. `losses`: FP32 [n] of the tokens of a chunk, or [2, n] with penalties under them.
         """
-        all_losses = torch.empty(2 if self.penalty else 1, len(labels), dtype=torch.float32, device=labels.device)
+        all_losses = torch.empty(
+            2 if self.penalty else 1, len(labels), dtype=torch.float32, device=labels.device
+        )
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
             all_losses[:, rows] = losses(rows)
         # In FP64: a hundred thousand FP32 losses are summed in no time, and their order no longer shows.
@@ -129,9 +165,12 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     """The sum of losses, FP32, from operands of one dtype."""
     from cut_cross_entropy import linear_cross_entropy  # brings Triton, which takes a while
 
-    if not (labels != IGNORE).any():  # the kernel takes no empty batch; it reads the labels back from the device anyway
+    # the kernel takes no empty batch; it reads the labels back from the device anyway
+    if not (labels != IGNORE).any():
         return (hidden.sum() * 0 + weight.sum() * 0).float()
-    return linear_cross_entropy(hidden, weight, labels, ignore_index=IGNORE, reduction="sum").float()
+    return linear_cross_entropy(
+        hidden, weight, labels, ignore_index=IGNORE, reduction="sum"
+    ).float()
 
 
 class ChunkedLoss(torch.autograd.Function):
@@ -154,7 +193,12 @@ class ChunkedLoss(torch.autograd.Function):
         with _differentiating(head, low, hidden.dtype) as of_chunk:
 
             def losses(rows: slice) -> Tensor:
-                return of_chunk(hidden[rows], labels[rows], (d_hidden[rows], d_weight, d_bias), first=rows.start == 0)
+                return of_chunk(
+                    hidden[rows],
+                    labels[rows],
+                    (d_hidden[rows], d_weight, d_bias),
+                    first=rows.start == 0,
+                )
 
             trained, parts = head.add_up(losses, labels, low)
         ctx.gradients, ctx.weight = (d_hidden, d_weight, d_bias), weight
@@ -168,13 +212,21 @@ class ChunkedLoss(torch.autograd.Function):
         (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
         main = getattr(ctx.weight, "main_grad", None)
         if main is not None:
-            main.addcmul_(d_weight, scale.reshape(1))  # reads both once; the scale stays on the device
+            # reads both once; the scale stays on the device
+            main.addcmul_(d_weight, scale.reshape(1))
             d_weight = None
         gradients = zip((d_hidden, d_weight, d_bias), ctx.dtypes, strict=True)
-        return *(None if each is None else _scale(each, scale, dtype) for each, dtype in gradients), None, None, None
+        return (
+            *(None if each is None else _scale(each, scale, dtype) for each, dtype in gradients),
+            None,
+            None,
+            None,
+        )
 
 
-def _differentiating(head: LossHead, low: Product | None, dtype: torch.dtype) -> AbstractContextManager[Callable[..., Tensor]]:
+def _differentiating(
+    head: LossHead, low: Product | None, dtype: torch.dtype
+) -> AbstractContextManager[Callable[..., Tensor]]:
     """What computes the chunks of one training forward: a function that returns the losses of a chunk of tokens, with its part of
     the gradients written. The `first` chunk overwrites the weight's sum, which holds nothing yet. `dtype`: of hidden states."""
     if low and low.supports_fused_loss and not head.penalty:
@@ -186,7 +238,12 @@ def _differentiating(head: LossHead, low: Product | None, dtype: torch.dtype) ->
     def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         d_hidden, d_weight, d_bias = gradients
         if low:
-            call = LinearCall(low, head.context, refresh=head.context.first_microbatch and first, differentiable=True)
+            call = LinearCall(
+                low,
+                head.context,
+                refresh=head.context.first_microbatch and first,
+                differentiable=True,
+            )
             logits, saved = call.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)
@@ -203,7 +260,9 @@ def _differentiating(head: LossHead, low: Product | None, dtype: torch.dtype) ->
     return nullcontext(chunk_loss)
 
 
-def token_losses(logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool) -> Tensor:
+def token_losses(
+    logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool
+) -> Tensor:
     """Losses [n] FP32 of logits [n, vocabulary] and labels [n], with a `penalty` [2, n], that under them; zero where ignored.
     `with_gradient` overwrites the logits as `Penalty.gradient_` does, for which a GPU has a kernel without a penalty."""
     if penalty is not None:
@@ -227,7 +286,9 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
     return (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
-def in_dtype(dtype: torch.dtype, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def in_dtype(
+    dtype: torch.dtype, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
     """The head in the dtype of its products: one copy a call where the parameters are FP32 and the products BF16."""
     return summing_where(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 
@@ -265,7 +326,9 @@ class Penalty:
         """
         both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
         size = max(1, LOGITS_AT_ONCE // logits.shape[1])  # rows
-        for rows, of_rows, into in zip(logits.split(size), labels.split(size), both.split(size, dim=1), strict=True):
+        for rows, of_rows, into in zip(
+            logits.split(size), labels.split(size), both.split(size, dim=1), strict=True
+        ):
             scores = rows.float()  # FP32 logits themselves
             into.copy_(self._overwrite(scores, of_rows))
             if scores is not rows:

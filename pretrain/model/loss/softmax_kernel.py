@@ -34,8 +34,12 @@ from pretrain.model.fused.fp8_tile import (
     tensor_scale,
 )
 
-BLOCK, WARPS = 4096, 8  # logits that a program takes at once, and by how many warps: the fastest of those measured on an H200
-FP8_TILE = (32, 128)  # tokens and words of a tile that is transposed, by FP8_WARPS: the fastest of those measured on an H200
+# logits that a program takes at once, and by how many warps: the fastest of those measured on an
+# H200
+BLOCK, WARPS = 4096, 8
+# tokens and words of a tile that is transposed, by FP8_WARPS: the fastest of those measured on an
+# H200
+FP8_TILE = (32, 128)
 FP8_WARPS = 4
 
 
@@ -63,11 +67,14 @@ def _softmax_loss(
     fp8: tl.constexpr,
 ):
     token = tl.program_id(0)
-    row = logits + tl.cast(token, tl.int64) * vocabulary  # 64 bits: a chunk may have more than 2**31 logits
+    # 64 bits: a chunk may have more than 2**31 logits
+    row = logits + tl.cast(token, tl.int64) * vocabulary
     label = tl.load(labels + token)
     # Before the sums, whose barriers keep every store of the second pass behind this load.
     # A label that is no token's gives NaN, and with it a loss that stops the run, not whatever lies in memory there.
-    target = tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(tl.float32)
+    target = tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(
+        tl.float32
+    )
     # The largest score, and the sum of exp(score - largest), in one pass (Milakov and Gimelshein, 2018).
     maximum = -float("inf")
     total = 0.0
@@ -75,13 +82,18 @@ def _softmax_loss(
         column = start + tl.arange(0, block)
         scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(scores))
-        reference = tl.where(higher == -float("inf"), 0.0, higher)  # inf - inf, where all so far are -inf, would be NaN
+        # inf - inf, where all so far are -inf, would be NaN
+        reference = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
         maximum = higher
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
     of_total = 1.0 / total
     if maxima is not None:
-        magnitude = tl.abs(score_gradient(target, maximum, of_total, 1.0).to(logits.dtype.element_ty).to(tl.float32))
+        magnitude = tl.abs(
+            score_gradient(target, maximum, of_total, 1.0)
+            .to(logits.dtype.element_ty)
+            .to(tl.float32)
+        )
         magnitude = tl.where(label == ignore, 0.0, magnitude)
         record_amax(amax, magnitude + tl.zeros((1,), tl.float32))
         scale = scale_from_amax(magnitude, fp8)
@@ -94,7 +106,9 @@ def _softmax_loss(
             column = start + tl.arange(0, block)
             inside = column < vocabulary
             scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
-            gradient = score_gradient(scores, maximum, of_total, tl.where(column == label, 1.0, 0.0))
+            gradient = score_gradient(
+                scores, maximum, of_total, tl.where(column == label, 1.0, 0.0)
+            )
             gradient = tl.where(label == ignore, 0.0, gradient)
             tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
 
@@ -159,12 +173,23 @@ def _softmax_quantized_gradient(
     maximum, of_total = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
     gradient = score_gradient(scores, maximum, of_total, tl.where(word[None, :] == label, 1.0, 0.0))
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
-    store_rows(fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8), rows, token, word, vocabulary)
+    store_rows(
+        fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8),
+        rows,
+        token,
+        word,
+        vocabulary,
+    )
     store_columns(fp8_codes(gradient, used, fp8), columns, token, word, n)
 
 
 def quantized_softmax_gradient(
-    logits: Tensor, labels: Tensor, ignore: int, fp8: torch.dtype, amax: Tensor, scale: Tensor | None
+    logits: Tensor,
+    labels: Tensor,
+    ignore: int,
+    fp8: torch.dtype,
+    amax: Tensor,
+    scale: Tensor | None,
 ) -> tuple[Tensor, QuantizedGradient]:
     """Losses [n] FP32 and the quantized gradient of logits [n, vocabulary] BF16, which stay as they are.
 
@@ -174,14 +199,42 @@ def quantized_softmax_gradient(
     """
     n, vocabulary = logits.shape
     labels = labels.contiguous()
-    maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(4, n, dtype=torch.float32, device=logits.device)
-    rows, columns = (torch.empty(shape, dtype=torch.uint8, device=logits.device) for shape in ((n, vocabulary), (vocabulary, n)))
+    maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(
+        4, n, dtype=torch.float32, device=logits.device
+    )
+    rows, columns = (
+        torch.empty(shape, dtype=torch.uint8, device=logits.device)
+        for shape in ((n, vocabulary), (vocabulary, n))
+    )
     scale_inv = torch.empty(1, dtype=torch.float32, device=logits.device)
     # Tiles must lie inside. Sizes that FP8 products take are multiples of 16, and those in use of 64 at least.
     tile = math.gcd(n, FP8_TILE[0]), math.gcd(vocabulary, FP8_TILE[1])
-    losses = softmax_loss(logits, labels, ignore, maxima, reciprocals, rows_scale, rows_scale_inv, amax, fp8=TYPES[fp8])
+    losses = softmax_loss(
+        logits,
+        labels,
+        ignore,
+        maxima,
+        reciprocals,
+        rows_scale,
+        rows_scale_inv,
+        amax,
+        fp8=TYPES[fp8],
+    )
     _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
-        *(logits, labels, maxima, reciprocals, rows_scale, amax, scale, rows, columns, scale_inv, n, vocabulary),
+        *(
+            logits,
+            labels,
+            maxima,
+            reciprocals,
+            rows_scale,
+            amax,
+            scale,
+            rows,
+            columns,
+            scale_inv,
+            n,
+            vocabulary,
+        ),
         *(ignore, TYPES[fp8], *tile),
         num_warps=FP8_WARPS,
         enable_fp_fusion=False,

@@ -12,7 +12,9 @@ PRECISION = QuantizedPrecision(
     hardware=Hardware((9, 0), "H100, H200, B200"),
     scales=Scaling("power of two", 0.5, 128),
     square_weights=True,
-    quantize=lambda x, given: quantizers.blocks.quantize_fp8(x, given.grid, two_dimensional=given.square),
+    quantize=lambda x, given: quantizers.blocks.quantize_fp8(
+        x, given.grid, two_dimensional=given.square
+    ),
     te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,

@@ -33,7 +33,8 @@ class Given(NamedTuple):
     square: bool  # blocks are squares
     scale: Tensor | None  # of delayed scaling
     amax: Tensor | None  # of x, where it is known
-    uniform: Tensor | None  # random numbers of x's shape to round by, FP32 in [0, 1); None: to nearest
+    # random numbers of x's shape to round by, FP32 in [0, 1); None: to nearest
+    uniform: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Scaling:
 
     kind: Literal["FP32", "power of two", "E4M3"]
     least: float
-    block: int | None = None  # values along the axis of the sum that share a scale; None: the whole tensor has one
+    # values along the axis of the sum that share a scale; None: the whole tensor has one
+    block: int | None = None
     square: bool = False  # as many rows share it too
 
     def __str__(self) -> str:
@@ -61,17 +63,25 @@ BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read op
 class Hardware:
     """The GPUs whose tensor cores multiply in a format, by CUDA compute capability."""
 
-    capability: tuple[int, int] | None  # the least; None: no GPU is supported, and `examples` says why
+    # the least; None: no GPU is supported, and `examples` says why
+    capability: tuple[int, int] | None
     examples: str
-    below: tuple[int, int] | None = None  # capabilities from here on are not supported by the kernels yet
+    # capabilities from here on are not supported by the kernels yet
+    below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
         """What a device of `capability` (None: no GPU) would need; None if it has all. What Transformer Engine needs beside it,
         such as a CUDA version, it says itself."""
         if self.capability is None:
             return f"emulation, because {self.examples}"
-        if capability is None or capability < self.capability or (self.below and capability >= self.below):
-            least, end = (".".join(map(str, version or ())) for version in (self.capability, self.below))
+        if (
+            capability is None
+            or capability < self.capability
+            or (self.below and capability >= self.below)
+        ):
+            least, end = (
+                ".".join(map(str, version or ())) for version in (self.capability, self.below)
+            )
             return f"a GPU of compute capability {least} or higher{end and f' and below {end}'} ({self.examples})"
         return None
 
@@ -84,11 +94,15 @@ class Precision:
 
     name: str
     description: str
-    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"  # of activations and, where nothing is quantized, of products
+    # of activations and, where nothing is quantized, of products
+    compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
-    multiple_of: int = 1  # what both features of a linear and the number of tokens must be multiples of
-    plain_forward: bool = False  # forward products take operands as they are: in a phase with `forward: bf16`
-    options: Mapping[str, Any] = field(default_factory=dict)  # of `fp8_config`, those that it takes: with their defaults
+    # what both features of a linear and the number of tokens must be multiples of
+    multiple_of: int = 1
+    # forward products take operands as they are: in a phase with `forward: bf16`
+    plain_forward: bool = False
+    # of `fp8_config`, those that it takes: with their defaults
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def use(self) -> str:
@@ -114,15 +128,21 @@ class QuantizedPrecision(Precision):
     hardware: Hardware
     scales: Scaling
     square_weights: bool = False  # a weight's blocks are squares, which serve both of its products
-    quantize: Callable[[Tensor, Given], Quantized]  # x [rows, features] to codes whose blocks lie along its features
+    # x [rows, features] to codes whose blocks lie along its features
+    quantize: Callable[[Tensor, Given], Quantized]
     codes: Grid = E4M3  # but for gradients under `fp8_format: HYBRID`
     keeps_history: bool = False  # scales come from earlier steps, and a checkpoint holds them
-    te_recipe: str | None = None  # the class of transformer_engine.common.recipe that takes its options; None: emulated only
-    te_available: str | None = None  # Transformer Engine's function that says whether a device has it
-    operand_bytes: float = 1.0  # of a value with its share of the scales, in one layout of the two that a step's products read
+    # the class of transformer_engine.common.recipe that takes its options; None: emulated only
+    te_recipe: str | None = None
+    # Transformer Engine's function that says whether a device has it
+    te_available: str | None = None
+    # of a value with its share of the scales, in one layout of the two that a step's products read
+    operand_bytes: float = 1.0
     weight_bytes: float | None = None  # the same of a weight; None: as any other operand
-    keeps_last: float = 0.0  # the share of the decoder layers, those at the model's end, that it leaves in BF16 by default
-    underflow_limit: float = 0.05  # the share of an operand's values that become zero from which on its scales do not fit
+    # the share of the decoder layers, those at the model's end, that it leaves in BF16 by default
+    keeps_last: float = 0.0
+    # the share of an operand's values that become zero from which on its scales do not fit
+    underflow_limit: float = 0.05
 
     @property
     def block_scaled(self) -> bool:
@@ -148,9 +168,13 @@ class QuantizedPrecision(Precision):
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
         """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head) on a device of this
         compute capability (None: Hopper's)."""
-        return not (self.block_scaled or self.plain_forward) and (capability is None or capability < BLACKWELL)
+        return not (self.block_scaled or self.plain_forward) and (
+            capability is None or capability < BLACKWELL
+        )
 
-    def no_groups_on(self, capability: tuple[int, int] | None, settings: OptionValues) -> str | None:
+    def no_groups_on(
+        self, capability: tuple[int, int] | None, settings: OptionValues
+    ) -> str | None:
         """Why a mixture's experts stay unquantized on a device of this compute capability (None: Hopper's); None: they do not.
         torch's grouped product in FP8 takes a scale a row, and E4M3 alone."""
         if self.block_scaled or capability not in (None, HOPPER):
@@ -162,7 +186,9 @@ class QuantizedPrecision(Precision):
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
         """One or two; `capability` None: Hopper's. Where FP8 products read operands either way (Transformer Engine's
         nvte_is_non_tn_fp8_gemm_supported()), an operand with one scale has no transpose. Scales of blocks lie along the sum."""
-        both_ways = capability is not None and (BLACKWELL <= capability < (12, 0) or capability >= (13, 0))
+        both_ways = capability is not None and (
+            BLACKWELL <= capability < (12, 0) or capability >= (13, 0)
+        )
         return 1 if both_ways and not self.block_scaled else 2
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
@@ -201,7 +227,9 @@ class QuantizedPrecision(Precision):
         if self.serves_both(role):
             return lambda x, scale, amax: quantize(x, scale, amax).t()
         transform = self.transform(settings, role)
-        return lambda x, scale, amax: quantize(x.t() if transform is None else transform(x.t()), scale, None)
+        return lambda x, scale, amax: quantize(
+            x.t() if transform is None else transform(x.t()), scale, None
+        )
 
     def operand_kind(self, settings: OptionValues, role: Role, gemm: str | None = None) -> str:
         """What an operand, in one of its products, is called in the audit: "e4m3 in blocks of 128"."""

@@ -8,7 +8,12 @@ PRECISION = QuantizedPrecision(
     description="FP8 products; a scale a tensor, from the largest values of past microbatches",
     peak="fp8",
     multiple_of=16,
-    options={"fp8_format": "HYBRID", "margin": 0, "amax_history_len": 1024, "amax_compute_algo": "max"},
+    options={
+        "fp8_format": "HYBRID",
+        "margin": 0,
+        "amax_history_len": 1024,
+        "amax_compute_algo": "max",
+    },
     hardware=Hardware((8, 9), "L40S, H100, H200, B200"),
     scales=Scaling("FP32", 0.0),
     quantize=lambda x, given: quantizers.tensor.quantize(x, given.scale, given.grid),

@@ -10,7 +10,9 @@ PRECISION = QuantizedPrecision(
     name="nvfp4",
     description="FP4 products; an E4M3 scale for every 16 values under a scale a tensor",
     peak="fp4",
-    multiple_of=32,  # not its blocks' 16: rows of codes begin at 16 bytes, two codes in each, whichever way a product reads
+    # not its blocks' 16: rows of codes begin at 16 bytes, two codes in each, whichever way a
+    # product reads
+    multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
     hardware=Hardware((10, 0), "B200, GB200"),
     # An E4M3 scale is a 17th off at most, so the largest value lies between 5.6 and 6.4. Rounded by chance it may become 4.
@@ -24,5 +26,7 @@ PRECISION = QuantizedPrecision(
     te_available="is_nvfp4_available",
     operand_bytes=1 / 2 + 1 / 16,
     keeps_last=0.15,
-    underflow_limit=0.6,  # it loses 45 % of a gradient and still trains, as stochastic rounding makes up for it on average
+    # it loses 45 % of a gradient and still trains, as stochastic rounding makes up for it on
+    # average
+    underflow_limit=0.6,
 )

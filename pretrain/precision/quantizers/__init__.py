@@ -21,9 +21,11 @@ class Grid:
     maximum: float  # the largest finite value
 
 
-E4M3 = Grid("E4M3", mantissa_bits=3, min_exponent=-6, maximum=448.0)  # FP8 without infinities (OCP FP8, torch's float8_e4m3fn)
+# FP8 without infinities (OCP FP8, torch's float8_e4m3fn)
+E4M3 = Grid("E4M3", mantissa_bits=3, min_exponent=-6, maximum=448.0)
 E5M2 = Grid("E5M2", mantissa_bits=2, min_exponent=-14, maximum=57344.0)
-E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)  # FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+# FP4: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives
+E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,9 @@ class Quantized:
     """
 
     codes: Tensor  # values of `grid`, the shape of x
-    block_scale: Tensor  # of each value's block, broadcastable to x; the scalar 1 where one scale serves the whole tensor
+    # of each value's block, broadcastable to x; the scalar 1 where one scale serves the whole
+    # tensor
+    block_scale: Tensor
     tensor_scale: Tensor  # scalar; 1 where only blocks are scaled
     grid: Grid
 
@@ -50,4 +54,6 @@ class Quantized:
     def t(self) -> Quantized:
         """The quantized x^T, where the scales serve it as well."""
         blocks = self.block_scale
-        return Quantized(self.codes.t(), blocks.t() if blocks.dim() else blocks, self.tensor_scale, self.grid)
+        return Quantized(
+            self.codes.t(), blocks.t() if blocks.dim() else blocks, self.tensor_scale, self.grid
+        )

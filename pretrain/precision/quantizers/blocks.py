@@ -25,7 +25,8 @@ from pretrain.precision.quantizers.tensor import (
 FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16  # values that share a scale
 HADAMARD_BLOCK = 16  # values that one transform mixes
 SMALLEST, LARGEST = 0, 254  # E8M0 bytes: 2^-127 and 2^127; 255 is not a number
-HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)  # bits of 2^-127, which FP32 holds only as a subnormal
+# bits of 2^-127, which FP32 holds only as a subnormal
+HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)
 NVFP4_MAXIMUM = E2M1.maximum * E4M3.maximum  # the largest code times the largest block scale
 # Transformer Engine's signs of the transform, bit i for value i of a block: + + + - + - - - - - - + - + - -
 NEGATIVE = 0b1101_0111_1110_1000
@@ -70,14 +71,31 @@ class Blocks:
         return split.mT if self.transposed else split
 
     def quantized(
-        self, scaled: Tensor, scale: Tensor, grid: Grid, uniform: Tensor | None = None, tensor_scale: Tensor | None = None
+        self,
+        scaled: Tensor,
+        scale: Tensor,
+        grid: Grid,
+        uniform: Tensor | None = None,
+        tensor_scale: Tensor | None = None,
     ) -> BlockQuantized:
         """Quantizes split values that are `scaled` to the grid, with the scales of their blocks that undo it; both FP32. To
         nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of the unsplit shape."""
-        codes = round_to_grid(scaled, grid) if uniform is None else round_stochastically(scaled, grid, self.split(uniform))
+        codes = (
+            round_to_grid(scaled, grid)
+            if uniform is None
+            else round_stochastically(scaled, grid, self.split(uniform))
+        )
         if tensor_scale is None:
             tensor_scale = torch.ones((), device=codes.device)
-        return BlockQuantized(self.join(codes), self.join(scale.expand_as(codes)), tensor_scale, grid, self, codes, scale)
+        return BlockQuantized(
+            self.join(codes),
+            self.join(scale.expand_as(codes)),
+            tensor_scale,
+            grid,
+            self,
+            codes,
+            scale,
+        )
 
 
 @dataclass(frozen=True)
@@ -129,11 +147,15 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
     amax = absolute_maximum(split, blocks.within, keepdim=True)
-    bits = (amax * (1.0 / grid.maximum)).view(torch.int32)  # as `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh
+    # as `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh
+    bits = (amax * (1.0 / grid.maximum)).view(torch.int32)
     exponent, mantissa = bits >> FP32_MANTISSA_BITS, bits & ((1 << FP32_MANTISSA_BITS) - 1)
-    exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)  # how much of a mantissa the exponent alone stands for
+    # how much of a mantissa the exponent alone stands for
+    exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)
     exponent = (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
-    return blocks.quantized(split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform)
+    return blocks.quantized(
+        split.float() * _power_of_two(LARGEST - exponent), _power_of_two(exponent), grid, uniform
+    )
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
@@ -165,13 +187,17 @@ def quantize_nvfp4(
 
     tensor_encode = scale_from_amax(amax, NVFP4_MAXIMUM)
     wanted = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
-    block_scale = round_to_grid(wanted, E4M3)  # zero for a block far below the tensor's amax, whose codes are worth nothing
+    # zero for a block far below the tensor's amax, whose codes are worth nothing
+    block_scale = round_to_grid(wanted, E4M3)
     # At most FP32's largest number instead of infinity, so that at least zeros are encoded to zeros.
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
 
     scaled = split.float() * encode_scale
-    scaled = torch.where(scaled == 0, 0.0, scaled)  # -0.0 becomes 0.0, while what rounds to zero keeps its sign
-    return blocks.quantized(scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / NVFP4_MAXIMUM).float())
+    # -0.0 becomes 0.0, while what rounds to zero keeps its sign
+    scaled = torch.where(scaled == 0, 0.0, scaled)
+    return blocks.quantized(
+        scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / NVFP4_MAXIMUM).float()
+    )
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -182,7 +208,8 @@ def hadamard(x: Tensor) -> Tensor:
     Transformer Engine's reference and kernels. Raises RuntimeError where n is no multiple of 16.
     """
     orthogonal = hadamard_matrix(x.dtype, x.device)
-    if x.dim() > 1 and x.stride(-1) != 1:  # as x.t() has it: multiplied from the left, x needs no copy in the other order
+    # as x.t() has it: multiplied from the left, x needs no copy in the other order
+    if x.dim() > 1 and x.stride(-1) != 1:
         return (orthogonal.t() @ x.mT.unflatten(-2, (-1, HADAMARD_BLOCK))).reshape(x.mT.shape).mT
     return (x.unflatten(-1, (-1, HADAMARD_BLOCK)) @ orthogonal).reshape(x.shape)
 

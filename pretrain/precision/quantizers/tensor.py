@@ -21,7 +21,8 @@ from pretrain.precision.quantizers import Grid, Quantized
 
 FP32_MANTISSA_BITS = 23
 FP32_EXPONENT = 0xFF << FP32_MANTISSA_BITS
-TWICE_THE_BIAS = 2 * 127 << FP32_MANTISSA_BITS  # less the bits of a power of two: those of its reciprocal
+# less the bits of a power of two: those of its reciprocal
+TWICE_THE_BIAS = 2 * 127 << FP32_MANTISSA_BITS
 FP32_MAX = torch.finfo(torch.float32).max
 
 
@@ -38,7 +39,8 @@ def round_stochastically(x: Tensor, grid: Grid, uniform: Tensor) -> Tensor:
     FP32 in [0, 1) and of x's shape, decides: the value farther from zero is taken where `uniform` is below the part of the way
     that x has come to it. Values of the grid, NaN and all beyond the maximum are as in `round_to_grid`."""
     x, quantum, per_quantum = _in_quanta(x, grid)
-    magnitude = x.abs() * per_quantum  # of the magnitude, as 1 - tiny would be 1 for a tiny negative x
+    # of the magnitude, as 1 - tiny would be 1 for a tiny negative x
+    magnitude = x.abs() * per_quantum
     lower = magnitude.floor()
     rounded = lower + (uniform < magnitude - lower).float()
     return torch.copysign(rounded * quantum, x)
@@ -58,7 +60,9 @@ def absolute_maximum(x: Tensor, dim: int | tuple[int, ...] = (), keepdim: bool =
     return x.abs().nan_to_num(0.0, torch.inf).amax(dim, keepdim).float()
 
 
-def scale_from_amax(amax: Tensor, maximum: float, *, power_of_two: bool = False, overflow: float = FP32_MAX) -> Tensor:
+def scale_from_amax(
+    amax: Tensor, maximum: float, *, power_of_two: bool = False, overflow: float = FP32_MAX
+) -> Tensor:
     """What to multiply by so that `amax`, FP32 of any shape, lands on the format's `maximum`: FP32, of amax's shape. 1 for an
     amax of zero, infinity or NaN; `overflow` where the quotient overflows FP32; then, if `power_of_two`, rounded down to one.
     The rule is compute_scale_from_amax in TE's common/recipe/recipe_common.cuh."""
@@ -77,7 +81,9 @@ def decode_scale(scale: Tensor) -> Tensor:
 def quantize(x: Tensor, scale: Tensor, grid: Grid) -> Quantized:
     """x [rows, columns] of any float dtype, multiplied by `scale` (FP32, one element) in FP32 and rounded to `grid`."""
     scale = scale.reshape(())
-    return Quantized(round_to_grid(x.float() * scale, grid), torch.ones_like(scale), decode_scale(scale), grid)
+    return Quantized(
+        round_to_grid(x.float() * scale, grid), torch.ones_like(scale), decode_scale(scale), grid
+    )
 
 
 def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid) -> Quantized:
@@ -87,7 +93,11 @@ def quantize_by_amax(x: Tensor, amax: Tensor | None, grid: Grid) -> Quantized:
 
 
 def update_scale(
-    amax_history: Tensor, scale: Tensor, maximum: float, margin: int, algorithm: Literal["max", "most_recent"]
+    amax_history: Tensor,
+    scale: Tensor,
+    maximum: float,
+    margin: int,
+    algorithm: Literal["max", "most_recent"],
 ) -> tuple[Tensor, Tensor]:
     """Delayed scaling at the end of a step: the new history and the scale of the next step.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
@@ -19,24 +21,33 @@ import torch
 from safetensors.torch import load_file
 
 from foundation.errors import InputError
+from foundation.files import hash_of
 from packing.order import splitmix64
-from pretrain.checkpoint import format
+from pretrain.checkpoint import checkpoint, format
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
 from pretrain.checkpoint.state import step_seed
 from tests.conftest import flip
 
-MODEL, OPTIMIZER = (f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer"))
+MODEL, OPTIMIZER = (
+    f"{kind}-00000-of-00001-part-000.safetensors" for kind in ("model", "optimizer")
+)
 
 
-def tensors_of(step: int, rows: int = 40) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+def tensors_of(
+    step: int, rows: int = 40
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A small model and optimizer whose values tell the step they are of."""
     generator = torch.Generator().manual_seed(step)
     model = {
         "embed.weight": torch.randn(rows, 16, generator=generator).bfloat16(),
-        "norm.weight": torch.randn(3, generator=generator).bfloat16(),  # an odd count of 2-byte values before wider ones
+        # an odd count of 2-byte values before wider ones
+        "norm.weight": torch.randn(3, generator=generator).bfloat16(),
         "scale": torch.randn((), generator=generator),
     }
-    optimizer = {f"exp_avg/{name}": torch.randn(tensor.shape, generator=generator) for name, tensor in model.items()}
+    optimizer = {
+        f"exp_avg/{name}": torch.randn(tensor.shape, generator=generator)
+        for name, tensor in model.items()
+    }
     return model, optimizer
 
 
@@ -68,7 +79,8 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, monkeypatch):
     assert names(tmp_path) == ["step-00000100"]
     assert names(path) == ["manifest.json", MODEL, OPTIMIZER, "state.json"]
     assert_holds(path, 100)
-    assert load_file(path / MODEL).keys() == tensors_of(100)[0].keys()  # plain safetensors under the parameters' names
+    # plain safetensors under the parameters' names
+    assert load_file(path / MODEL).keys() == tensors_of(100)[0].keys()
     monkeypatch.setattr(format, "PART_BYTES", 1000)
     parts = save(Checkpoints(tmp_path / "in parts", keep=1), 3)
     assert len(list(parts.glob("optimizer-*.safetensors"))) > 1
@@ -107,7 +119,9 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_taken(tmp_path, caplog, harm):
+def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_taken(
+    tmp_path, caplog, harm
+):
     writer = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
         newest = save(writer, step)
@@ -123,6 +137,40 @@ def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_take
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(checkpoints, 5)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
+
+
+FORGERIES = {
+    "a file that is not listed": lambda piece: piece.update(file=f"../../{piece['file']}"),
+    "a tensor that is not filled": lambda piece: piece.update(shape=[1, *piece["shape"][1:]]),
+}
+
+
+@pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
+def test_a_manifest_whose_pieces_do_not_fill_a_tensor_is_refused(tmp_path, forge):
+    path = save(Checkpoints(tmp_path, keep=1), 1)
+    content = json.loads((path / "manifest.json").read_text())
+    forge(content["model"]["embed.weight"]["pieces"][0])
+    del content["sha256"]
+    (path / "manifest.json").write_text(json.dumps({**content, "sha256": hash_of(content)}))
+    with pytest.raises(InputError, match=r"the pieces of embed\.weight in its files"):
+        Checkpoints(tmp_path, keep=1).load(path, *map(blank, tensors_of(1)))
+
+
+def test_a_file_system_that_refuses_modes_takes_checkpoints(tmp_path, monkeypatch):
+    def chmod(*arguments: object, **options: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "chmod", chmod)
+    assert_holds(save(Checkpoints(tmp_path, keep=1), 1), 1)
+
+
+def test_a_save_that_fails_is_a_message_without_our_class_names(tmp_path, monkeypatch):
+    def fail(path: Path, tensors: object) -> None:
+        raise InputError(f"{path.name}: cannot be written")
+
+    monkeypatch.setattr(checkpoint, "write_tensors", fail)
+    with pytest.raises(InputError, match=rf"saved: {MODEL}: cannot be written \(rank 0\); "):
+        save(Checkpoints(tmp_path, keep=1), 1)
 
 
 # Calls between which a process may die and leave something else behind.
@@ -151,7 +199,9 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
     newest_steps, status = [], -signal.SIGKILL
     for number in itertools.count(1):
         folder = shutil.copytree(before, tmp_path / str(number))
-        writer = multiprocessing.get_context("fork").Process(target=_save_and_die, args=(folder, number))
+        writer = multiprocessing.get_context("fork").Process(
+            target=_save_and_die, args=(folder, number)
+        )
         writer.start()
         writer.join()
         status = writer.exitcode
@@ -166,7 +216,11 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
         if status != -signal.SIGKILL:
             break
     assert status == 0
-    assert newest_steps == sorted(newest_steps) and newest_steps.count(2) > 9 and newest_steps.count(3) > 5
+    assert (
+        newest_steps == sorted(newest_steps)
+        and newest_steps.count(2) > 9
+        and newest_steps.count(3) > 5
+    )
 
 
 def test_space_is_checked_against_the_bytes_a_checkpoint_really_takes(tmp_path):
@@ -196,12 +250,18 @@ def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp
     assert names(tmp_path) == ["step-00000020", "step-00000040"]
 
 
-def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_one_is_whole(tmp_path):
+def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_one_is_whole(
+    tmp_path,
+):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (1, 2, 3):
         save(checkpoints, step)
     checkpoints.abandon_newer(1)
-    assert names(tmp_path) == ["abandoned-step-00000002", "abandoned-step-00000003", "step-00000001"]
+    assert names(tmp_path) == [
+        "abandoned-step-00000002",
+        "abandoned-step-00000003",
+        "step-00000001",
+    ]
     assert checkpoints.newest() == tmp_path / "step-00000001"
     assert_holds(tmp_path / "abandoned-step-00000003", 3)
     save(checkpoints, 2)

@@ -52,13 +52,17 @@ NEXT = {
 
 
 @pytest.mark.parametrize("what", NEXT)
-def test_whatever_comes_next_waits_for_the_save_under_way(tmp_path: Path, held: threading.Event, what: str, capsys):
+def test_whatever_comes_next_waits_for_the_save_under_way(
+    tmp_path: Path, held: threading.Event, what: str, capsys
+):
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
     thread = threading.Thread(target=NEXT[what], args=(checkpoints,))
     thread.start()
     thread.join(0.05)
-    assert thread.is_alive() and not any("00000002" in name for name in names(tmp_path)), "never two at once"
+    assert thread.is_alive() and not any("00000002" in name for name in names(tmp_path)), (
+        "never two at once"
+    )
     held.set()
     thread.join()
     checkpoints.wait()
@@ -67,7 +71,9 @@ def test_whatever_comes_next_waits_for_the_save_under_way(tmp_path: Path, held: 
     assert what not in ("behind", "save") or assert_holds(step_folder(tmp_path, 2), 2) is None
 
 
-def test_without_room_for_copies_the_tensors_are_written_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog):
+def test_without_room_for_copies_the_tensors_are_written_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog
+):
     monkeypatch.setattr(checkpoint, "SHARE", 0.0)
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
@@ -76,7 +82,9 @@ def test_without_room_for_copies_the_tensors_are_written_first(tmp_path: Path, m
     assert "no room for copies" in caplog.text
 
 
-def test_a_job_has_what_the_tightest_of_its_groups_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_job_has_what_the_tightest_of_its_groups_leaves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of a group what its files in the cache take counts as free; a machine without groups is a limit by itself."""
     assert 0 < checkpoint.free_memory() <= psutil.virtual_memory().total
     monkeypatch.setattr(checkpoint, "GROUPS", tmp_path)
@@ -84,7 +92,9 @@ def test_a_job_has_what_the_tightest_of_its_groups_leaves(tmp_path: Path, monkey
     for limit, left in (("max", whole), (20 * 2**20, 14 * 2**20)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{9 * 2**20}\n")
-        (tmp_path / "memory.stat").write_text(f"anon {2**20}\nactive_file {2**20}\ninactive_file {2 * 2**20}\n")
+        (tmp_path / "memory.stat").write_text(
+            f"anon {2**20}\nactive_file {2**20}\ninactive_file {2 * 2**20}\n"
+        )
         assert checkpoint.free_memory() == pytest.approx(left, rel=0.2)
 
 
@@ -131,9 +141,17 @@ def test_a_checkpoint_gets_its_name_when_every_rank_has_written_its_part(tmp_pat
     torch.multiprocessing.start_processes(in_a_group, args=arguments, nprocs=2, start_method="fork")
 
 
-def test_a_rank_killed_within_a_save_leaves_the_checkpoint_before_it_and_ends_the_wait(tmp_path: Path):
+def test_a_rank_killed_within_a_save_leaves_the_checkpoint_before_it_and_ends_the_wait(
+    tmp_path: Path,
+):
     start = torch.multiprocessing.start_processes
-    ranks = start(in_a_group, args=(str(tmp_path), die_while_writing), nprocs=2, start_method="fork", join=False)
+    ranks = start(
+        in_a_group,
+        args=(str(tmp_path), die_while_writing),
+        nprocs=2,
+        start_method="fork",
+        join=False,
+    )
     for process in ranks.processes:
         process.join()
     assert [process.exitcode for process in ranks.processes] == [0, -signal.SIGKILL]
@@ -153,7 +171,9 @@ def run_out_of_memory_on_rank_1(rank: int, checkpoints: Checkpoints, folder: Pat
     if rank == 1:
         checkpoint.write_tensors = fail
     begin_and_change(checkpoints, 2)
-    with pytest.raises(InputError, match=r"step 2 .*no memory for a header.*rank 1.*step-00000001 is untouched"):
+    with pytest.raises(
+        InputError, match=r"step 2 .*no memory for a header.*rank 1.*step-00000001 is untouched"
+    ):
         checkpoints.wait()
     torch.distributed.destroy_process_group()
 

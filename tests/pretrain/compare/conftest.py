@@ -20,7 +20,12 @@ def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix
     (tmp_path / "recipe.yaml").write_text(yaml_of(small_recipe | {"precision": "bf16"}))
 
     def load(*overrides: str, **keys: Any) -> Matrix:
-        values = {"name": "m", "recipe": str(tmp_path / "recipe.yaml"), "axes": AXES, "run_dir": f"{tmp_path}/runs/{{cell}}"}
+        values = {
+            "name": "m",
+            "recipe": str(tmp_path / "recipe.yaml"),
+            "axes": AXES,
+            "run_dir": f"{tmp_path}/runs/{{cell}}",
+        }
         values |= {"accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml")} | keys
         path = tmp_path / "m.yaml"
         path.write_text(yaml_of({key: value for key, value in values.items() if value is not None}))

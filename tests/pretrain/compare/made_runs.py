@@ -38,8 +38,21 @@ def make_run(
     """A finished run as the launcher leaves it, by RECIPE with `settings` (key=value) over it. A branch `begins` after a step."""
     path.mkdir(parents=True)
     records = [
-        {"step": step, "tokens": 4096 * step, "epoch": step / 4, "loss": loss, "learning_rate": 1e-3, "gradient_norm": 1.0}
-        | {"step_ms": 100.0, "data_wait_ms": 1.0, "tokens_per_second": 10_240.0, "memory_gib": 0.5, "recompiles": 0}
+        {
+            "step": step,
+            "tokens": 4096 * step,
+            "epoch": step / 4,
+            "loss": loss,
+            "learning_rate": 1e-3,
+            "gradient_norm": 1.0,
+        }
+        | {
+            "step_ms": 100.0,
+            "data_wait_ms": 1.0,
+            "tokens_per_second": 10_240.0,
+            "memory_gib": 0.5,
+            "recompiles": 0,
+        }
         | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
         for step, loss in enumerate(losses, start=begins + 1)
     ]
@@ -77,13 +90,22 @@ def note(path: Path, **keys: object) -> None:
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def leave_behind(cell: Cell, steps: int = 12, *, held_out: float | None = None, done: bool = True, **figures: Any) -> None:
+def leave_behind(
+    cell: Cell, steps: int = 12, *, held_out: float | None = None, done: bool = True, **figures: Any
+) -> None:
     """The files of a run of `cell` that has ended after `steps`, or, not `done`, has come that far; `figures` are each step's."""
     mark("m", cell, side_by_side=False)
     figures = {"epoch": 0.1, "loss": 2.0, "step_ms": 10.0, "memory_gib": 1.0} | figures
     lines = [{"step": step, "tokens": 256 * step} | figures for step in range(1, steps + 1)]
     if held_out is not None:
-        lines.append({"step": steps, "event": "evaluation", "held_out_loss": held_out, "held_out_perplexity": 2.7})
+        lines.append(
+            {
+                "step": steps,
+                "event": "evaluation",
+                "held_out_loss": held_out,
+                "held_out_perplexity": 2.7,
+            }
+        )
     (cell.run_dir / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (cell.run_dir / "config.yaml").write_text(yaml_of(resolved(cell.recipe)))
     environment = {"horizon": cell.recipe.train.steps or steps, "data_fingerprint": "ab12"}

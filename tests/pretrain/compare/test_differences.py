@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from pretrain.compare.differences import (
     BETTER,
+    BEYOND_MARGIN,
     CANNOT_TELL,
     EQUIVALENCE,
     EQUIVALENT,
+    WITHIN_MARGIN,
     WORSE,
     Gap,
     SeedDifference,
@@ -25,7 +27,10 @@ from pretrain.metrics.run_record import at_the_end
 
 
 def difference(values: list[float], level: float = 2.0) -> SeedDifference:
-    return SeedDifference.of({seed: level + value for seed, value in enumerate(values)}, dict.fromkeys(range(len(values)), level))
+    return SeedDifference.of(
+        {seed: level + value for seed, value in enumerate(values)},
+        dict.fromkeys(range(len(values)), level),
+    )
 
 
 # ── Student's t ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -34,7 +39,9 @@ def difference(values: list[float], level: float = 2.0) -> SeedDifference:
 @given(st.floats(0.0, 200.0), st.integers(1, 400))
 def test_the_distribution_is_the_incomplete_beta_function_that_defines_it(t: float, freedom: int):
     with mpmath.workdps(50):
-        inside = 1 - mpmath.betainc(freedom / 2, 0.5, 0, freedom / (freedom + mpmath.mpf(t) ** 2), regularized=True)
+        inside = 1 - mpmath.betainc(
+            freedom / 2, 0.5, 0, freedom / (freedom + mpmath.mpf(t) ** 2), regularized=True
+        )
     assert within(t, freedom) == pytest.approx(float(inside), abs=1e-12)
 
 
@@ -49,7 +56,9 @@ def test_quantiles_are_those_of_published_tables():
 
 @pytest.mark.parametrize("steps", [64, 200, 1000])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_an_interval_covers_the_true_mean_as_often_as_it_says_whatever_the_correlation(steps: int, correlation: float):
+def test_an_interval_covers_the_true_mean_as_often_as_it_says_whatever_the_correlation(
+    steps: int, correlation: float
+):
     """Of an AR(1) process that has run since long ago, 500 times."""
     rng, runs = np.random.default_rng(0), 500
     values = rng.normal(size=(runs, steps))
@@ -58,7 +67,9 @@ def test_an_interval_covers_the_true_mean_as_often_as_it_says_whatever_the_corre
         values[:, step] += correlation * values[:, step - 1]
     gaps = [Gap.over(each) for each in values]
     assert np.mean([abs(gap.mean) <= gap.half_width for gap in gaps]) >= 0.94
-    wide = np.median([gap.half_width for gap in gaps]) / math.sqrt(np.mean([gap.mean**2 for gap in gaps]))
+    wide = np.median([gap.half_width for gap in gaps]) / math.sqrt(
+        np.mean([gap.mean**2 for gap in gaps])
+    )
     assert wide <= (3.0 if correlation <= 0.5 or steps == 1000 else 40.0), "and tells what it can"
 
 
@@ -66,14 +77,20 @@ def test_what_chance_would_make_of_one_comparison_in_many_is_no_difference():
     """Of 100 comparisons without any difference five lie beyond a 95 % interval, and hardly one is called so."""
     rng = np.random.default_rng(1)
     gaps = [Gap.over(rng.normal(0.0, 1.0, 80), comparisons=100) for _ in range(300)]
-    seeds = [difference(rng.normal(0.0, 0.01, 5).tolist()).verdict(0.0, comparisons=100) for _ in range(300)]
+    seeds = [
+        difference(rng.normal(0.0, 0.01, 5).tolist()).verdict(0.0, comparisons=100)
+        for _ in range(300)
+    ]
     assert sum(gap.place(0.0) != "cannot tell" for gap in gaps) <= 2
     assert sum(verdict != CANNOT_TELL for verdict in seeds) <= 2
 
 
 @given(st.integers(1, 1000), st.integers(0, 999))
-def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_interval(steps: int, before: int):
-    numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]  # a branch begins with another run's checkpoint
+def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_interval(
+    steps: int, before: int
+):
+    # a branch begins with another run's checkpoint
+    numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]
     gap = Gap.over(numbers[at_the_end(numbers)].astype(float))
     assert gap.steps == min(len(numbers), max(64, math.ceil(steps / 5))) and at_the_end(numbers)[-1]
     assert (gap.half_width is not None) == (len(numbers) >= 64)
@@ -83,9 +100,21 @@ def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_inter
 
 
 def test_a_verdict_takes_three_seeds_that_lie_together():
-    for mean, verdict in ((-0.004, EQUIVALENT), (0.0055, WORSE), (-0.0055, BETTER)):  # the margin is 0.006 nats
+    for mean, verdict in (  # the margin is 0.006 nats
+        (-0.001, EQUIVALENT),
+        (-0.004, BETTER + WITHIN_MARGIN),
+        (0.004, WORSE + WITHIN_MARGIN),
+        (0.0055, WORSE),
+        (-0.0055, BETTER),
+        (0.009, WORSE + BEYOND_MARGIN),
+    ):
         assert difference([mean + each for each in (-0.001, 0.0, 0.001)]).verdict(0.003) == verdict
-    assert difference([-0.001, 0.0, 0.001]).half_width(EQUIVALENCE) == pytest.approx(2.920 * 0.001 / math.sqrt(3), abs=1e-5)
+    assert difference([-0.001, 0.0, 0.001]).half_width(EQUIVALENCE) == pytest.approx(
+        2.920 * 0.001 / math.sqrt(3), abs=1e-5
+    )
     assert difference([0.02, -0.02, 0.001]).verdict() == CANNOT_TELL
-    assert difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
-    assert difference([0.001] * 3).verdict() == EQUIVALENT and difference([0.1] * 3).verdict() == WORSE, "no spread at all"
+    assert (
+        difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
+    )
+    assert difference([0.001] * 3).verdict() == WORSE + WITHIN_MARGIN, "no spread at all"
+    assert difference([0.1] * 3).verdict() == WORSE + BEYOND_MARGIN

@@ -32,28 +32,51 @@ def with_past(path: Path, **past: object) -> RunRecord:
         ("evaluate.packs=3", "`evaluate.packs`: not set and 3"),
     ],
 )
-def test_runs_that_were_trained_differently_are_refused_with_the_key_and_both_values(setting, named, tmp_path):
+def test_runs_that_were_trained_differently_are_refused_with_the_key_and_both_values(
+    setting, named, tmp_path
+):
     runs = [trained(tmp_path / "ours"), trained(tmp_path / "theirs", (4.0, 3.0), setting)]
     with pytest.raises(InputError) as refused:
         check_comparable(runs)
-    assert named in str(refused.value) and f"--vary {setting.partition('=')[0]}" in str(refused.value)
+    assert named in str(refused.value) and f"--vary {setting.partition('=')[0]}" in str(
+        refused.value
+    )
 
 
 def test_runs_over_other_data_are_refused_and_those_that_do_not_say_theirs(tmp_path):
     ours = trained(tmp_path / "ours")
-    for fingerprint, named in (("cd34", "`data.fingerprint`: ab12 and cd34"), (None, "`data_fingerprint`")):
+    for fingerprint, named in (
+        ("cd34", "`data.fingerprint`: ab12 and cd34"),
+        (None, "`data_fingerprint`"),
+    ):
         with pytest.raises(InputError, match=named):
             check_comparable([ours, trained(tmp_path / f"x{fingerprint}", fingerprint=fingerprint)])
 
 
 def test_runs_may_differ_in_what_is_compared_and_in_where_and_how_visibly_they_ran(tmp_path):
-    settings = ["precision=delayed", "weights=bf16_exact", "fp8_config.scope=linear+head", "fp8_config.margin=1"]
-    settings += ["batch.microbatch=4", "model.compile=none", "log.every=7", "checkpoint.every=9", "data.packs=elsewhere"]
-    check_comparable([trained(tmp_path / "ours"), trained(tmp_path / "theirs", (4.0, 3.0), *settings)])
+    settings = [
+        "precision=delayed",
+        "weights=bf16_exact",
+        "fp8_config.scope=linear+head",
+        "fp8_config.margin=1",
+    ]
+    settings += [
+        "batch.microbatch=4",
+        "model.compile=none",
+        "log.every=7",
+        "checkpoint.every=9",
+        "data.packs=elsewhere",
+    ]
+    check_comparable(
+        [trained(tmp_path / "ours"), trained(tmp_path / "theirs", (4.0, 3.0), *settings)]
+    )
 
 
 def test_a_varied_key_or_section_may_differ_and_a_key_that_no_recipe_has_is_refused(tmp_path):
-    runs = [trained(tmp_path / "a"), trained(tmp_path / "b", (4.0, 3.0), "optimizer.learning_rate=0.5", "train.steps=5")]
+    runs = [
+        trained(tmp_path / "a"),
+        trained(tmp_path / "b", (4.0, 3.0), "optimizer.learning_rate=0.5", "train.steps=5"),
+    ]
     with pytest.raises(InputError, match=r"add --vary train\.steps$"):
         check_comparable(runs, ["optimizer.learning_rate"])
     check_comparable(runs, ["optimizer", "train"])
@@ -64,23 +87,38 @@ def test_a_varied_key_or_section_may_differ_and_a_key_that_no_recipe_has_is_refu
 
 def test_what_a_resume_has_changed_makes_another_training(tmp_path):
     plain = trained(tmp_path / "plain")
-    changed = with_past(make_run(tmp_path / "changed"), changed=[{"step": 2, "was": {"precision": "delayed"}}])
+    changed = with_past(
+        make_run(tmp_path / "changed"), changed=[{"step": 2, "was": {"precision": "delayed"}}]
+    )
     with pytest.raises(InputError, match="`precision`: bf16 and delayed to step 2, then bf16"):
         check_comparable([plain, changed])
-    assert "delayed to step 2" in changed.changed_settings["precision"] and not plain.changed_settings
+    assert (
+        "delayed to step 2" in changed.changed_settings["precision"] and not plain.changed_settings
+    )
 
 
 def test_only_runs_whose_steps_see_the_same_text_are_paired(tmp_path):
     def gone_back(name: str, step: int, left_out: int, past: int = 0) -> RunRecord:
         folder = make_run(tmp_path / name)
         before, after = (folder / "metrics.jsonl").read_text().split('{"step": 3')
-        event = {"step": step, "event": "rollback", "resumed_from": step - 1, "rollbacks": 1, "left_out": left_out}
+        event = {
+            "step": step,
+            "event": "rollback",
+            "resumed_from": step - 1,
+            "rollbacks": 1,
+            "left_out": left_out,
+        }
         (folder / "metrics.jsonl").write_text(f'{before}{json.dumps(event)}\n{{"step": 3{after}')
         return with_past(folder, left_out=past)
 
     plain, back = trained(tmp_path / "plain"), gone_back("back", 3, 2)
-    assert why_not_paired(plain, trained(tmp_path / "rate", (4.0, 3.0), "optimizer.learning_rate=0.5")) is None
-    assert "`seed`: 42 and 7" in why_not_paired(plain, trained(tmp_path / "seed", (4.0, 3.0), "seed=7"))
+    assert (
+        why_not_paired(plain, trained(tmp_path / "rate", (4.0, 3.0), "optimizer.learning_rate=0.5"))
+        is None
+    )
+    assert "`seed`: 42 and 7" in why_not_paired(
+        plain, trained(tmp_path / "seed", (4.0, 3.0), "seed=7")
+    )
     assert "no step" in why_not_paired(plain, trained(tmp_path / "nothing", [None, None]))
     assert "a rollback" in why_not_paired(plain, back)
     assert why_not_paired(back, gone_back("alike", 3, 2)) is None
@@ -96,13 +134,18 @@ def test_held_out_losses_compare_where_they_are_of_the_same_packs(tmp_path):
         return read_run(path)
 
     base = evaluated_on("base", "ab12", "ef56")
-    assert same_held_out(base, evaluated_on("other", "cd34", "ef56")), "whatever they were trained on"
+    assert same_held_out(base, evaluated_on("other", "cd34", "ef56")), (
+        "whatever they were trained on"
+    )
     assert not same_held_out(base, evaluated_on("unlike", "ab12", "gh78"))
     assert not same_held_out(base, evaluated_on("part", "ab12", "ef56", packs=1))
 
 
 def test_the_difference_is_over_the_steps_that_both_have_once_and_over_finite_losses(tmp_path):
-    first, second = trained(tmp_path / "first", [4.0, 3.0, None, 2.0, 2.0]), make_run(tmp_path / "second", [4.5, 3.1, 2.5, 2.3])
+    first, second = (
+        trained(tmp_path / "first", [4.0, 3.0, None, 2.0, 2.0]),
+        make_run(tmp_path / "second", [4.5, 3.1, 2.5, 2.3]),
+    )
     lines = (second / "metrics.jsonl").read_text().splitlines(keepends=True)
     for doubled in (lines, [*lines, *lines]):  # as after copies of a folder were put together
         (second / "metrics.jsonl").write_text("".join(doubled))

@@ -23,7 +23,10 @@ def names(matrix: Matrix) -> list[str]:
 
 
 def test_cells_are_the_product_of_the_axes_and_then_those_listed(matrix):
-    found = matrix(axes={"precision": ["bf16", "delayed"], "weights": ["fp32", "bf16"]}, cells=[{"precision": "fp32"}])
+    found = matrix(
+        axes={"precision": ["bf16", "delayed"], "weights": ["fp32", "bf16"]},
+        cells=[{"precision": "fp32"}],
+    )
     assert names(found) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "delayed-bf16", "fp32"]
     assert (found.cells[-1].recipe.precision, found.cells[-1].recipe.weights) == ("fp32", "fp32"), (
         "the recipe's, where it says none"
@@ -32,8 +35,17 @@ def test_cells_are_the_product_of_the_axes_and_then_those_listed(matrix):
 
 
 def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
-    cell = matrix("train.steps=7", overrides={"optimizer": {"clip": None}, "train.steps": 5}, axes={"seed": [3]}).cells[0]
-    assert cell.overrides == ("optimizer.clip=null", "train.steps=7", "seed=3", f"run_dir={tmp_path}/runs/seed=3")
+    cell = matrix(
+        "train.steps=7",
+        overrides={"optimizer": {"clip": None}, "train.steps": 5},
+        axes={"seed": [3]},
+    ).cells[0]
+    assert cell.overrides == (
+        "optimizer.clip=null",
+        "train.steps=7",
+        "seed=3",
+        f"run_dir={tmp_path}/runs/seed=3",
+    )
     assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
     assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
     horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
@@ -41,18 +53,35 @@ def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matr
 
 
 def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_checked(matrix):
-    odd = {"evaluate": {"samples": ["a: {b}", "no"]}, "model.config": {"rope_theta": 1e-6}, "data.mask_boundaries": False}
-    found = matrix(overrides=odd, axes={"optimizer.betas": [[0.9, 0.95]], "batch.microbatch": ["auto", 4], "precision": ["fp32"]})
+    odd = {
+        "evaluate": {"samples": ["a: {b}", "no"]},
+        "model.config": {"rope_theta": 1e-6},
+        "data.mask_boundaries": False,
+    }
+    found = matrix(
+        overrides=odd,
+        axes={
+            "optimizer.betas": [[0.9, 0.95]],
+            "batch.microbatch": ["auto", 4],
+            "precision": ["fp32"],
+        },
+    )
     for cell in found.cells:
         again = load_recipe(found.settings.recipe, cell.overrides)
         assert resolved(again) == resolved(cell.recipe)
-        assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == ("a: {b}", "no")
+        assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == (
+            "a: {b}",
+            "no",
+        )
 
 
 def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
     found = matrix()
     assert [c.name for c in found.only([])] == names(found)
-    assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == ["bf16-bf16", "mxfp8-bf16"]
+    assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == [
+        "bf16-bf16",
+        "mxfp8-bf16",
+    ]
     with pytest.raises(InputError, match=r"--only precison=bf16"):
         found.only(["precison=bf16"])
     with pytest.raises(InputError, match=r"picks none of the cells bf16-fp32"):
@@ -60,7 +89,9 @@ def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
 
 
 def test_the_baseline_is_the_one_cell_that_fits(matrix):
-    assert matrix(baseline={"precision": "delayed", "weights": "bf16"}).baseline.name == "delayed-bf16"
+    assert (
+        matrix(baseline={"precision": "delayed", "weights": "bf16"}).baseline.name == "delayed-bf16"
+    )
     with pytest.raises(InputError, match=r"m\.yaml: `baseline`: .* delayed-fp32, delayed-bf16"):
         matrix(baseline={"precision": "delayed"})
     with pytest.raises(InputError, match=r"`baseline`: .*fp16.* none of the cells"):
@@ -68,16 +99,28 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
 
 
 def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in_order(matrix):
-    named = {"bf16": {"precision": "bf16"}, "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}}}
+    named = {
+        "bf16": {"precision": "bf16"},
+        "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}},
+    }
     again = {"again": {"precision": "bf16", "name": "again"}}
     groups = [{"axes": {"seed": [1, 2]}, "cells": named}, {"axes": {"seed": [1]}, "cells": again}]
     found = matrix(axes=None, groups=groups, baseline={"cell": "bf16", "seed": 1})
-    assert names(found) == ["bf16-seed=1", "head-seed=1", "bf16-seed=2", "head-seed=2", "again-seed=1"]
+    assert names(found) == [
+        "bf16-seed=1",
+        "head-seed=1",
+        "bf16-seed=2",
+        "head-seed=2",
+        "again-seed=1",
+    ]
     head, repeated = found.cells[1], found.cells[4]
     assert head.values == {"cell": "head", "seed": 1}
     assert (head.recipe.fp8_config.scope, head.recipe.seed) == ("linear+head", 1)
     assert load_recipe(found.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
-    assert identity_of(repeated.recipe, "") == identity_of(found.baseline.recipe, "") and found.baseline is found.cells[0]
+    assert (
+        identity_of(repeated.recipe, "") == identity_of(found.baseline.recipe, "")
+        and found.baseline is found.cells[0]
+    )
     assert [cell.name for cell in found.only(["cell=head", "seed=2"])] == ["head-seed=2"]
 
 
@@ -92,16 +135,27 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"axes": {"weights": ["fp32", "fp33"]}}, r"m\.yaml, cell fp33: .*`weights`: .*'fp33'"),
         ({"overrides": {"trian.steps": 3}}, r"m\.yaml, cell bf16-fp32: .*`trian`: unknown key"),
         ({"axes": None}, r"m\.yaml: describes no cell"),
-        ({"axes": {"batch.tokens": [100]}}, r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple"),
-        ({"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]}, r"cell a_b: would share a run folder with a_b"),
-        ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: no such file"),
+        (
+            {"axes": {"batch.tokens": [100]}},
+            r"m\.yaml, cell tokens=100: .*`batch\.tokens: 100` is not a multiple",
+        ),
+        (
+            {"groups": [{"cells": {"a b": {"seed": 1}, "a_b": {"seed": 2}}}]},
+            r"cell a_b: would share a run folder with a_b",
+        ),
+        ({"recipe": "nowhere.yaml"}, r"m\.yaml, cell bf16-fp32: nowhere\.yaml: .*No such file"),
         ({"run_dir": "runs/all"}, r"cell bf16-bf16: would share a run folder with bf16-fp32"),
         ({"run_dir": "runs/{name}"}, r"`run_dir`: 'runs/\{name\}' cannot be filled in"),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
-        ({"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1}, r"`gpus: 1` are fewer than the 2 processes"),
+        (
+            {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
+            r"`gpus: 1` are fewer than the 2 processes",
+        ),
     ],
 )
-def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(matrix, keys: dict[str, Any], message: str):
+def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(
+    matrix, keys: dict[str, Any], message: str
+):
     with pytest.raises(InputError, match=message):
         matrix(**keys)
     with pytest.raises(InputError, match=r"`weights`.*--only weights=VALUE"):
@@ -125,11 +179,21 @@ def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matri
     assert not cell.is_finished() and cell.record().summary["steps"] == 5
     leave_behind(cell)
     assert cell.is_finished()
-    assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), "which say nothing of what it trains"
-    assert not matrix("data.tokenizer=mine").cells[2].is_finished(), "whose EOS token ends the documents of a token .bin"
+    assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), (
+        "which say nothing of what it trains"
+    )
+    assert not matrix("data.tokenizer=mine").cells[2].is_finished(), (
+        "whose EOS token ends the documents of a token .bin"
+    )
 
 
-SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "data.held_out=0.1", "data.text='{a}/{b}'")
+SOURCE = (
+    "data.source=c.jsonl",
+    "data.tokenizer=tok",
+    "data.packs=not/there",
+    "data.held_out=0.1",
+    "data.text='{a}/{b}'",
+)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +209,9 @@ SOURCE = ("data.source=c.jsonl", "data.tokenizer=tok", "data.packs=not/there", "
         ("evaluate.every=3", True),
     ],
 )
-def test_a_folder_that_holds_another_training_is_refused_with_the_key(matrix, change: str, same: bool):
+def test_a_folder_that_holds_another_training_is_refused_with_the_key(
+    matrix, change: str, same: bool
+):
     leave_behind(matrix(*SOURCE).cells[0], steps=12)
     cell = matrix(*SOURCE, change).cells[0]
     assert cell.is_finished() is same

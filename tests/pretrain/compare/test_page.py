@@ -36,14 +36,21 @@ def shows(colour: str, picture: bytes) -> bool:
     return (pixels == list(bytes.fromhex(colour.removeprefix("#")))).all(axis=-1).any()
 
 
-@given(losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50), half=st.integers(0, 30))
+@given(
+    losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50),
+    half=st.integers(0, 30),
+)
 def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
     values = np.array(losses, dtype=np.float64)
     means = moving_mean(values, 2 * half + 1)
     for i in range(len(values)):
         around = values[max(0, i - half) : i + half + 1]
         around = around[np.isfinite(around)]
-        assert np.isnan(means[i]) if not len(around) else means[i] == pytest.approx(around.mean(), abs=1e-8)
+        assert (
+            np.isnan(means[i])
+            if not len(around)
+            else means[i] == pytest.approx(around.mean(), abs=1e-8)
+        )
 
 
 def page_of(runs: list[RunRecord], folder: Path, *vary: str, **how: object) -> str:
@@ -53,39 +60,64 @@ def page_of(runs: list[RunRecord], folder: Path, *vary: str, **how: object) -> s
 
 
 def two_runs(folder: Path) -> list[RunRecord]:
-    return [trained(folder / "a", LONG), trained(folder / "b", [loss + 0.5 for loss in LONG], "precision=delayed")]
+    return [
+        trained(folder / "a", LONG),
+        trained(folder / "b", [loss + 0.5 for loss in LONG], "precision=delayed"),
+    ]
 
 
 def test_the_page_asks_the_network_for_nothing_and_has_all_as_text(tmp_path):
     runs = two_runs(tmp_path)
     page = page_of(runs, tmp_path)
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
-    assert "above: b" in page and "+0.50000" in page and "10,240" in page and "<code>settings.precision</code>" in page
+    assert (
+        "above: b" in page
+        and "+0.50000" in page
+        and "10,240" in page
+        and "<code>settings.precision</code>" in page
+    )
     for heading in ("Against a", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
     assert "http-equiv" not in page and 'content="7"' in page_of(runs, tmp_path, every=7)
     for step in runs[1].steps[9::10]:
         step |= {"gap/loss": 0.001, "gap/cosine": 0.99}
-    assert "The gap to BF16" not in page and "The gap to BF16" in page_of(runs, tmp_path), "where one was measured"
+    assert "The gap to BF16" not in page and "The gap to BF16" in page_of(runs, tmp_path), (
+        "where one was measured"
+    )
 
 
 def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     name = "<img onerror=alert(1)>&amp;"
-    runs = [trained(tmp_path / name), trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "</script><script>alert(1)"})]
+    runs = [
+        trained(tmp_path / name),
+        trained(tmp_path / "c", (4.0, 3.0), audit={"effective": "</script><script>alert(1)"}),
+    ]
     Report.over(runs).write(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert "<script>alert" not in page and "<img onerror" not in page and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
+    assert (
+        "<script>alert" not in page
+        and "<img onerror" not in page
+        and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
+    )
     drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
     one = {"layers": [name], "steps": [1], "values": np.zeros((1, 1))}
     heat = heat_figure({name: {("underflow", name): one}})
-    drawn += [*heat.data[0].y, heat.layout.annotations[0].text, heat.layout.updatemenus[0].buttons[0].label]
+    drawn += [
+        *heat.data[0].y,
+        heat.layout.annotations[0].text,
+        heat.layout.updatemenus[0].buttons[0].label,
+    ]
     assert not any("<" in each for each in drawn), "plotly reads some HTML in names"
 
 
 def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps_differ(tmp_path):
     runs = two_runs(tmp_path)
     figure = curves_figure(Report.over(runs).comparison)
-    minus = [trace for trace in figure.data if trace.legendgroup == "b" and len(trace.y) and trace.y[0] == pytest.approx(0.5)]
+    minus = [
+        trace
+        for trace in figure.data
+        if trace.legendgroup == "b" and len(trace.y) and trace.y[0] == pytest.approx(0.5)
+    ]
     assert len(minus) == 1 and minus[0].x.tolist() == list(range(1, 101))
     assert sum(each.showlegend for each in figure.data) == 2, "each run once, for all of its curves"
     larger = trained(tmp_path / "larger", LONG, "batch.tokens=8192")
@@ -95,7 +127,12 @@ def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps
 
 def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_text(tmp_path):
     for name, losses in LOSSES.items():
-        run = trained(tmp_path / f"cost $2^4$ and $x {name}", losses, "precision=nvfp4", held_out=len(losses) > 1)
+        run = trained(
+            tmp_path / f"cost $2^4$ and $x {name}",
+            losses,
+            "precision=nvfp4",
+            held_out=len(losses) > 1,
+        )
         assert shows(COLOUR, picture_of_run(run)) or losses[0] is None
         other = trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0))
         text = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
@@ -104,14 +141,22 @@ def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_
 
 
 def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):
-    operand = {"layer": "model.layers.3.self_attn.q_proj", "operand": "input", "amax": 4.0, "scale": 0.5, "saturation": 0.0}
+    operand = {
+        "layer": "model.layers.3.self_attn.q_proj",
+        "operand": "input",
+        "amax": 4.0,
+        "scale": 0.5,
+        "saturation": 0.0,
+    }
     lines = [{"step": 1, "operands": [operand | {"underflow": 0.25}]}]
     lines.append({"step": 9, "operands": [operand | {"underflow": 0.5, "scale": None}]})
     run = make_run(tmp_path / "run")
     path = run / "fp8_statistics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "oper')
     maps = heat_maps(path)
-    assert maps["underflow", "input"]["steps"] == [1, 9] and maps["underflow", "input"]["layers"] == [operand["layer"]]
+    assert maps["underflow", "input"]["steps"] == [1, 9] and maps["underflow", "input"][
+        "layers"
+    ] == [operand["layer"]]
     assert maps["underflow", "input"]["values"].tolist() == [[0.25, 0.5]]
     np.testing.assert_equal(maps["scale", "input"]["values"], [[-1.0, np.nan]])
     assert not heat_maps(tmp_path / "none")
@@ -122,15 +167,27 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
 
 
 def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed_each(tmp_path):
-    low = {"precision": "nvfp4", "effective": "delayed", "computed_by": "emulation", "reason": "no FP4 here"}
+    low = {
+        "precision": "nvfp4",
+        "effective": "delayed",
+        "computed_by": "emulation",
+        "reason": "no FP4 here",
+    }
     low["products"] = [{"effective": "delayed", "products": {"forward": "E4M3 x E4M3"}}] * 3 + [
         {"effective": "bf16", "reason": "head"}
     ]
     high = {"precision": "bf16", "effective": "bf16", "computed_by": "torch 9"}
-    audit = high | {"weights": "fp32", "precisions": {"delayed": low, "bf16": high}, "phases": {"1": "delayed", "3": "bf16"}}
+    audit = high | {
+        "weights": "fp32",
+        "precisions": {"delayed": low, "bf16": high},
+        "phases": {"1": "delayed", "3": "bf16"},
+    }
     run = trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25), SCHEDULE, audit=audit)
     page = page_of([run], tmp_path)
-    assert "delayed (emulation): 3 linears in delayed, 1 linear in bf16 (head)" in page and "bf16 (torch 9)" in page
+    assert (
+        "delayed (emulation): 3 linears in delayed, 1 linear in bf16 (head)" in page
+        and "bf16 (torch 9)" in page
+    )
 
 
 def test_what_differed_has_each_value_and_the_runs_that_have_it(tmp_path):
@@ -138,6 +195,13 @@ def test_what_differed_has_each_value_and_the_runs_that_have_it(tmp_path):
     runs.append(trained(tmp_path / "c", LONG, "weights=bf16", SCHEDULE))
     runs[2].environment["git"] = {"commit": "ab" * 20}
     differing = what_differs(Report.over(runs).comparison)
-    assert differing["settings.precision"] == {"bf16": "a", "delayed": "b", "nvfp4 to 50 %, then bf16": "c"}
-    assert differing["settings.weights"] == {"fp32": "a, b", "bf16": "c"} and "settings.name" not in differing
+    assert differing["settings.precision"] == {
+        "bf16": "a",
+        "delayed": "b",
+        "nvfp4 to 50 %, then bf16": "c",
+    }
+    assert (
+        differing["settings.weights"] == {"fp32": "a, b", "bf16": "c"}
+        and "settings.name" not in differing
+    )
     assert differing["environment.git.commit"] == {"None": "a, b", "ababababab": "c"}

@@ -25,8 +25,15 @@ def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe))
 
     def write(*phases: dict[str, Any], **keys: Any) -> Path:
-        values = {"name": "tune", "recipe": str(tmp_path / "recipe.yaml"), "run_dir": f"{tmp_path}/{{name}}"}
-        values |= {"accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml"), "phases": list(phases)} | keys
+        values = {
+            "name": "tune",
+            "recipe": str(tmp_path / "recipe.yaml"),
+            "run_dir": f"{tmp_path}/{{name}}",
+        }
+        values |= {
+            "accelerate": str(ROOT / "accelerate_configs" / "cpu.yaml"),
+            "phases": list(phases),
+        } | keys
         (path := tmp_path / "phases.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
         return path
 
@@ -49,7 +56,9 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
         search = load_phases(tmp_path / "phases.yaml", [])
         matrices = search.check()
         for earlier, best in enumerate(before):
-            search.chosen += [Measured("", cell, {}, "") for cell in matrices[earlier].cells if cell.name == best]
+            search.chosen += [
+                Measured("", cell, {}, "") for cell in matrices[earlier].cells if cell.name == best
+            ]
         phase = search.settings.phases[number - 1]
         [run] = [cell for cell in search.matrix(phase, search.values).cells if cell.name == name]
         leave_behind(run, tokens_per_second=speed)
@@ -62,11 +71,17 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
 def lines_of(out: str) -> dict[str, list[str]]:
     """The last table, by cell."""
     table = out[out.rindex("| phase |") :]
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:] if line.startswith("|")]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in table.splitlines()[2:]
+        if line.startswith("|")
+    ]
     return {row[1]: row for row in rows}
 
 
-def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_the_last(phases_file, finish, capsys, tmp_path):
+def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_the_last(
+    phases_file, finish, capsys, tmp_path
+):
     path = phases_file(BATCH, LAST, LOSS, {"name": "never", "axes": {"loss.chunk": [7]}})
     finish(1, "microbatch=1", 100.0)
     finish(1, "microbatch=8", 200.0)
@@ -75,13 +90,18 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
     assert main(["phases", str(path)]) == 0
     out = capsys.readouterr().out
     found = lines_of(out)
-    assert found["microbatch=8"][2] == "200" and found["microbatch=4-gradient_checkpointing=full"][2] == "300"
+    assert (
+        found["microbatch=8"][2] == "200"
+        and found["microbatch=4-gradient_checkpointing=full"][2] == "300"
+    )
     assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**"
     assert "the fastest of phase loss gains +0.3%" in out
     assert (
         out.rstrip()
         .partition("train_accelerate.py ")[2]
-        .startswith(f"{tmp_path}/recipe.yaml batch.microbatch=4 model.gradient_checkpointing=full\n")
+        .startswith(
+            f"{tmp_path}/recipe.yaml batch.microbatch=4 model.gradient_checkpointing=full\n"
+        )
     ), "the last phase's microbatch replaces the first's, and what gained nothing is left out"
     assert "**best**" in (tmp_path / "tune" / "phases.md").read_text()
 
@@ -94,7 +114,9 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
         ({"halted": "the gradient norm is nan. The weights are"}, "was halted at step 12"),
     ],
 )
-def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_file, finish, capsys):
+def test_an_unstable_cell_is_not_the_best_however_fast(
+    last_step, says, phases_file, finish, capsys
+):
     path = phases_file(BATCH)
     finish(1, "microbatch=1", 100.0)
     finish(1, "microbatch=8", 900.0, **last_step)
@@ -103,7 +125,9 @@ def test_an_unstable_cell_is_not_the_best_however_fast(last_step, says, phases_f
     assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/phases/*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("recipes/phases/*.yaml")), ids=lambda path: path.stem
+)
 def test_the_shipped_phases_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     assert len(load_phases(path, []).check()) >= 3

@@ -12,9 +12,21 @@ from pretrain.metrics.console import Console
 
 
 def record(step: int = 120, **changes) -> dict:
-    values = {"step": step, "loss": 2.1337, "learning_rate": 1.96e-5, "gradient_norm": 1.518, "tokens_per_second": 47523.0}
+    values = {
+        "step": step,
+        "loss": 2.1337,
+        "learning_rate": 1.96e-5,
+        "gradient_norm": 1.518,
+        "tokens_per_second": 47523.0,
+    }
     values |= {"calculation_method": "ours"}
-    return {**values, "mfu_bf16_peak": 0.4963, "memory_gib": 80.9, "data_wait_ms": 2.8, "step_ms": 2757.0} | changes
+    return {
+        **values,
+        "mfu_bf16_peak": 0.4963,
+        "memory_gib": 80.9,
+        "data_wait_ms": 2.8,
+        "step_ms": 2757.0,
+    } | changes
 
 
 def written(act, total_steps: int = 2776, encoding: str = "utf-8", **parts) -> str:
@@ -27,7 +39,14 @@ def written(act, total_steps: int = 2776, encoding: str = "utf-8", **parts) -> s
 def test_a_step_is_one_line_that_labels_each_figure():
     line = written(lambda console: console.step(record()))
     assert line.count("\n") == 1
-    labelled = {"step": "120/2776", "loss": "2.1337", "lr": "1.96e-05", "grad": "1.52", "MFU": "49.6 % (ours)", "data": "0.1 %"}
+    labelled = {
+        "step": "120/2776",
+        "loss": "2.1337",
+        "lr": "1.96e-05",
+        "grad": "1.52",
+        "MFU": "49.6 % (ours)",
+        "data": "0.1 %",
+    }
     for label, figure in labelled.items():
         assert re.search(rf"{label} +{re.escape(figure)}", line)
     assert "47.5k tok/s" in line and "80.9 GiB" in line
@@ -38,28 +57,50 @@ def test_a_line_is_the_mean_of_all_steps_since_the_one_before():
     def act(console):
         for step in range(1, 9):
             slow = 3.0 if step == 2 else 1.0
-            rates = {"tokens_per_second": 1000 / slow, "step_ms": 100 * slow, "mfu_bf16_peak": 0.4 / slow}
-            changes = {"loss": float(step), "learning_rate": step / 1e3, "gradient_norm": float(step), "data_wait_ms": 10 * slow}
+            rates = {
+                "tokens_per_second": 1000 / slow,
+                "step_ms": 100 * slow,
+                "mfu_bf16_peak": 0.4 / slow,
+            }
+            changes = {
+                "loss": float(step),
+                "learning_rate": step / 1e3,
+                "gradient_norm": float(step),
+                "data_wait_ms": 10 * slow,
+            }
             console.step(record(step, **rates, **changes), show=step % 4 == 0)
 
     first, second = written(act, total_steps=8).splitlines()
     # 4 steps of 100 tokens in 100, 300, 100 and 100 ms
-    assert re.search(r"step 4/8 .*loss  2\.5000   lr 4\.00e-03   grad +4 +667 tok/s   MFU 26\.7 % \(ours\) .* 10\.0 %", first)
-    assert re.search(r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad +8 +1\.00k tok/s   MFU 40\.0 % \(ours\) .* 10\.0 %", second)
+    assert re.search(
+        r"step 4/8 .*loss  2\.5000   lr 4\.00e-03   grad +4 +667 tok/s   MFU 26\.7 % \(ours\) .* 10\.0 %",
+        first,
+    )
+    assert re.search(
+        r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad +8 +1\.00k tok/s   MFU 40\.0 % \(ours\) .* 10\.0 %",
+        second,
+    )
 
 
 @given(value=st.floats(min_value=0) | st.just(math.nan))
 def test_any_figure_makes_a_line(value):
     assert "nan" in written(lambda console: console.step(record(loss=math.nan)))
     assert (
-        written(lambda console: console.step(record(loss=value, gradient_norm=value, tokens_per_second=value))).count("\n") == 1
+        written(
+            lambda console: console.step(
+                record(loss=value, gradient_norm=value, tokens_per_second=value)
+            )
+        ).count("\n")
+        == 1
     )
 
 
 @given(prompt=st.text(), text=st.text())
 def test_no_sample_can_move_the_cursor_or_fail_on_an_ascii_log(prompt, text):
     for encoding in ("utf-8", "ascii"):
-        for line in written(lambda console: console.sample(prompt, text), encoding=encoding).split("\n"):
+        for line in written(lambda console: console.sample(prompt, text), encoding=encoding).split(
+            "\n"
+        ):
             assert all(char.isprintable() for char in line)
 
 

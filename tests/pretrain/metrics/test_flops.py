@@ -15,36 +15,79 @@ from pretrain.metrics.flops import FORMULAS, ModelFlops
 from pretrain.run.doctor import QWEN3_1_7B
 from tests.pretrain.plan.plan_recipe import on_meta
 
-TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 96}
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 96,
+}
 
 
 def test_weights_in_no_known_product_are_named() -> None:
-    model = on_meta({"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 96})
+    model = on_meta(
+        {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 96}
+    )
     model.register_parameter("more", torch.nn.Parameter(torch.empty(4, 4, device="meta")))
     assert ModelFlops.of(model).uncounted == ("more",)
-    by_layer = on_meta(TINY | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16})
-    assert all(".experts." in name for name in ModelFlops.of(by_layer).uncounted) and ModelFlops.of(by_layer).uncounted
+    by_layer = on_meta(
+        TINY
+        | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
+    )
+    assert (
+        all(".experts." in name for name in ModelFlops.of(by_layer).uncounted)
+        and ModelFlops.of(by_layer).uncounted
+    )
 
 
 COUNTED_BY_TORCH = [
-    {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16, "tie_word_embeddings": True, **TINY},
+    {
+        "model_type": "qwen3",
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": True,
+        **TINY,
+    },
     {"model_type": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False, **TINY},
     {"model_type": "qwen2", "num_key_value_heads": 1, "tie_word_embeddings": True, **TINY},
-    {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 16, "head_dim": 8, **TINY},
-    {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, **TINY},
+    {
+        "model_type": "qwen3_moe",
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 16,
+        "head_dim": 8,
+        **TINY,
+    },
+    {
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 4,
+        **TINY,
+    },
     {"model_type": "jetmoe", "num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 16}
     | {**TINY, "num_key_value_heads": 2},
-    {"model_type": "ernie4_5_moe", "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1}
+    {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_layer_start_index": 1,
+    }
     | {**TINY, "num_key_value_heads": 4, "pad_token_id": 0},
     {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 96},
 ]
 
 
 @pytest.mark.parametrize("values", COUNTED_BY_TORCH, ids=lambda values: values["model_type"])
-def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(values: dict) -> None:
+def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(
+    values: dict,
+) -> None:
     values, tokens = dict(values), 24
     model = AutoModelForCausalLM.from_config(
-        AutoConfig.for_model(values.pop("model_type"), **values), attn_implementation="eager", experts_implementation="eager"
+        AutoConfig.for_model(values.pop("model_type"), **values),
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     flops = ModelFlops.of(model)
     assert not flops.uncounted
@@ -88,7 +131,8 @@ BY_HAND = {
         "nanogpt": 6 * 123_653_376 + 113_246_208,
         # 8 h^2 + 4 T h = 7,864,320; MLP 4 h 3072 = 9,437,184; two LayerNorms 4 h = 3,072, the last one 2 h = 1,536
         "combined_formula": 3 * (12 * (7_864_320 + 9_437_184 + 3_072) + 1_536 + 77_194_752),
-        "component_summation_v2025": 3 * (12 * (7_864_320 + 9_437_184 + 3_072) + 1_536 + 77_194_752),
+        "component_summation_v2025": 3
+        * (12 * (7_864_320 + 9_437_184 + 3_072) + 1_536 + 77_194_752),
         "megatron": 6 * (12 * 7_077_888 + 38_597_376) + 113_246_208,
     },
     "Qwen3-1.7B": {
@@ -96,8 +140,10 @@ BY_HAND = {
         "palm": 6 * 1_409_410_048 + 2_818_572_288,
         "nanogpt": 6 * 1_720_574_976 + 2_818_572_288,
         # 6 h^2 + 4 T h = 58,720,256; MLP 6 h 6144 = 75,497,472; rotation 4 h = 8,192; norms 3 h = 6,144 and 1.5 h = 3,072
-        "combined_formula": 3 * (28 * (58_720_256 + 75_497_472 + 8_192 + 6_144) + 3_072 + 622_329_856),
-        "component_summation_v2025": 3 * (28 * (58_720_256 + 75_497_472 + 6_144) + 3_072 + 622_329_856),
+        "combined_formula": 3
+        * (28 * (58_720_256 + 75_497_472 + 8_192 + 6_144) + 3_072 + 622_329_856),
+        "component_summation_v2025": 3
+        * (28 * (58_720_256 + 75_497_472 + 6_144) + 3_072 + 622_329_856),
         "megatron": 10_322_706_432 + 2_818_572_288,
     },
 }
@@ -109,7 +155,9 @@ def counts() -> dict[str, ModelFlops]:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_each_definition_gives_what_was_worked_out_by_hand(name: str, counts: dict[str, ModelFlops]) -> None:
+def test_each_definition_gives_what_was_worked_out_by_hand(
+    name: str, counts: dict[str, ModelFlops]
+) -> None:
     found = {key: per_token(counts[name], LENGTHS[name]) for key, per_token in FORMULAS.items()}
     assert found == {key: pytest.approx(value, rel=1e-12) for key, value in BY_HAND[name].items()}
 
@@ -119,10 +167,14 @@ def test_the_page_shows_the_figures_of_the_code(counts: dict[str, ModelFlops]) -
     for key, per_token in FORMULAS.items():
         (row,) = re.findall(rf"^\| `{key}` \|(.*)\|$", page, re.MULTILINE)
         shown = [float(cell) for cell in re.findall(r"[\d.]+(?= )", row)]
-        assert shown == [round(per_token(counts[name], length) / 1e9, 3) for name, length in LENGTHS.items()], key
+        assert shown == [
+            round(per_token(counts[name], length) / 1e9, 3) for name, length in LENGTHS.items()
+        ], key
 
 
-def test_the_command_prints_every_definition_for_each_length(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_every_definition_for_each_length(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "model"
     AutoConfig.for_model(**MODELS["Qwen3-1.7B"]).save_pretrained(folder)
     assert main(["flops", str(folder), "--length", "1024", "4096"]) == 0
@@ -132,7 +184,21 @@ def test_the_command_prints_every_definition_for_each_length(tmp_path: Path, cap
     assert all(sum(line.startswith(f"| {key} ") for line in lines) == 1 for key in FORMULAS)
 
     # 11.73 GFLOP x 100,000 of the 8 x 2,250 TFLOP/s of eight B200s; of one H200 with 989.5 too much.
-    assert main(["flops", str(folder), "--length", "4096", "--tokens-per-second", "100000", "--on", "8xB200"]) == 0
+    assert (
+        main(
+            [
+                "flops",
+                str(folder),
+                "--length",
+                "4096",
+                "--tokens-per-second",
+                "100000",
+                "--on",
+                "8xB200",
+            ]
+        )
+        == 0
+    )
     assert "MFU 6.5 %" in capsys.readouterr().out
     assert main(["flops", str(folder), "--length", "4096", "--tokens-per-second", "100000"]) == 0
     text = capsys.readouterr().out

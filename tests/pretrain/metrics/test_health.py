@@ -30,13 +30,22 @@ def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
     return level + np.random.default_rng(seed).normal(0, noise, steps)
 
 
-@pytest.mark.parametrize(("loss", "norm", "said"), [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")])
+@pytest.mark.parametrize(
+    ("loss", "norm", "said"),
+    [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")],
+)
 def test_a_figure_that_is_not_finite_stops_the_run_and_says_what_to_change(loss, norm, said):
     decision = health().check(812, loss, norm, can_go_back=True)
-    assert decision.action == "stop" and said in decision.reason and "weights are those of step 811" in decision.reason
+    assert (
+        decision.action == "stop"
+        and said in decision.reason
+        and "weights are those of step 811" in decision.reason
+    )
     assert "optimizer.learning_rate" in decision.remedy and "health.on_nan" in decision.remedy
     assert "resume from an earlier checkpoint" in decision.remedy
-    assert "start again" in health().check(2, math.nan, 1.0).remedy, "where there is no checkpoint yet"
+    assert "start again" in health().check(2, math.nan, 1.0).remedy, (
+        "where there is no checkpoint yet"
+    )
 
 
 @pytest.mark.parametrize("key", ["on_nan", "on_spike"])
@@ -60,7 +69,9 @@ def test_steps_that_are_left_out_never_become_usual_and_are_so_many_in_a_row_onl
     before = watched.state.losses
     decisions = [watched.check(101 + i, bad, 1.0) for i in range(CONSECUTIVE_SKIPS + 1)]
     assert [each.action for each in decisions] == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
-    assert "weights are those of step 100" in decisions[-1].reason and watched.state.losses == before
+    assert (
+        "weights are those of step 100" in decisions[-1].reason and watched.state.losses == before
+    )
 
 
 @given(
@@ -96,9 +107,16 @@ def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run
 
 def test_lost_updates_and_a_step_without_labels_are_told_once():
     watched = health()
-    told = [list(watched.warnings_of(step, 0.2, tokens, {})) for step, tokens in ((1, 5), (2, 0), (3, 0))]
+    told = [
+        list(watched.warnings_of(step, 0.2, tokens, {}))
+        for step, tokens in ((1, 5), (2, 0), (3, 0))
+    ]
     assert [len(each) for each in told] == [1, 1, 0]
-    assert "20.0 %" in told[0][0] and "weights: bf16_exact" in told[0][0] and "batch.tokens" in told[1][0]
+    assert (
+        "20.0 %" in told[0][0]
+        and "weights: bf16_exact" in told[0][0]
+        and "batch.tokens" in told[1][0]
+    )
 
 
 def test_a_step_without_labels_tells_nothing_of_which_loss_is_usual():
@@ -108,4 +126,6 @@ def test_a_step_without_labels_tells_nothing_of_which_loss_is_usual():
         other.check(step, 3.0 + step % 2 / 10, 1.0)
         assert other.check(step, 0.0, 0.0, labelled=False).reason is None
     assert other.state == watched.state
-    assert other.check(41, 0.0, float("nan"), labelled=False) == watched.check(41, 0.0, float("nan")), "a gradient may break"
+    assert other.check(41, 0.0, float("nan"), labelled=False) == watched.check(
+        41, 0.0, float("nan")
+    ), "a gradient may break"

@@ -29,6 +29,18 @@ def test_names_that_drivers_report_find_their_dense_peak_and_relatives_none(
     assert peak(name, number_format) == tflops
 
 
-@pytest.mark.parametrize(("name", "gib"), {"h200": 139.8, "NVIDIA H100 80GB HBM3": 79.1, "NVIDIA H100 PCIe": None}.items())
-def test_the_memory_of_a_device_is_known_by_the_name_that_its_driver_reports(name: str, gib: float | None) -> None:
+MEMORY = {"h200": 139.8, "NVIDIA H100 80GB HBM3": 79.1, "NVIDIA H100 PCIe": 79.1}
+MEMORY |= {
+    "NVIDIA A100-SXM4-40GB": 39.3,
+    "NVIDIA A100-PCIE-40GB": 39.3,
+    "NVIDIA A100-SXM4-80GB": 79.1,
+}
+MEMORY |= {"NVIDIA A100 80GB PCIe": 79.1, "NVIDIA RTX A6000": 47.4, "NVIDIA GeForce RTX 4090": 23.5}
+MEMORY |= {"NVIDIA GH200 480GB": 94.5, "NVIDIA GH200 144G HBM3e": 142.4, "NVIDIA GB200": 184.3}
+
+
+@pytest.mark.parametrize(("name", "gib"), MEMORY.items())
+def test_the_memory_of_a_device_is_known_by_the_name_that_its_driver_reports(
+    name: str, gib: float | None
+) -> None:
     assert entry_of(name).memory == gib

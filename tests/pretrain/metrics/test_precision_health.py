@@ -18,7 +18,15 @@ def watched(recipe: str) -> PrecisionWatch:
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:
-    return {"layer": layer, "operand": role, "amax": 3.5, "scale": 128.0, "underflow": 0.0, "saturation": 0.0, **figures}
+    return {
+        "layer": layer,
+        "operand": role,
+        "amax": 3.5,
+        "scale": 128.0,
+        "underflow": 0.0,
+        "saturation": 0.0,
+        **figures,
+    }
 
 
 @pytest.mark.parametrize(
@@ -28,10 +36,20 @@ def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **
         ("nvfp4", operand("grad_output", underflow=0.8), "keep_bf16_layers"),
     ],
 )
-def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_remedy(recipe, record, remedy):
-    message = watched(recipe).judge(400, [operand(), operand("weight"), operand("grad_output"), record])
-    assert message.startswith("step 400: ") and f"model.layers.3.mlp.down_proj's {record['operand']}" in message
-    assert f"{100 * max(record['underflow'], record['saturation']):.1f} %" in message and remedy in message
+def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_remedy(
+    recipe, record, remedy
+):
+    message = watched(recipe).judge(
+        400, [operand(), operand("weight"), operand("grad_output"), record]
+    )
+    assert (
+        message.startswith("step 400: ")
+        and f"model.layers.3.mlp.down_proj's {record['operand']}" in message
+    )
+    assert (
+        f"{100 * max(record['underflow'], record['saturation']):.1f} %" in message
+        and remedy in message
+    )
 
 
 def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
@@ -42,8 +60,13 @@ def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_limit(recipe, shares):
+def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_limit(
+    recipe, shares
+):
     limit, health = PRECISIONS[recipe].underflow_limit, watched(recipe)
-    told = [health.judge(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)]
+    told = [
+        health.judge(step, [operand(underflow=share)]) is not None
+        for step, share in enumerate(shares)
+    ]
     above = [share > limit for share in shares]
     assert told == [is_above and not any(above[:step]) for step, is_above in enumerate(above)]

@@ -18,7 +18,14 @@ BATCH = {"step_tokens": 4096, "sum_squared_lengths": 1_000_000}
 
 
 def figures(step: int = 1, **changes) -> dict:
-    values = {"step": step, "tokens": 4096 * step, "epoch": 0.1, "loss": 2.0, "learning_rate": 1e-3, "gradient_norm": 0.5}
+    values = {
+        "step": step,
+        "tokens": 4096 * step,
+        "epoch": 0.1,
+        "loss": 2.0,
+        "learning_rate": 1e-3,
+        "gradient_norm": 0.5,
+    }
     return {**values, "data_wait_ms": 1.0, **BATCH, **changes}
 
 
@@ -32,12 +39,16 @@ class Clock:
 @pytest.fixture(scope="module")
 def flops() -> ModelFlops:
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 512}
-    return flops_of(on_meta({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2} | sizes))
+    return flops_of(
+        on_meta({"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 2} | sizes)
+    )
 
 
 def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
     clock = Clock()
-    recorder = Recorder(pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock)
+    recorder = Recorder(
+        pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock
+    )
     with recorder.step():
         clock.now += 0.5
     record = recorder.finish(**figures(), skipped=False)
@@ -45,11 +56,14 @@ def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
     # By hand: a forward product takes 2 FLOPs a weight, backward twice that; attention 6 L Q a squared length.
     weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 64 * 512
     by_hand = (6 * weights * 4096 + 6 * 2 * 64 * 1_000_000) / 0.5 / 4 / 1e12
-    assert record["tflops"] == pytest.approx(by_hand) and record["mfu_bf16_peak"] == pytest.approx(by_hand / 2.0)
+    assert record["tflops"] == pytest.approx(by_hand) and record["mfu_bf16_peak"] == pytest.approx(
+        by_hand / 2.0
+    )
     assert record["skipped"] is False and record["samples_per_second"] == 4096 / 512 / 0.5
     assert record["calculation_method"] in FORMULAS
     assert record["flops_per_token"] == pytest.approx(record["tflops"] * 1e12 * 0.5 * 4 / 4096)
-    by_nanogpt = 6 * flops.parameters + 12 * 2 * 64 * 512  # a model without learned positions, two layers, queries of 64
+    # a model without learned positions, two layers, queries of 64
+    by_nanogpt = 6 * flops.parameters + 12 * 2 * 64 * 512
     assert record["mfu_nanogpt"] == pytest.approx(by_nanogpt * 4096 / 0.5 / 4 / 2.0e12)
 
 
@@ -60,7 +74,17 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
             pass
         return list(recorder.finish(**figures()))
 
-    always = ["step", "tokens", "epoch", "loss", "learning_rate", "gradient_norm", "step_ms", "data_wait_ms", "tokens_per_second"]
+    always = [
+        "step",
+        "tokens",
+        "epoch",
+        "loss",
+        "learning_rate",
+        "gradient_norm",
+        "step_ms",
+        "data_wait_ms",
+        "tokens_per_second",
+    ]
     always += ["samples_per_second"]
     end, counted = ["memory_gib", "recompiles"], ["flops_per_token", "calculation_method", "tflops"]
     assert keys(flops=None, peak_tflops=None) == [*always, *end]
@@ -73,18 +97,37 @@ def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals()
     steps = []
     for step in range(1, 101):
         ms = (100.0 + step % 7) * (50 if step <= 2 else 1)
-        changes = {"step_ms": ms, "data_wait_ms": 0.5, "tokens_per_second": 4.096e6 / ms, "memory_gib": 1.0 + step % 3}
-        steps.append(figures(step, epoch=step / 10, loss=5 - step / 100, recompiles=int(step == 9), **changes))
+        changes = {
+            "step_ms": ms,
+            "data_wait_ms": 0.5,
+            "tokens_per_second": 4.096e6 / ms,
+            "memory_gib": 1.0 + step % 3,
+        }
+        steps.append(
+            figures(
+                step, epoch=step / 10, loss=5 - step / 100, recompiles=int(step == 9), **changes
+            )
+        )
     evaluations = [
-        {"step": s, "event": "evaluation", "held_out_loss": 4.0 - s / 100, "held_out_perplexity": 9.0} for s in (50, 100)
+        {
+            "step": s,
+            "event": "evaluation",
+            "held_out_loss": 4.0 - s / 100,
+            "held_out_perplexity": 9.0,
+        }
+        for s in (50, 100)
     ]
     result = summary([*steps[:50], evaluations[0], *steps[50:], evaluations[1]])
     assert result["steps"] == 100 and result["tokens"] == 409_600 and result["epoch"] == 10.0
     assert result["step_ms"] == statistics.median(r["step_ms"] for r in steps[2:])
-    assert result["data_wait_share"] == pytest.approx(98 * 0.5 / sum(r["step_ms"] for r in steps[2:]))
+    assert result["data_wait_share"] == pytest.approx(
+        98 * 0.5 / sum(r["step_ms"] for r in steps[2:])
+    )
     assert result["hours"] == pytest.approx(sum(r["step_ms"] for r in steps) / 3.6e6)
     assert result["loss"] == 4.0 and result["loss_at_end"] == pytest.approx(4.315)
-    assert result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
+    assert (
+        result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
+    )
     assert "mfu_bf16_peak" not in result
 
 
@@ -99,15 +142,21 @@ def test_they_are_those_of_all_values_together(dtype: torch.dtype, same: int) ->
     model.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(12))
     generator = torch.Generator().manual_seed(3)
     for number, parameter in enumerate(model.to(dtype).parameters()):
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * 10.0 ** (-number % 5) + 0.01).to(dtype)
+        parameter.grad = (
+            torch.randn(parameter.shape, generator=generator) * 10.0 ** (-number % 5) + 0.01
+        ).to(dtype)
     layers, of_as_many = (
         [f"layers.{number}" for number in range(12)],
         SimpleNamespace(reduce=lambda table, reduction: table * same),
     )
     found = gradient_statistics(model, layers, of_as_many)
     for layer in [*layers, "embed", "norm"]:
-        values = np.concatenate([p.grad.double().numpy().ravel() for p in model.get_submodule(layer).parameters()])
-        assert found[f"grad_mean/{layer}"] == pytest.approx(values.mean(), rel=1e-5, abs=1e-7 * np.abs(values).max())
+        values = np.concatenate(
+            [p.grad.double().numpy().ravel() for p in model.get_submodule(layer).parameters()]
+        )
+        assert found[f"grad_mean/{layer}"] == pytest.approx(
+            values.mean(), rel=1e-5, abs=1e-7 * np.abs(values).max()
+        )
         assert found[f"grad_std/{layer}"] == pytest.approx(values.std(), rel=1e-5)
     assert len(found) == 2 * 14
 
@@ -118,6 +167,11 @@ def test_shards_of_a_gradient_count_as_the_whole_one() -> None:
     model.weight.grad = torch.arange(48.0).view(8, 6)
     rest = torch.arange(48.0, 96.0)
     theirs = torch.tensor([[rest.sum(), rest.square().sum(), 48.0]], dtype=torch.float64)
-    found = gradient_statistics(model, [], SimpleNamespace(reduce=lambda table, reduction: table + theirs))
+    found = gradient_statistics(
+        model, [], SimpleNamespace(reduce=lambda table, reduction: table + theirs)
+    )
     whole = np.arange(96.0)
-    assert found == {"grad_mean/": pytest.approx(whole.mean()), "grad_std/": pytest.approx(whole.std())}
+    assert found == {
+        "grad_mean/": pytest.approx(whole.mean()),
+        "grad_std/": pytest.approx(whole.std()),
+    }

@@ -14,8 +14,23 @@ from pretrain.metrics.run_record import RunRecord, last_screen, read_metrics, re
 
 
 def step(number: int, **changes: Any) -> dict[str, Any]:
-    measured = {"step_ms": 500.0, "data_wait_ms": 1.0, "tokens_per_second": 47_512.0, "memory_gib": 80.94, "recompiles": 0}
-    return {"step": number, "tokens": number * 131_072, "epoch": number / 694, "loss": 3.0 - number / 1000} | measured | changes
+    measured = {
+        "step_ms": 500.0,
+        "data_wait_ms": 1.0,
+        "tokens_per_second": 47_512.0,
+        "memory_gib": 80.94,
+        "recompiles": 0,
+    }
+    return (
+        {
+            "step": number,
+            "tokens": number * 131_072,
+            "epoch": number / 694,
+            "loss": 3.0 - number / 1000,
+        }
+        | measured
+        | changes
+    )
 
 
 def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, str]]:
@@ -26,13 +41,21 @@ def screen(folder: Path, records: list[dict[str, Any]]) -> tuple[str, dict[str, 
 
 
 def evaluation(step: int) -> dict[str, Any]:
-    return {"step": step, "event": "evaluation", "held_out_loss": 2.9512, "held_out_perplexity": 19.129, "held_out_tokens": 900}
+    return {
+        "step": step,
+        "event": "evaluation",
+        "held_out_loss": 2.9512,
+        "held_out_perplexity": 19.129,
+        "held_out_tokens": 900,
+    }
 
 
 def test_the_last_screen_names_what_came_out_how_fast_and_where_it_lies(tmp_path: Path) -> None:
     folder = tmp_path / "small-bf16-fp32"
     (folder / "final").mkdir(parents=True)
-    title, rows = screen(folder, [step(n, mfu_bf16_peak=0.496) for n in range(1, 61)] + [evaluation(60)])
+    title, rows = screen(
+        folder, [step(n, mfu_bf16_peak=0.496) for n in range(1, 61)] + [evaluation(60)]
+    )
     assert title == "small-bf16-fp32: done"
     for label, facts in {
         "trained": ["60 steps", "7.86 M tokens", "30 s"],
@@ -47,10 +70,19 @@ def test_the_last_screen_names_what_came_out_how_fast_and_where_it_lies(tmp_path
     assert f"python -m pretrain report {folder}" in rows["compare it"]
 
 
-def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it_was_measured() -> None:
+def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it_was_measured() -> (
+    None
+):
     steps = [step(number) for number in range(1, 4)]
-    lines = {"start": [evaluation(0), *steps], "earlier": [*steps[:2], evaluation(2), steps[2]], "end": [*steps, evaluation(3)]}
-    runs = {name: RunRecord(Path(), {}, {}, metrics, summary(metrics)) for name, metrics in lines.items()}
+    lines = {
+        "start": [evaluation(0), *steps],
+        "earlier": [*steps[:2], evaluation(2), steps[2]],
+        "end": [*steps, evaluation(3)],
+    }
+    runs = {
+        name: RunRecord(Path(), {}, {}, metrics, summary(metrics))
+        for name, metrics in lines.items()
+    }
     assert "held_out_loss" not in runs["start"].summary, "the model was another one then"
     assert (runs["earlier"].when_evaluated, runs["end"].when_evaluated) == (" (step 2)", "")
 
@@ -67,7 +99,9 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
     blank = {"loss": None, "unlabelled": True}
     screen(tmp_path / "run", [step(1), step(2, **blank), step(3, loss=2.0), step(4, **blank)])
     run = read_run(tmp_path / "run")
-    assert run.summary["loss_at_end"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
+    assert (
+        run.summary["loss_at_end"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
+    )
     assert not run.broke_off
     screen(tmp_path / "lost", [step(1), step(2, loss=None), step(3, **blank)])
     assert read_run(tmp_path / "lost").broke_off, "a null without its reason was no number"
@@ -81,5 +115,7 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
         ({}, (1, "CPU")),
     ],
 )
-def test_what_a_run_trained_on_is_called_alike_everywhere(environment: dict[str, Any], devices: tuple[int, str]) -> None:
+def test_what_a_run_trained_on_is_called_alike_everywhere(
+    environment: dict[str, Any], devices: tuple[int, str]
+) -> None:
     assert RunRecord(Path(), {}, environment, [], {}).devices == devices

@@ -17,7 +17,12 @@ from foundation.errors import InputError
 from pretrain.metrics.trackers import JsonlTracker, Trackers, check_trackers
 from pretrain.settings.recipe import LogSettings
 
-CONFIG = {"name": "demo", "seed": 42, "optimizer": {"betas": [0.9, 0.95], "clip": None}, "data": {"mask_boundaries": True}}
+CONFIG = {
+    "name": "demo",
+    "seed": 42,
+    "optimizer": {"betas": [0.9, 0.95], "clip": None},
+    "data": {"mask_boundaries": True},
+}
 
 
 def trackers_of(names: list[str], run_dir: Path, resumed_step: int = 0) -> Trackers:
@@ -39,7 +44,13 @@ def lines(path) -> list[dict]:
 numbers = st.floats() | st.integers(-(2**53), 2**53) | st.none() | st.booleans() | st.text()
 
 
-@given(records=st.lists(st.dictionaries(st.text(min_size=1), numbers | st.lists(numbers) | st.dictionaries(st.text(), numbers))))
+@given(
+    records=st.lists(
+        st.dictionaries(
+            st.text(min_size=1), numbers | st.lists(numbers) | st.dictionaries(st.text(), numbers)
+        )
+    )
+)
 def test_what_is_logged_is_read_back_with_null_for_what_is_no_number(records, tmp_path_factory):
     def expected(value):
         if isinstance(value, float) and not math.isfinite(value):
@@ -54,15 +65,23 @@ def test_what_is_logged_is_read_back_with_null_for_what_is_no_number(records, tm
     for values in records:
         tracker.log(values)
     # Before `finish`: a kill must not lose a line that was logged. Only line feeds end a line, whatever the strings hold.
-    assert [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] == [expected(values) for values in records]
+    assert [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] == [
+        expected(values) for values in records
+    ]
     tracker.finish()
 
 
 @given(steps=st.integers(1, 30), resumed=st.integers(0, 30), cut=st.integers(0, 60))
-def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(steps, resumed, cut, tmp_path_factory):
+def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(
+    steps, resumed, cut, tmp_path_factory
+):
     resumed = min(resumed, steps)
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    whole = [item for step in range(1, 31) for item in ([record(step), evaluation(step)] if step % 5 == 0 else [record(step)])]
+    whole = [
+        item
+        for step in range(1, 31)
+        for item in ([record(step), evaluation(step)] if step % 5 == 0 else [record(step)])
+    ]
 
     def run(records, resumed_step):
         tracker = JsonlTracker(path, resumed_step)
@@ -101,7 +120,10 @@ def test_tensorboard_gets_the_numbers_by_our_names_and_by_the_fields(tmp_path, s
     trackers.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
-    assert events.Scalars("throughput_per_sec")[0].value == 1001.0 and events.Scalars("held_out_loss")[0].step == 2
+    assert (
+        events.Scalars("throughput_per_sec")[0].value == 1001.0
+        and events.Scalars("held_out_loss")[0].step == 2
+    )
     assert any("samples" in tag for tag in events.Tags()["tensors"])
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 2, 2]
 
@@ -153,18 +175,38 @@ class Failing(GeneralTracker):
     def store_init_configuration(self, values: dict) -> None:
         assert values["optimizer.betas"] == "[0.9, 0.95]", "scalars alone"
 
+    error: Exception
+
     def log(self, values: dict, step: int) -> None:
         if step > 1:
-            raise ConnectionError("no route to http://us:secret@host/")
+            raise self.error
 
 
-def test_a_service_that_fails_costs_one_warning_and_no_step(tmp_path, state, monkeypatch, caplog):
+class OwnError(Exception):
+    """An error of a service that is neither OSError nor ValueError nor RuntimeError."""
+
+
+SECRETS = "no route to http://us:secret@host/api?token=secret&run=1 (Caused by x)"
+
+
+@pytest.mark.parametrize("error", [ConnectionError, KeyError, OwnError])
+def test_a_service_that_fails_costs_one_warning(error, tmp_path, state, monkeypatch, caplog):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    monkeypatch.setattr(Failing, "error", error(SECRETS), raising=False)
     trackers = trackers_of(["failing"], tmp_path)
     trackers.start(CONFIG)
     with caplog.at_level(logging.WARNING):
         for step in (1, 2, 3):
             trackers.log(record(step))
         trackers.finish()
-    assert caplog.text.count("no route to http://host/") == 1 and "failing" in caplog.text and "secret" not in caplog.text
+    assert caplog.text.count("no route to http://host/api (Caused by x)") == 1
+    assert "secret" not in caplog.text
+    assert "failing" in caplog.text and error.__name__ in caplog.text
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_a_service_that_does_not_start_is_refused_with_its_name(tmp_path, state, monkeypatch):
+    monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
+    trackers = trackers_of(["failing"], tmp_path)
+    with pytest.raises(InputError, match="failing does not start: AssertionError: scalars alone"):
+        trackers.start({"optimizer": {"betas": 0.9}})

@@ -18,7 +18,12 @@ from pretrain.model import attention
 from pretrain.precision import transformer_engine
 
 VOCABULARY, LENGTH = 61, 24
-SMALL = {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+}
 SMALL |= {"max_position_embeddings": 64}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LONGROPE = {
@@ -30,7 +35,11 @@ LONGROPE = {
 
 def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
     """What the model gets for packs of documents of these lengths; every pack's rest is one more document."""
-    filled = list(itertools.chain.from_iterable([*pack, LENGTH - sum(pack)] if sum(pack) < LENGTH else pack for pack in lengths))
+    filled = list(
+        itertools.chain.from_iterable(
+            [*pack, LENGTH - sum(pack)] if sum(pack) < LENGTH else pack for pack in lengths
+        )
+    )
     ends = list(itertools.accumulate(filled))
     cu_seqlens = torch.tensor([0, *ends, *[ends[-1]] * spare], dtype=torch.int32)
     return {
@@ -50,7 +59,9 @@ def test_layers_compile_whole_and_never_again_when_the_number_of_documents_chang
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    model, plain = (build_model(backend=each, initializer_range=0.02).hf for each in (name, "packed_sdpa"))
+    model, plain = (
+        build_model(backend=each, initializer_range=0.02).hf for each in (name, "packed_sdpa")
+    )
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
 
@@ -70,9 +81,14 @@ def test_layers_compile_whole_and_never_again_when_the_number_of_documents_chang
     assert compiled == [compiled[0]] * 4
 
 
-def test_the_operator_keeps_what_operators_promise(flash_attention_4_on_a_cpu: SimpleNamespace) -> None:
+def test_the_operator_keeps_what_operators_promise(
+    flash_attention_4_on_a_cpu: SimpleNamespace,
+) -> None:
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    torch.library.opcheck(torch.ops.pretrain.flash_attention, (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3))
+    torch.library.opcheck(
+        torch.ops.pretrain.flash_attention,
+        (q, k, v, torch.tensor([0, 4, 7, 7], dtype=torch.int32), 7, 0.3),
+    )
 
 
 def test_a_layer_that_does_not_say_where_documents_end_is_an_error() -> None:
@@ -105,7 +121,9 @@ def chosen(requested: Any = "auto", dim: int = 128, dtype: torch.dtype = torch.b
 def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.MonkeyPatch) -> None:
     assert {chosen(dim=dim) for dim in (64, 128, 136, 192, 248, 256)} == {"fa4"}
     assert chosen(dtype=torch.float32) == "sdpa"
-    on_an_h200.setattr(attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there"))
+    on_an_h200.setattr(
+        attention, "_flash", lambda: importlib.import_module("flash_attention_that_is_not_there")
+    )
     assert chosen() == chosen(dim=32) == "varlen"
     with pytest.raises(InputError, match=r"model.attention: flash_attn"):
         chosen("flash_attn")
@@ -113,7 +131,9 @@ def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.Monk
 
 def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
     ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(ours) == 4 and not any(is_flash_attention_requested(requested_attention_implementation=name) for name in ours)
+    assert len(ours) == 4 and not any(
+        is_flash_attention_requested(requested_attention_implementation=name) for name in ours
+    )
 
 
 # ── FlashAttention-4 ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -122,16 +142,26 @@ def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "expanded"])
 def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
-    flash_attention_4_on_a_cpu: SimpleNamespace, heads: tuple[int, int], kind: str, monkeypatch: pytest.MonkeyPatch
+    flash_attention_4_on_a_cpu: SimpleNamespace,
+    heads: tuple[int, int],
+    kind: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of a gradient that is a view, and with the last slots empty. Longer documents go by the kernel's own way."""
     (query, kv), tokens, generator = heads, 40, torch.Generator().manual_seed(0)
     ends = torch.tensor([0, 1, 17, 40, 40, 40], dtype=torch.int32)
-    q, k, v = (torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64) for n in (query, kv, kv))
+    q, k, v = (
+        torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64)
+        for n in (query, kv, kv)
+    )
     d_output = {
         "contiguous": torch.randn(tokens, query, 16, generator=generator, dtype=torch.float64),
-        "transposed": torch.randn(query, 16, tokens, generator=generator, dtype=torch.float64).permute(2, 0, 1),
-        "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(tokens, query, 16),
+        "transposed": torch.randn(
+            query, 16, tokens, generator=generator, dtype=torch.float64
+        ).permute(2, 0, 1),
+        "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(
+            tokens, query, 16
+        ),
     }[kind]
     output, log_sums = attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
@@ -139,7 +169,9 @@ def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
     monkeypatch.setattr(attention, "LONG", tokens * query // kv // 5 - 1)
     expected = attention.flash_backward_in_parts(*states)
     group = query // kv
-    assert [part.shape for part in apart[1:]] == [(tokens, kv, group, 16) if group > 1 else k.shape] * 2
+    assert [part.shape for part in apart[1:]] == [
+        (tokens, kv, group, 16) if group > 1 else k.shape
+    ] * 2
     for found in (summed, [part.sum(2) if part.dim() == 4 else part for part in apart]):
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
@@ -154,9 +186,21 @@ def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
     [
         ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "attn_pdrop": 0.1}, "attn_pdrop 0.1"),
         ("bloom", {"hidden_size": 32, "n_layer": 1, "n_head": 2}, "attention registry"),
-        ("mamba", {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4}, "attention registry|other than attention"),
-        ("gemma2", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "Gemma2.* caps its scores"),
-        ("gpt_oss", SMALL | HEADS | {"head_dim": 8, "sliding_window": 64}, "attention sinks .*sinks"),
+        (
+            "mamba",
+            {"hidden_size": 32, "num_hidden_layers": 1, "state_size": 4},
+            "attention registry|other than attention",
+        ),
+        (
+            "gemma2",
+            SMALL | HEADS | {"head_dim": 8, "sliding_window": 64},
+            "Gemma2.* caps its scores",
+        ),
+        (
+            "gpt_oss",
+            SMALL | HEADS | {"head_dim": 8, "sliding_window": 64},
+            "attention sinks .*sinks",
+        ),
         ("deepseek_v3", SMALL | HEADS | {"num_key_value_heads": 4}, "latent keys.*kernels"),
         ("qwen3_next", SMALL | HEADS, "linear_attention.*kernels that begin anew at each document"),
         ("granitemoehybrid", SMALL | HEADS | {"mamba_n_heads": 2}, "linear_attention.*kernels"),
@@ -164,8 +208,12 @@ def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
         ("phi3", SMALL | HEADS | LONGROPE, "longrope.*`data.length`"),
     ],
 )
-def test_an_architecture_that_packed_attention_cannot_serve_is_refused(model_type: str, sizes: dict, message: str) -> None:
+def test_an_architecture_that_packed_attention_cannot_serve_is_refused(
+    model_type: str, sizes: dict, message: str
+) -> None:
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | sizes)))
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.for_model(model_type, **({"vocab_size": VOCABULARY} | sizes))
+        )
     with pytest.raises(InputError, match=message):
         attention.check(model, LENGTH)

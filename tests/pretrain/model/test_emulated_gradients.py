@@ -36,15 +36,22 @@ def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 @pytest.mark.parametrize("precision", QUANTIZED)
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-@pytest.mark.parametrize("out", [OUT, IN])  # a square sum takes a transposed product too, without an error
+# a square sum takes a transposed product too, without an error
+@pytest.mark.parametrize("out", [OUT, IN])
 def test_many_microbatches_add_up_to_one_sum_in_fp64(
     precision: str, weights: torch.dtype, kind: type[nn.Module], out: int, wgrads: list[Tensor]
 ) -> None:
     context = PrecisionContext(emulation_of(precision, **to_nearest(precision)), torch.bfloat16)
     linear = (nn.Linear(IN, out, bias=False) if kind is nn.Linear else Conv1D(out, IN)).to(weights)
-    layer = nn.Sequential(LowPrecisionLinear(linear, "l", context.backend.product("l", IN, out, bias=True), context))
+    layer = nn.Sequential(
+        LowPrecisionLinear(linear, "l", context.backend.product("l", IN, out, bias=True), context)
+    )
     attach_main_gradients(layer, torch.float32)
-    forward = layer if weights == torch.bfloat16 else casting_parameters(layer, layer.forward, torch.bfloat16)
+    forward = (
+        layer
+        if weights == torch.bfloat16
+        else casting_parameters(layer, layer.forward, torch.bfloat16)
+    )
     torch.manual_seed(0)
     for index in range(MICROBATCHES):
         context.first_microbatch = index == 0
@@ -54,5 +61,6 @@ def test_many_microbatches_add_up_to_one_sum_in_fp64(
     assert len(wgrads) == MICROBATCHES
     expected = torch.stack(wgrads).sum(0)
     found = linear.weight.main_grad if kind is nn.Linear else linear.weight.main_grad.t()
-    assert (found.double() - expected).norm() < 1e-6 * expected.norm()  # rounded to BF16 each time it would be 2e-3
+    # rounded to BF16 each time it would be 2e-3
+    assert (found.double() - expected).norm() < 1e-6 * expected.norm()
     assert linear.weight.grad is None

@@ -23,15 +23,27 @@ from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import QUANTIZED, emulation_of
 
 EXPERTS, CHOICES, HIDDEN = 4, 2, 32
-SIZES = {"hidden_size": HIDDEN, "num_experts_per_tok": CHOICES, "num_hidden_layers": 1, "num_attention_heads": 2}
-SIZES |= {"num_key_value_heads": 2, "vocab_size": 32, "initializer_range": 0.2, "experts_implementation": "eager"}
+SIZES = {
+    "hidden_size": HIDDEN,
+    "num_experts_per_tok": CHOICES,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "vocab_size": 32,
+    "initializer_range": 0.2,
+    "experts_implementation": "eager",
+}
 KINDS = {
     "qwen3_moe": {"num_experts": EXPERTS, "moe_intermediate_size": 48, "intermediate_size": 48},
     "olmoe": {"num_experts": EXPERTS, "intermediate_size": 48},
     "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 48},
 }
 # The experts of each token, two different ones: often such that some experts are nobody's.
-CHOSEN = st.lists(st.permutations(range(EXPERTS)).map(lambda order: order[:CHOICES]), min_size=1, max_size=40)
+CHOSEN = st.lists(
+    st.permutations(range(EXPERTS)).map(lambda order: order[:CHOICES]), min_size=1, max_size=40
+)
 
 
 @cache
@@ -42,7 +54,9 @@ def plain_model(kind: str) -> PreTrainedModel:
 
 
 @cache
-def in_precision(kind: str, name: str, **fp8_config: object) -> tuple[PreTrainedModel, PrecisionContext]:
+def in_precision(
+    kind: str, name: str, **fp8_config: object
+) -> tuple[PreTrainedModel, PrecisionContext]:
     """A model of its own with the same weights, whose experts and linears are converted."""
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
@@ -61,11 +75,18 @@ def problem(chosen: list[list[int]], seed: int = 0) -> tuple[Tensor, Tensor, Ten
     """Hidden states, choices, their weights, and the gradient of what comes out."""
     generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(len(chosen), HIDDEN, generator=generator) for _ in range(2))
-    return x.requires_grad_(), torch.tensor(chosen), torch.rand(len(chosen), CHOICES, generator=generator).requires_grad_(), dy
+    return (
+        x.requires_grad_(),
+        torch.tensor(chosen),
+        torch.rand(len(chosen), CHOICES, generator=generator).requires_grad_(),
+        dy,
+    )
 
 
 @given(chosen=CHOSEN, aligned=st.sampled_from([1, 16, 32]))
-def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(chosen: list[list[int]], aligned: int) -> None:
+def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(
+    chosen: list[list[int]], aligned: int
+) -> None:
     x, indices, _, _ = problem(chosen)
     groups = arrange(indices, EXPERTS, aligned)
     rows = Dispatched.apply(x.detach(), groups)
@@ -82,7 +103,9 @@ def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(chose
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(chosen=CHOSEN)
-def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: list[list[int]]) -> None:
+def test_outputs_and_gradients_are_those_of_plain_experts(
+    kind: str, chosen: list[list[int]]
+) -> None:
     plain, (grouped, _) = experts_of(plain_model(kind)), in_precision(kind, "fp32")
     grouped, results = experts_of(grouped), []
     assert isinstance(grouped, GroupedExperts)
@@ -91,7 +114,9 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
         module.zero_grad()
         y = module(x, indices, weights)
         y.backward(dy)
-        results.append([y.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad])
+        results.append(
+            [y.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad]
+        )
     for theirs, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
@@ -106,7 +131,9 @@ def test_outputs_and_gradients_are_those_of_plain_experts(kind: str, chosen: lis
         ({"moe_intermediate_size": 0}, "gate_up_proj would hold nothing"),
     ],
 )
-def test_sizes_that_grouped_products_do_not_take_and_too_many_experts_are_refused(sizes: dict[str, int], said: str) -> None:
+def test_sizes_that_grouped_products_do_not_take_and_too_many_experts_are_refused(
+    sizes: dict[str, int], said: str
+) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
     with pytest.raises(InputError, match=said):
         check_architecture(build_on_meta(config), 32, LossSettings())
@@ -119,7 +146,9 @@ def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:
     for parameter in (experts.gate_up_proj, experts.down_proj):
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     for seed in range(2):
-        x, chosen, weights, dy = (each.detach() for each in problem([[0, 3], [1, 0], [3, 1]] * 5, seed))
+        x, chosen, weights, dy = (
+            each.detach() for each in problem([[0, 3], [1, 0], [3, 1]] * 5, seed)
+        )
         before = experts.down_proj.main_grad.clone()
         experts(x.bfloat16(), chosen, weights.bfloat16()).backward(dy.bfloat16())
         parts.append(experts.down_proj.main_grad - before)
@@ -139,7 +168,9 @@ def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor
 
 @settings(max_examples=40)
 @given(chosen=CHOSEN)
-def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(chosen: list[list[int]]) -> None:
+def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(
+    chosen: list[list[int]],
+) -> None:
     hf, context = in_precision("olmoe", "current")
     experts, (x, indices, _, _) = experts_of(hf), problem(chosen)
     stack, groups = experts.gate_up_proj, arrange(indices, EXPERTS, 16)
@@ -150,13 +181,23 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(chosen: lis
     dy = torch.randn_like(y).index_fill_(0, groups.empty, 0)
     y.backward(dy)
 
-    (x, of_x), (w, of_w), (g, of_g) = rounded(rows.detach()), rounded(stack.detach()), rounded(dy, torch.float8_e5m2)
+    (x, of_x), (w, of_w), (g, of_g) = (
+        rounded(rows.detach()),
+        rounded(stack.detach()),
+        rounded(dy, torch.float8_e5m2),
+    )
     ends = groups.ends.tolist()
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         part = slice(begin, end)
-        torch.testing.assert_close(y[part], x[part] @ w[expert].t() * (of_x * of_w), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(rows.grad[part], g[part] @ w[expert] * (of_g * of_w), rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(stack.grad[expert], g[part].t() @ x[part] * (of_g * of_x), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            y[part], x[part] @ w[expert].t() * (of_x * of_w), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            rows.grad[part], g[part] @ w[expert] * (of_g * of_w), rtol=1e-5, atol=1e-5
+        )
+        torch.testing.assert_close(
+            stack.grad[expert], g[part].t() @ x[part] * (of_g * of_x), rtol=1e-5, atol=1e-5
+        )
 
 
 @settings(max_examples=20)
@@ -164,10 +205,16 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(chosen: lis
 def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int]) -> None:
     """In a format whose scales are of blocks alone: blocks of tokens are an expert's own."""
     backend = emulation_of("mxfp8")
-    together, alone = (backend.product("experts", 64, 32, bias=False, grouped=grouped) for grouped in (True, False))
+    together, alone = (
+        backend.product("experts", 64, 32, bias=False, grouped=grouped) for grouped in (True, False)
+    )
     torch.manual_seed(0)
     ends = 32 * torch.tensor(counts).cumsum(0)
-    x, dy, stack = torch.randn(ends[-1], 64), torch.randn(ends[-1], 32), torch.randn(EXPERTS, 32, 64)
+    x, dy, stack = (
+        torch.randn(ends[-1], 64),
+        torch.randn(ends[-1], 32),
+        torch.randn(EXPERTS, 32, 64),
+    )
     together.ends = ends.int()
 
     def three(product: EmulatedProduct, x: Tensor, dy: Tensor, weight: Tensor) -> list[Tensor]:
@@ -183,11 +230,15 @@ def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int
         if begin == end:
             assert not ours[2].any()
         else:
-            assert all(map(torch.equal, ours, three(alone, x[begin:end], dy[begin:end], stack[expert])))
+            assert all(
+                map(torch.equal, ours, three(alone, x[begin:end], dy[begin:end], stack[expert]))
+            )
 
 
 def test_what_transformers_stacks_in_another_way_is_left_to_it() -> None:
-    config = AutoConfig.for_model("gpt_oss", **SIZES | {"num_local_experts": EXPERTS, "intermediate_size": 48, "head_dim": 16})
+    config = AutoConfig.for_model(
+        "gpt_oss", **SIZES | {"num_local_experts": EXPERTS, "intermediate_size": 48, "head_dim": 16}
+    )
     with torch.device("meta"):
         hf = AutoModelForCausalLM.from_config(config)
     group_experts(hf, PrecisionContext(None, torch.float32))

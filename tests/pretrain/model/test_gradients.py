@@ -17,10 +17,22 @@ from torch.utils.checkpoint import checkpoint
 
 from packing.batch import StepBatches
 from pretrain.model import gradients
-from pretrain.model.gradients import RankSums, attach_main_gradients, clear_main_gradients, gradient_of, was_reached
+from pretrain.model.gradients import (
+    RankSums,
+    attach_main_gradients,
+    clear_main_gradients,
+    gradient_of,
+    was_reached,
+)
 from pretrain.model.huggingface import round_weights
 from pretrain.model.packed import PackedLanguageModel, forward_backward
-from pretrain.optimizer.adamw import ExactAdamW, build_optimizer, clear_gradients, clip_coefficient, gradient_norm
+from pretrain.optimizer.adamw import (
+    ExactAdamW,
+    build_optimizer,
+    clear_gradients,
+    clip_coefficient,
+    gradient_norm,
+)
 from pretrain.settings.recipe import OptimizerSettings
 from tests.pretrain.optimizer.test_exact_adamw import master
 from tests.pretrain.verify.small_runs import step_of
@@ -40,7 +52,9 @@ class AddsToTheSum(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad.addmm_(gradient.t().to(ctx.weight.main_grad.dtype), ctx.x.to(ctx.weight.main_grad.dtype))
+        ctx.weight.main_grad.addmm_(
+            gradient.t().to(ctx.weight.main_grad.dtype), ctx.x.to(ctx.weight.main_grad.dtype)
+        )
         return gradient @ ctx.weight, None
 
 
@@ -65,7 +79,9 @@ def microbatch(seed: int) -> Tensor:
 
 def backward(model: nn.Module, seed: int) -> None:
     scores = model(microbatch(seed))
-    scores.backward(torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.dtype))
+    scores.backward(
+        torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.dtype)
+    )
 
 
 def sums(model: nn.Module) -> dict[str, Tensor]:
@@ -75,18 +91,27 @@ def sums(model: nn.Module) -> dict[str, Tensor]:
 # ── Sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.sampled_from([FP32, BF16]), st.sampled_from([FP32, BF16]))
+@given(
+    st.lists(st.integers(0, 99), min_size=1, max_size=9),
+    st.sampled_from([FP32, BF16]),
+    st.sampled_from([FP32, BF16]),
+)
 def test_what_microbatches_deliver_is_summed_in_the_main_gradients_dtype_whatever_the_weights(
     seeds: list[int], weights: torch.dtype, main: torch.dtype
 ) -> None:
     model, plain = Small(tied=False).to(weights), Small(tied=False).to(weights)
     attach_main_gradients(model, main)
-    expected = {name: torch.zeros(p.shape, dtype=main) for name, p in plain.named_parameters() if name != "table.weight"}
+    expected = {
+        name: torch.zeros(p.shape, dtype=main)
+        for name, p in plain.named_parameters()
+        if name != "table.weight"
+    }
     for seed in seeds:
         backward(model, seed)
         plain.zero_grad()
         backward(plain, seed)
-        for name, total in expected.items():  # in FP32, rounded to the sum's dtype once a microbatch
+        # in FP32, rounded to the sum's dtype once a microbatch
+        for name, total in expected.items():
             total.copy_(total.float() + plain.get_parameter(name).grad.float())
     found = sums(model)
     for name, total in expected.items():
@@ -99,7 +124,9 @@ def test_rows_of_a_bf16_table_that_come_again_and_a_tied_head_add_up_in_fp32(tie
     model, exact = Small(tied=tied).to(BF16), Small(tied=tied).to(BF16)
     attach_main_gradients(model, FP32)
     rows: list[Tensor] = []
-    exact.table.register_forward_hook(lambda module, args, output: output.register_hook(rows.append) and None)
+    exact.table.register_forward_hook(
+        lambda module, args, output: output.register_hook(rows.append) and None
+    )
     if tied:
         exact.head.weight = nn.Parameter(exact.table.weight.detach().clone())
     backward(model, 3)
@@ -108,8 +135,12 @@ def test_rows_of_a_bf16_table_that_come_again_and_a_tied_head_add_up_in_fp32(tie
     expected = torch.zeros(5, 8, dtype=torch.float64).index_add_(0, microbatch(3), rows[0].double())
     if tied:
         expected += exact.head.weight.grad.double()
-    torch.testing.assert_close(gradient_of(model.table.weight).double(), expected, rtol=1e-6, atol=1e-6)
-    assert not torch.equal(gradient_of(model.table.weight), gradient_of(model.table.weight).to(BF16))
+    torch.testing.assert_close(
+        gradient_of(model.table.weight).double(), expected, rtol=1e-6, atol=1e-6
+    )
+    assert not torch.equal(
+        gradient_of(model.table.weight), gradient_of(model.table.weight).to(BF16)
+    )
 
 
 def test_a_product_may_add_to_the_sum_itself_and_other_uses_of_the_weight_still_deliver() -> None:
@@ -150,7 +181,9 @@ def branch(model: Branching, seed: int, take: str) -> None:
     model(microbatch(seed)[:16], take).square().sum().backward()
 
 
-def step(rank: int, takes: tuple[str, str], main: torch.dtype) -> tuple[tuple[dict[str, Any], list[str]], int]:
+def step(
+    rank: int, takes: tuple[str, str], main: torch.dtype
+) -> tuple[tuple[dict[str, Any], list[str]], int]:
     """The sums of two microbatches of each rank, which parameters they reached, and how many exchanges began within backward."""
     model, gradients.BUCKET = Branching(), MOST  # in this process alone
     attach_main_gradients(model, main)
@@ -177,7 +210,12 @@ def step(rank: int, takes: tuple[str, str], main: torch.dtype) -> tuple[tuple[di
 
 @pytest.mark.parametrize(
     ("takes", "main"),
-    [(("left", "left"), FP32), (("left", "left"), BF16), (("left", "right"), FP32), (("both", "both"), FP32)],
+    [
+        (("left", "left"), FP32),
+        (("left", "left"), BF16),
+        (("left", "right"), FP32),
+        (("both", "both"), FP32),
+    ],
 )
 def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: torch.dtype) -> None:
     """Also where they reach different parameters, and the first buckets wait on one rank for a branch that it does not take."""
@@ -188,7 +226,9 @@ def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: to
     for seed in range(4):
         branch(alone, seed, takes[seed % 2])
     sums, reached = first
-    assert reached == [name for name, each in alone.named_parameters() if each.requires_grad and was_reached(each)]
+    assert reached == [
+        name for name, each in alone.named_parameters() if each.requires_grad and was_reached(each)
+    ]
     for name, total in sums.items():
         expected = gradient_of(alone.get_parameter(name))
         error = (torch.tensor(total) - expected).norm() / expected.norm().clamp(min=1e-30)
@@ -206,7 +246,9 @@ def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:
         adamw.set_master(parameter, (bits + ((bits & 0xFFFF) == 0x8000)).view(FP32))
 
 
-def trajectory(model: PackedLanguageModel, steps: Sequence[StepBatches], accelerator: Accelerator, exact: bool) -> list[Tensor]:
+def trajectory(
+    model: PackedLanguageModel, steps: Sequence[StepBatches], accelerator: Accelerator, exact: bool
+) -> list[Tensor]:
     """Losses, gradient norms and, at the end, FP32 masters; weights that are BF16 begin as FP32 weights do."""
     masters = round_weights(model.hf, BF16) if exact else {}
     settings = OptimizerSettings(learning_rate=1e-3)
@@ -228,16 +270,30 @@ def trajectory(model: PackedLanguageModel, steps: Sequence[StepBatches], acceler
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("microbatches", [1, 5])
 def test_exact_bf16_weights_walk_the_trajectory_of_fp32_weights_bit_for_bit(
-    kind: str, microbatches: int, accelerator: Accelerator, build_model: Callable, random_packs: Callable
+    kind: str,
+    microbatches: int,
+    accelerator: Accelerator,
+    build_model: Callable,
+    random_packs: Callable,
 ) -> None:
-    moe = {"hidden_size": 16, "moe_intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    moe = {
+        "hidden_size": 16,
+        "moe_intermediate_size": 8,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
     moe |= {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
     changes = {"qwen3": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, "qwen3_moe": moe}[kind]
     fp32, exact = build_model(kind, cast_to=BF16, **changes), build_model(kind, **changes)
     for model in (fp32, exact):
         model.hf.get_output_embeddings().chunk = 16
-    steps = [step_of(random_packs([[5, 11], [16]] * microbatches, LENGTH, seed), 2) for seed in range(4)]
-    walked = trajectory(fp32.train(), steps, accelerator, False), trajectory(exact.train(), steps, accelerator, True)
+    steps = [
+        step_of(random_packs([[5, 11], [16]] * microbatches, LENGTH, seed), 2) for seed in range(4)
+    ]
+    walked = (
+        trajectory(fp32.train(), steps, accelerator, False),
+        trajectory(exact.train(), steps, accelerator, True),
+    )
     assert {parameter.dtype for parameter in exact.parameters()} == {BF16}
     for ours, theirs in zip(*walked, strict=True):
         assert torch.equal(ours, theirs)

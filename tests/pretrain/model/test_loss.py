@@ -16,18 +16,26 @@ from pretrain.model.loss.head import LossHead, token_losses
 from pretrain.settings.recipe import LossSettings
 
 
-def problem(tokens: int, hidden: int, vocabulary: int, ignored: float, *, bias: bool = False) -> tuple[Tensor, nn.Linear, Tensor]:
+def problem(
+    tokens: int, hidden: int, vocabulary: int, ignored: float, *, bias: bool = False
+) -> tuple[Tensor, nn.Linear, Tensor]:
     states = torch.randn(1, tokens, hidden, requires_grad=True)
     linear = nn.Linear(hidden, vocabulary, bias=bias)
-    labels = torch.randint(vocabulary, (1, tokens)).masked_fill(torch.rand(1, tokens) < ignored, IGNORE)
+    labels = torch.randint(vocabulary, (1, tokens)).masked_fill(
+        torch.rand(1, tokens) < ignored, IGNORE
+    )
     return states, linear, labels
 
 
-def exact(states: Tensor, linear: nn.Linear, labels: Tensor, scale: float = 1.0) -> tuple[Tensor, list[Tensor]]:
+def exact(
+    states: Tensor, linear: nn.Linear, labels: Tensor, scale: float = 1.0
+) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of states, weight and bias, from all logits in FP64."""
     inputs = [t.detach().double().requires_grad_() for t in (states, *linear.parameters())]
     logits = F.linear(*inputs)
-    value = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    value = F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
     return value.detach(), list(torch.autograd.grad(value * scale, inputs))
 
 
@@ -39,7 +47,9 @@ def test_a_well_predicted_token_keeps_its_small_gradient_in_bf16() -> None:
     logits = torch.tensor([[9.0, 0.0]], dtype=torch.bfloat16)
     token_losses(logits, torch.tensor([0]), with_gradient=True)
     expected = 1 / (1 + torch.tensor(9.0).exp())
-    torch.testing.assert_close(logits.float(), torch.stack([-expected, expected])[None], rtol=2**-8, atol=0)
+    torch.testing.assert_close(
+        logits.float(), torch.stack([-expected, expected])[None], rtol=2**-8, atol=0
+    )
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
@@ -67,7 +77,9 @@ def test_a_frozen_head_passes_the_gradient_on_and_gets_none() -> None:
 
 
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
-def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(main: torch.dtype) -> None:
+def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(
+    main: torch.dtype,
+) -> None:
     torch.manual_seed(0)
     states, linear, labels = problem(60, 8, 30, 0.2)
     scales = (1 / 7, 1 / 3)
@@ -77,7 +89,9 @@ def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(mai
     for scale in scales:
         (head(states, labels) * scale).backward()
     assert linear.weight.grad is None and states.grad is not None
-    assert relative_error(linear.weight.main_grad, expected) < (1e-6 if main == torch.float32 else 2**-8)
+    assert relative_error(linear.weight.main_grad, expected) < (
+        1e-6 if main == torch.float32 else 2**-8
+    )
 
 
 class LargestResult(TorchDispatchMode):
@@ -112,6 +126,8 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
         ("granite", {"logits_scaling": 8.0}, "logits_scaling: 8.0"),
     ],
 )
-def test_a_model_that_changes_its_logits_is_refused(model_type: str, changes: dict, key: str) -> None:
+def test_a_model_that_changes_its_logits_is_refused(
+    model_type: str, changes: dict, key: str
+) -> None:
     with pytest.raises(InputError, match=key):
         loss.check(AutoConfig.for_model(model_type, **changes), LossSettings())

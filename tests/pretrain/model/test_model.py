@@ -25,7 +25,13 @@ from pretrain.model.wrapping import fuse
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 CPU, LENGTH = torch.device("cpu"), 32
-SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 DOCUMENTS = [[5, 1, 26], [17, 9]]  # of two packs; the second has a tail of padding
 CAPLESS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 UNLIKE = {  # models whose layers attend within a window, or are computed again
@@ -36,8 +42,14 @@ UNLIKE = {  # models whose layers attend within a window, or are computed again
     | {"layer_types": ["full_attention", "sliding_attention"]},
     "llama": {"kind": "llama", "recompute": "full"},
     "qwen2": {"kind": "qwen2", "recompute": 2, "use_sliding_window": False},
-    "gpt2": {"kind": "gpt2", "embd_pdrop": 0.0, "resid_pdrop": 0.0, "scale_attn_by_inverse_layer_idx": True},
-    "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},  # which names its attention's mask
+    "gpt2": {
+        "kind": "gpt2",
+        "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+        "scale_attn_by_inverse_layer_idx": True,
+    },
+    # which names its attention's mask
+    "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},
     # Two whose scores and logits could be capped, and one that could have recurrent layers.
     "gemma2": {"kind": "gemma2", "sliding_window": 6, "head_dim": 8} | CAPLESS,
     "vaultgemma": {"kind": "vaultgemma", "sliding_window": 6, "head_dim": 8} | CAPLESS,
@@ -61,7 +73,9 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     plain_loss: Callable,
     random_packs: Callable,
 ) -> None:
-    packed = build_model(backend=backend, **({} if name == "gpt2" else SMALL) | UNLIKE[name]).train()
+    packed = build_model(
+        backend=backend, **({} if name == "gpt2" else SMALL) | UNLIKE[name]
+    ).train()
     model.check_architecture(packed.hf, LENGTH, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
@@ -91,7 +105,9 @@ def document_lengths(draw: st.DrawFn) -> list[int]:
     return lengths
 
 
-microbatches = st.lists(st.lists(document_lengths(), min_size=1, max_size=3), min_size=1, max_size=4)
+microbatches = st.lists(
+    st.lists(document_lengths(), min_size=1, max_size=3), min_size=1, max_size=4
+)
 
 
 @given(microbatches)
@@ -115,8 +131,11 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-5, atol=1e-6)
     if expected.requires_grad:
         expected.backward()
-    gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()]
-    scale = torch.stack([each.norm() for each in gradients]).norm()  # a gradient that nearly cancels is rounding beside it
+    gradients = [
+        torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()
+    ]
+    # a gradient that nearly cancels is rounding beside it
+    scale = torch.stack([each.norm() for each in gradients]).norm()
     for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
@@ -129,8 +148,12 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
 def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_memory(
     kind: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
-    changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[kind]
-    chosen = ModelSettings(config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes)
+    changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[
+        kind
+    ]
+    chosen = ModelSettings(
+        config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes
+    )
     torch.manual_seed(3)
     drawn = AutoModelForCausalLM.from_config(model.load_config(chosen))
     drawn.generation_config.temperature, drawn.generation_config.do_sample = 0.5, True
@@ -138,7 +161,9 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
     chosen = ModelSettings(source=str(tmp_path / "model"))
     options = {"seed": 7, "backend": "packed_sdpa"}
     whole = model.build(chosen, model.load_config(chosen), weights=kept, device=CPU, **options)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
     try:
         first = SimpleNamespace(is_main_process=True, device=CPU)
         hf, values = model.build_on_first_rank(
@@ -149,33 +174,54 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
     assert list(values) == list(dict(hf.named_parameters())) == list(dict(whole.named_parameters()))
     for name, parameter in hf.named_parameters():
         assert parameter.is_meta and parameter.dtype == torch.bfloat16 and parameter.requires_grad
-        assert parameter.shape == values[name].shape and torch.equal(values[name], whole.get_parameter(name)), name
+        assert parameter.shape == values[name].shape and torch.equal(
+            values[name], whole.get_parameter(name)
+        ), name
     assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in hf.named_buffers())
     assert hf.generation_config.to_dict() == whole.generation_config.to_dict()
     assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
-def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(kind: str) -> None:
+def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(
+    kind: str,
+) -> None:
     config = model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
-    assert model.decoder_layers(model.build_on_meta(config))["model.layers.0"].self_attn.q_proj.out_features == 4 * 24
+    assert (
+        model.decoder_layers(model.build_on_meta(config))[
+            "model.layers.0"
+        ].self_attn.q_proj.out_features
+        == 4 * 24
+    )
     with pytest.raises(InputError, match=r"`model\.config\.head_dmi`.* no such key"):
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dmi": 24}))
 
 
 @pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
-def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(key: str) -> None:
+def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(
+    key: str,
+) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
         model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
 
 
 def test_a_key_is_taken_by_the_name_that_most_architectures_have_for_it() -> None:
-    assert model.load_config(ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})).n_layer == 3
+    assert (
+        model.load_config(
+            ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})
+        ).n_layer
+        == 3
+    )
 
 
 def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path: Path) -> None:
     """As Qwen2.5's config.json lies on the hub, and as transformers 5 writes it."""
-    stored = SMALL | {"model_type": "qwen2", "rope_theta": 1e6, "sliding_window": 8, "max_window_layers": 1}
+    stored = SMALL | {
+        "model_type": "qwen2",
+        "rope_theta": 1e6,
+        "sliding_window": 8,
+        "max_window_layers": 1,
+    }
     (tmp_path / "config.json").write_text(json.dumps(stored))
 
     def load(**config: object) -> PretrainedConfig:
@@ -184,9 +230,17 @@ def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path:
     assert load(use_sliding_window=True).layer_types == ["full_attention", "sliding_attention"]
     for _ in range(2):
         assert len(load(num_hidden_layers=1).layer_types) == 1
-        assert load(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope_parameters["rope_theta"] == 1e6
+        assert (
+            load(rope_scaling={"rope_type": "linear", "factor": 2.0}).rope_parameters["rope_theta"]
+            == 1e6
+        )
         assert load(rope_theta=5e6).rope_parameters["rope_theta"] == 5e6
-        assert load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters["rope_theta"] == 2e6
+        assert (
+            load(rope_parameters={"rope_type": "default", "rope_theta": 2e6}).rope_parameters[
+                "rope_theta"
+            ]
+            == 2e6
+        )
         load().save_pretrained(tmp_path)
     with pytest.raises(InputError, match="model_type: llama"):
         load(model_type="llama")
@@ -213,7 +267,9 @@ KEYS = [
 
 @pytest.mark.parametrize(("kind", "stored", "key"), KEYS)
 @pytest.mark.parametrize("written_by", ["hand", "transformers 5", "nobody"])
-def test_a_key_counts_as_if_it_stood_in_the_file(kind: str, stored: dict, key: dict, written_by: str, tmp_path: Path) -> None:
+def test_a_key_counts_as_if_it_stood_in_the_file(
+    kind: str, stored: dict, key: dict, written_by: str, tmp_path: Path
+) -> None:
     names = {"num_hidden_layers": "n_layer"} if kind == "gpt2" else {}
     older = {names.get(name, name): value for name, value in key.items()}
     expected = AutoConfig.for_model(kind, **copy.deepcopy(stored | older))
@@ -229,10 +285,18 @@ def test_a_key_counts_as_if_it_stood_in_the_file(kind: str, stored: dict, key: d
             assert found.to_dict()[name] == value, name
 
 
-@pytest.mark.parametrize(("kind", "key", "value"), [("gpt_neox", "rotary_pct", 0.5), ("gpt_neox", "rotary_emb_base", 5e3)])
-def test_a_key_that_only_older_files_have_is_taken_or_refused(kind: str, key: str, value: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("gpt_neox", "rotary_pct", 0.5), ("gpt_neox", "rotary_emb_base", 5e3)],
+)
+def test_a_key_that_only_older_files_have_is_taken_or_refused(
+    kind: str, key: str, value: float, tmp_path: Path
+) -> None:
     expected = AutoConfig.for_model(kind, **{key: value}).rope_parameters
-    assert model.load_config(ModelSettings(config={"model_type": kind, key: value})).rope_parameters == expected
+    assert (
+        model.load_config(ModelSettings(config={"model_type": kind, key: value})).rope_parameters
+        == expected
+    )
     AutoConfig.for_model(kind, rotary_pct=1.0).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=rf"`model\.config\.{key}: .*no effect.*`rope_parameters`"):
         model.load_config(ModelSettings(source=str(tmp_path), config={key: value}))
@@ -249,8 +313,12 @@ def test_a_key_that_only_older_files_have_is_taken_or_refused(kind: str, key: st
         ("llama", "attn_implementation", "eager"),
     ],
 )
-def test_a_key_without_effect_is_refused_and_no_private_one_named(kind: str, key: str, value: object) -> None:
-    with pytest.raises(InputError, match=rf"`model\.config\.{key}.*(no such key|has no effect)") as refusal:
+def test_a_key_without_effect_is_refused_and_no_private_one_named(
+    kind: str, key: str, value: object
+) -> None:
+    with pytest.raises(
+        InputError, match=rf"`model\.config\.{key}.*(no such key|has no effect)"
+    ) as refusal:
         model.load_config(ModelSettings(config={"model_type": kind, key: value}))
     assert "`_" not in str(refusal.value).partition("did you mean")[2]
 
@@ -262,12 +330,18 @@ def test_a_key_that_another_one_turns_off_is_refused_over_a_source_alone(tmp_pat
     AutoConfig.for_model("qwen2", **published).save_pretrained(tmp_path)
     with pytest.raises(InputError, match=r"`model\.config\.sliding_window: 16` has no effect"):
         model.load_config(ModelSettings(source=str(tmp_path), config={"sliding_window": 16}))
-    for kind, key in (("llama", "head_dim"), ("llama", "num_key_value_heads"), ("llama", "rope_scaling")):
+    for kind, key in (
+        ("llama", "head_dim"),
+        ("llama", "num_key_value_heads"),
+        ("llama", "rope_scaling"),
+    ):
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
 
 
 def test_values_that_would_follow_from_a_key_are_named_as_kept(tmp_path: Path) -> None:
-    llama = AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2)
+    llama = AutoConfig.for_model(
+        "llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2
+    )
     llama.save_pretrained(tmp_path)
 
     def kept(**config: object) -> list[str]:
@@ -279,23 +353,52 @@ def test_values_that_would_follow_from_a_key_are_named_as_kept(tmp_path: Path) -
     assert kept() == kept(num_hidden_layers=1, rope_theta=5.0) == kept(hidden_size=64) == []
 
 
-def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(build_model: Callable, tmp_path: Path) -> None:
-    built = build_model("ernie4_5_moe", **SMALL, moe_num_experts=4, moe_k=2, moe_intermediate_size=16, pad_token_id=0).hf
+def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
+    build_model: Callable, tmp_path: Path
+) -> None:
+    built = build_model(
+        "ernie4_5_moe",
+        **SMALL,
+        moe_num_experts=4,
+        moe_k=2,
+        moe_intermediate_size=16,
+        pad_token_id=0,
+    ).hf
     built.save_pretrained(tmp_path)
     source = ModelSettings(source=str(tmp_path))
-    loaded = model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+    loaded = model.build(
+        source,
+        model.load_config(source),
+        weights=torch.float32,
+        seed=1,
+        device=CPU,
+        backend="packed_sdpa",
+    )
     kept = {name for name, parameter in loaded.named_parameters() if not parameter.requires_grad}
-    assert kept == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name} != set()
+    assert (
+        kept
+        == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name}
+        != set()
+    )
 
 
-def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(build_model: Callable, tmp_path: Path) -> None:
+def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(
+    build_model: Callable, tmp_path: Path
+) -> None:
     build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
         source = ModelSettings(source=str(tmp_path))
-        model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )
 
 
 EXTRA = {  # what a source has more than its configuration says, and how the message makes room for it
@@ -305,23 +408,50 @@ EXTRA = {  # what a source has more than its configuration says, and how the mes
 
 
 @pytest.mark.parametrize("extra", EXTRA)
-def test_weights_without_a_place_are_refused_with_the_key_that_fits(extra: str, build_model: Callable, tmp_path: Path) -> None:
+def test_weights_without_a_place_are_refused_with_the_key_that_fits(
+    extra: str, build_model: Callable, tmp_path: Path
+) -> None:
     written, read, key = EXTRA[extra]
     build_model("llama", **SMALL, **written).hf.save_pretrained(tmp_path)
     source = ModelSettings(source=str(tmp_path), config=read)
-    with pytest.raises(InputError, match=rf"`model.source`.* no place in the model.* set `model\.config\.{key}`"):
-        model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+    with pytest.raises(
+        InputError, match=rf"`model.source`.* no place in the model.* set `model\.config\.{key}`"
+    ):
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )
 
 
-def test_buffers_and_tied_heads_that_older_files_hold_are_no_surplus(build_model: Callable, tmp_path: Path) -> None:
+def test_buffers_and_tied_heads_that_older_files_hold_are_no_surplus(
+    build_model: Callable, tmp_path: Path
+) -> None:
     build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     source = ModelSettings(source=str(tmp_path))
-    model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+    model.build(
+        source,
+        model.load_config(source),
+        weights=torch.float32,
+        seed=1,
+        device=CPU,
+        backend="packed_sdpa",
+    )
     weights["score.weight"] = torch.ones(2, 32)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"score\.weight"):
-        model.build(source, model.load_config(source), weights=torch.float32, seed=1, device=CPU, backend="packed_sdpa")
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )

@@ -58,20 +58,26 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
     with torch.no_grad():
         linear.weight *= sharpness
     parts, gradients = exact(kind, weight, states, *linear.parameters(), labels)
-    head = LossHead.replacing(linear, LossSettings(penalty=kind, penalty_weight=weight if kind else None, chunk=chunk))
+    head = LossHead.replacing(
+        linear, LossSettings(penalty=kind, penalty_weight=weight if kind else None, chunk=chunk)
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pretrain.model.loss.head.LOGITS_AT_ONCE", at_once)
         trained = head(states, labels)
         trained.backward()
         ours = head.take_parts()
         with torch.no_grad():
-            assert head.eval()(states, labels).double() == pytest.approx(parts[0].item(), rel=1e-6, abs=1e-6)
+            assert head.eval()(states, labels).double() == pytest.approx(
+                parts[0].item(), rel=1e-6, abs=1e-6
+            )
         evaluated = head.take_parts()
     assert trained.dtype == torch.float32 and trained.shape == ()
     for found in (ours, evaluated) if kind else ():
         torch.testing.assert_close(found.double(), parts, rtol=1e-6, atol=1e-6 * tokens)
     expected = parts[0] + weight * parts[1]
-    torch.testing.assert_close(trained.double(), expected, rtol=1e-6, atol=1e-6 * tokens * (1 + weight))
+    torch.testing.assert_close(
+        trained.double(), expected, rtol=1e-6, atol=1e-6 * tokens * (1 + weight)
+    )
     # A logit is rounded by its own size, and what is off there is off in its probability's exponent.
     rounding = 1e-6 + torch.finfo(torch.float32).eps * linear(states).abs().max().item()
     for tensor, gradient in zip((states, *linear.parameters()), gradients, strict=True):

@@ -11,7 +11,9 @@ from transformers import get_wsd_schedule
 
 from foundation.errors import InputError
 from pretrain.optimizer import schedule
+from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+from tests.conftest import ROOT
 
 RATE = 2.0e-5
 OPTIMIZER = OptimizerSettings(learning_rate=RATE)
@@ -42,20 +44,34 @@ def sgd() -> torch.optim.SGD:
         ({"kind": "constant"}, None),
     ],
 )
-def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(shape: dict[str, object], begins: int | None) -> None:
+def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(
+    shape: dict[str, object], begins: int | None
+) -> None:
     settings = ScheduleSettings(warmup=10, **shape)
     assert schedule.decay_begins(settings, 100) == begins
     seen = rates(settings, 100)
     falls = next((step for step in range(1, 100) if seen[step] < seen[step - 1]), None)
-    assert falls == (None if begins is None else begins + 1), "the first step of the decay still has the whole rate"
-
-
-def test_wsd_is_what_transformers_computes_once_warm() -> None:
-    theirs = get_wsd_schedule(
-        sgd(), num_warmup_steps=10, num_decay_steps=20, num_training_steps=100, decay_type="linear", min_lr_ratio=0.1
+    assert falls == (None if begins is None else begins + 1), (
+        "the first step of the decay still has the whole rate"
     )
-    ours = rates(ScheduleSettings(kind="wsd", warmup=10, decay=0.2, min_lr_ratio=0.1), 100)
-    assert ours[10:] == pytest.approx(run(theirs, 100)[10:])
+
+
+@pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
+def test_wsd_is_what_transformers_computes_once_warm(shape: str) -> None:
+    phases = {"num_warmup_steps": 10, "num_decay_steps": 20, "num_training_steps": 100}
+    theirs = get_wsd_schedule(sgd(), **phases, decay_type=shape, min_lr_ratio=0.1)
+    settings = ScheduleSettings(warmup=10, decay=0.2, decay_shape=shape, min_lr_ratio=0.1)
+    assert rates(settings, 100)[10:] == pytest.approx(run(theirs, 100)[10:])
+    assert f"{shape} decay 20" in schedule.describe(settings, OPTIMIZER, 100)
+
+
+def test_the_malaysian_recipe_decays_as_its_reference() -> None:
+    """The reference leaves `decay_type` at its default."""
+    recipe = load_recipe(ROOT / "recipes/small_malaysian_lm.yaml")
+    settings, total = recipe.schedule, recipe.train.steps
+    theirs = run(get_wsd_schedule(sgd(), 100, int(total * 0.2), num_training_steps=total), total)
+    assert recipe.optimizer.learning_rate == RATE
+    assert rates(settings, total)[100:] == pytest.approx(theirs[100:])
 
 
 def test_cosine_and_its_warmup_are_what_torch_computes() -> None:
@@ -63,7 +79,9 @@ def test_cosine_and_its_warmup_are_what_torch_computes() -> None:
     warmup = LinearLR(optimizer, start_factor=1 / 10, total_iters=9)
     cosine = CosineAnnealingLR(optimizer, T_max=90, eta_min=0.1 * RATE)
     theirs = run(SequentialLR(optimizer, [warmup, cosine], milestones=[10]), 100)
-    assert rates(ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100) == pytest.approx(theirs)
+    assert rates(
+        ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100
+    ) == pytest.approx(theirs)
 
 
 shapes = st.builds(
@@ -71,12 +89,15 @@ shapes = st.builds(
     kind=st.sampled_from(["wsd", "cosine", "linear", "constant"]),
     warmup=st.integers(0, 60),
     decay=st.floats(0, 1),
+    decay_shape=st.sampled_from(["linear", "cosine", "1-sqrt"]),
     min_lr_ratio=st.floats(0, 1),
 )
 
 
 @given(settings=shapes, total=st.integers(1, 120))
-def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(settings: ScheduleSettings, total: int) -> None:
+def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(
+    settings: ScheduleSettings, total: int
+) -> None:
     try:
         schedule.check(settings, total)
     except InputError:

@@ -32,5 +32,16 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe.model_validate({**values, **changes})
 
 
-QWEN3 = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "hidden_size": 2048, "intermediate_size": 6144}
-QWEN3 |= {"num_hidden_layers": 28, "vocab_size": 151936, "tie_word_embeddings": True, "model_type": "qwen3"}
+QWEN3 = {
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+}
+QWEN3 |= {
+    "num_hidden_layers": 28,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+    "model_type": "qwen3",
+}

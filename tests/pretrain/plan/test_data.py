@@ -22,7 +22,10 @@ from pretrain.settings.recipe import ModelSettings
 def settings(words: Path, tmp_path: Path) -> DataSettings:
     """Packs that are not there yet, and what to make them from: 40 documents of very different length."""
     rng = np.random.default_rng(0)
-    texts = [" ".join(f"w{word}" for word in rng.integers(60, size=size)) for size in rng.integers(1, 30, size=40)]
+    texts = [
+        " ".join(f"w{word}" for word in rng.integers(60, size=size))
+        for size in rng.integers(1, 30, size=40)
+    ]
     corpus = tmp_path / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return DataSettings(
@@ -41,17 +44,28 @@ def data(settings: DataSettings) -> Data:
 
 
 def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
-    sums = [sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))]
+    sums = [
+        sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))
+    ]
     assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)
 
 
-def test_another_tokenizer_with_as_many_words_is_refused(data: Data, settings: DataSettings, words: Path, tmp_path: Path) -> None:
+def test_another_tokenizer_with_as_many_words_is_refused(
+    data: Data, settings: DataSettings, words: Path, tmp_path: Path
+) -> None:
     file = shutil.copytree(words, tmp_path / "model") / "tokenizer.json"
-    file.write_text(file.read_text().replace('"w1": 1,', '"w1": 2,').replace('"w2": 2,', '"w2": 1,'))
+    file.write_text(
+        file.read_text().replace('"w1": 1,', '"w1": 2,').replace('"w2": 2,', '"w2": 1,')
+    )
     other = ModelSettings(source=str(tmp_path / "model"))
-    with pytest.raises(InputError, match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer"):
+    with pytest.raises(
+        InputError,
+        match=r"packs: made with another tokenizer.*prepare the packs with the model's tokenizer",
+    ):
         check_tokens(data, 61, fingerprint_at(other.weights_source))
-    with pytest.raises(InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"):
+    with pytest.raises(
+        InputError, match=r"`data\.tokenizer`.*is not the tokenizer of `model\.source`"
+    ):
         with_tokens(other, settings, None, needed=True)
 
 
@@ -64,16 +78,28 @@ def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> 
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(split: str, tmp_path: Path) -> None:
+def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(
+    split: str, tmp_path: Path
+) -> None:
     """On a device the table would be read beyond its end, which ends the process."""
     with PackWriter(tmp_path / "packs", 16) as writer:
         for which in ("train", "held_out"):
-            writer.add(which, Pack(np.zeros(16, np.uint32), np.array([10, 6], np.int32), 54 if which == split else 16))
+            writer.add(
+                which,
+                Pack(
+                    np.zeros(16, np.uint32),
+                    np.array([10, 6], np.int32),
+                    54 if which == split else 16,
+                ),
+            )
         writer.finish(settings={}, statistics={}, tokenizer=None)
     data = open_data(DataSettings(packs=tmp_path / "packs", length=16), is_main_process=True)
     dynamic = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10_000.0}
     for positions in (64, 63):
-        tables = GPT2Config(n_positions=positions), LlamaConfig(max_position_embeddings=positions, rope_parameters=dynamic)
+        tables = (
+            GPT2Config(n_positions=positions),
+            LlamaConfig(max_position_embeddings=positions, rope_parameters=dynamic),
+        )
         for config in tables:
             if positions == 64:
                 check_tokens(data, 61, None, most_positions(config))
@@ -97,14 +123,21 @@ def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(split: s
 )
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_packs_of_which_no_token_has_a_loss_are_refused(
-    split: str, lengths: list[int], trained: list[int] | None, mask_boundaries: bool, labels: bool, tmp_path: Path
+    split: str,
+    lengths: list[int],
+    trained: list[int] | None,
+    mask_boundaries: bool,
+    labels: bool,
+    tmp_path: Path,
 ) -> None:
     whole = np.array([4], dtype=np.int32)
     mask = None if trained is None else np.array(trained, bool)
     good = Pack(np.ones(4, np.uint32), whole, trained=None if mask is None else np.ones(4, bool))
     with PackWriter(tmp_path / "packs", 4) as writer:
         writer.add("held_out" if split == "train" else "train", good)
-        writer.add(split, Pack(np.ones(4, np.uint32), np.array(lengths, dtype=np.int32), trained=mask))
+        writer.add(
+            split, Pack(np.ones(4, np.uint32), np.array(lengths, dtype=np.int32), trained=mask)
+        )
         writer.finish(settings={}, statistics={}, tokenizer=None)
     settings = DataSettings(packs=tmp_path / "packs", length=4, mask_boundaries=mask_boundaries)
     data = open_data(settings, is_main_process=True)

@@ -26,7 +26,12 @@ def qwen3() -> PreTrainedModel:
     return on_meta(QWEN3)
 
 
-def plan(model: PreTrainedModel, changed: Recipe | None = None, devices: Devices | None = None, **changes: Any) -> Plan:
+def plan(
+    model: PreTrainedModel,
+    changed: Recipe | None = None,
+    devices: Devices | None = None,
+    **changes: Any,
+) -> Plan:
     values = {"packs": 22_206, "mean_squared": 745.0} | changes
     bf16 = select_precision("bf16", LowPrecisionSettings(), missing_on("cpu"))
     return Plan(changed or recipe(), bf16, devices or Devices(), flops_of(model), **values)
@@ -34,7 +39,8 @@ def plan(model: PreTrainedModel, changed: Recipe | None = None, devices: Devices
 
 def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> None:
     low, high = (
-        select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu")) for name in ("nvfp4", "bf16")
+        select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
+        for name in ("nvfp4", "bf16")
     )
     phases = [(0.5, low), (None, high)]
     whole = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0}), phases=phases)
@@ -47,11 +53,19 @@ def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> N
 def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_in() -> None:
     """Of 8 experts a token takes 2; what is in FP8 is twice as fast on an H100, and experts are where gradients are E4M3."""
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
-    model, experts, made = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes), 28 * 2 * 3 * 2048 * 768, {}
+    model, experts, made = (
+        on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes),
+        28 * 2 * 3 * 2048 * 768,
+        {},
+    )
     for fp8_format in ("HYBRID", "E4M3"):
         active = active_in("delayed", "transformer_engine", fp8_format=fp8_format)
-        layers = {"delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")}
-        made[fp8_format] = replace(plan(model, devices=Devices(name="NVIDIA H100 80GB HBM3")), active=active, layers=layers)
+        layers = {
+            "delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")
+        }
+        made[fp8_format] = replace(
+            plan(model, devices=Devices(name="NVIDIA H100 80GB HBM3")), active=active, layers=layers
+        )
     hybrid, e4m3 = made.values()
     in_bf16 = 6 * experts / 989.5
     seconds = in_bf16 + (hybrid.flops_per_token - 6 * experts) / 1979.0
@@ -59,7 +73,10 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_i
     assert hybrid.peak_tflops == pytest.approx(hybrid.flops_per_token / seconds)
     assert e4m3.peak_tflops == 1979.0
     assert "experts compute in BF16" in render(hybrid) and "experts" not in render(e4m3)
-    assert e4m3.memory(1)["quantized weights"] == hybrid.memory(1)["quantized weights"] + 2 * 4 * experts
+    assert (
+        e4m3.memory(1)["quantized weights"]
+        == hybrid.memory(1)["quantized weights"] + 2 * 4 * experts
+    )
 
 
 def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTrainedModel) -> None:
@@ -69,7 +86,9 @@ def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTr
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
-def test_microbatch_sizes_waste_no_place_that_another_size_would_not(qwen3: PreTrainedModel, packs: int, devices: int) -> None:
+def test_microbatch_sizes_waste_no_place_that_another_size_would_not(
+    qwen3: PreTrainedModel, packs: int, devices: int
+) -> None:
     """Of each number of microbatches there is one size; where the devices divide the packs, it leaves no place empty."""
     made = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
     sizes, most = made.microbatch_sizes, made.packs_per_rank
@@ -84,35 +103,54 @@ def test_a_search_for_the_microbatch_stays_below_its_cap(qwen3: PreTrainedModel)
 
     assert planned("auto").microbatch_sizes == [1, 2, 4, 8, 16, 32]
     capped = planned("auto:5")
-    assert capped.microbatch_sizes == [1, 2, 4] and capped.microbatch is None and capped.expected_microbatch == 4
+    assert (
+        capped.microbatch_sizes == [1, 2, 4]
+        and capped.microbatch is None
+        and capped.expected_microbatch == 4
+    )
     assert planned("auto:100").microbatch_sizes == planned("auto").microbatch_sizes
 
 
 @given(most=st.integers(1, 40), devices=st.integers(1, 32))
-def test_a_microbatch_is_at_most_what_is_set_and_takes_no_more_turns(qwen3: PreTrainedModel, most: int, devices: int) -> None:
+def test_a_microbatch_is_at_most_what_is_set_and_takes_no_more_turns(
+    qwen3: PreTrainedModel, most: int, devices: int
+) -> None:
     made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
     turns = -(-made.packs_per_rank // most)
     assert 1 <= made.microbatch <= min(most, made.packs_per_rank)
-    assert -(-made.packs_per_rank // made.microbatch) == turns and made.microbatch * turns - made.packs_per_rank < turns
+    assert (
+        -(-made.packs_per_rank // made.microbatch) == turns
+        and made.microbatch * turns - made.packs_per_rank < turns
+    )
 
 
-def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(qwen3: PreTrainedModel) -> None:
+def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(
+    qwen3: PreTrainedModel,
+) -> None:
     def kept(**changes: Any) -> tuple[int | None, int]:
         changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
         found = plan(qwen3, changed)
         return found.before_decay, found.checkpoints_at_once
 
     end = {"checkpoint": {"every": 500, "keep": 3}}
-    assert kept(**end) == (2221, 5), "2,776 steps, of which 555 decay: three kept, one from before, one that is written"
+    assert kept(**end) == (2221, 5), (
+        "2,776 steps, of which 555 decay: three kept, one from before, one that is written"
+    )
     assert kept(**end, schedule={"kind": "cosine"}) == (None, 4)
-    assert kept(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), "the first is saved after the decay has begun"
+    assert kept(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), (
+        "the first is saved after the decay has begun"
+    )
     short = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
     for at_end, written in ((True, 2), (False, 1)):
         settings = {"every": 500, "keep": 3, "at_end": at_end}
-        assert kept(**short, checkpoint=settings) == (None, written), "the last step is saved at the end, if at all"
+        assert kept(**short, checkpoint=settings) == (None, written), (
+            "the last step is saved at the end, if at all"
+        )
 
 
-def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: PreTrainedModel) -> None:
+def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(
+    qwen3: PreTrainedModel,
+) -> None:
     text = render(plan(qwen3, devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
     for fact in (
         "small: bf16 compute, fp32 weights, 1 x NVIDIA H200",
@@ -127,14 +165,40 @@ def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(qwen3: Pr
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_filled_device(qwen3: PreTrainedModel) -> None:
+@pytest.mark.parametrize(
+    ("changes", "packs", "warning"),
+    [
+        ({}, 22_206, None),
+        ({"log": {"gap": 100}}, 22_206, "`log.gap: 100` measures nothing"),
+        ({"batch": {"tokens": 131_072, "microbatch": 33}}, 22_206, "`batch.microbatch: 33`"),
+        ({}, 1, "a step takes 32 packs, and the training data are 1"),
+    ],
+)
+def test_settings_without_effect_are_warned_of(
+    qwen3: PreTrainedModel, changes: dict[str, Any], packs: int, warning: str | None
+) -> None:
+    warnings = plan(qwen3, recipe(**changes), packs=packs).warnings
+    assert len(warnings) == bool(warning) and (warning or "") in "".join(warnings)
+
+
+def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_filled_device(
+    qwen3: PreTrainedModel,
+) -> None:
     """6 bytes a parameter, less the groups in use. With `microbatch: auto` that may cost packs, but not below 8,192 tokens."""
     for microbatch, packs in ((8, 8), ("auto", 2)):
         asked = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
-        shards = [plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).takes(packs) for way in (True, False)]
+        shards = [
+            plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).takes(packs)
+            for way in (True, False)
+        ]
         assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
-            assert spend_spare_memory(plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))).devices.gathered is fits
+            assert (
+                spend_spare_memory(
+                    plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))
+                ).devices.gathered
+                is fits
+            )
 
 
 # ── What memory that is left over is spent on ──
@@ -145,7 +209,12 @@ H200 = int(139.8 * GIB)
 @pytest.fixture(scope="module")
 def in_fp8(qwen3: PreTrainedModel) -> Plan:
     """Of Qwen3-1.7B in FP8, head and all, on an H200: 8 packs of 4,096 at once."""
-    wanted = recipe(precision="delayed", weights="bf16_exact", fp8_config={"scope": "linear+head"}, train={"steps": 10})
+    wanted = recipe(
+        precision="delayed",
+        weights="bf16_exact",
+        fp8_config={"scope": "linear+head"},
+        train={"steps": 10},
+    )
     active = active_in("delayed", "transformer_engine", scope="linear+head")
     layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
@@ -163,10 +232,15 @@ def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(in_fp8
     assert made.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
 
 
-@given(words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]), packs=st.sampled_from([1, 2, 8]))
+@given(
+    words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]),
+    packs=st.sampled_from([1, 2, 8]),
+)
 def test_with_few_words_a_chunk_has_more_tokens(in_fp8: Plan, words: int, packs: int) -> None:
     shape = replace(in_fp8.flops.shape, vocabulary=words)
-    few = in_fp8.recipe.model_copy(update={"batch": in_fp8.recipe.batch.model_copy(update={"microbatch": packs})})
+    few = in_fp8.recipe.model_copy(
+        update={"batch": in_fp8.recipe.batch.model_copy(update={"microbatch": packs})}
+    )
     small = replace(in_fp8, recipe=few, flops=replace(in_fp8.flops, shape=shape))
     chunk, tokens = on(small).loss.tokens_at_once, packs * small.recipe.data.length
     assert 4096 <= chunk <= max(tokens, 4096)

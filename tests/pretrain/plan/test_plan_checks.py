@@ -14,8 +14,12 @@ from pretrain.settings.recipe import TrainSettings
 from tests.pretrain.plan.plan_recipe import recipe
 
 
-@given(tokens=st.integers(1, 10**12), packs_per_step=st.integers(1, 512), packs=st.integers(1, 10**6))
-def test_a_horizon_in_tokens_is_reached_in_its_last_step(tokens: int, packs_per_step: int, packs: int) -> None:
+@given(
+    tokens=st.integers(1, 10**12), packs_per_step=st.integers(1, 512), packs=st.integers(1, 10**6)
+)
+def test_a_horizon_in_tokens_is_reached_in_its_last_step(
+    tokens: int, packs_per_step: int, packs: int
+) -> None:
     per_step = packs_per_step * 128
     steps = steps_of(TrainSettings(tokens=tokens), per_step, packs, 128)
     assert (steps - 1) * per_step < tokens <= steps * per_step
@@ -24,10 +28,21 @@ def test_a_horizon_in_tokens_is_reached_in_its_last_step(tokens: int, packs_per_
 
 
 def test_a_stream_needs_a_horizon_that_does_not_count_packs_and_a_disk_for_four_parts() -> None:
-    data = {"packs": "packs", "length": 4096, "source": "a.jsonl", "tokenizer": "t", "streaming": {"disk_gb": 2, "window": 64e6}}
+    data = {
+        "packs": "packs",
+        "length": 4096,
+        "source": "a.jsonl",
+        "tokenizer": "t",
+        "streaming": {"disk_gb": 2, "window": 64e6},
+    }
     check_settings(recipe(data=data, train={"tokens": 1e12}), "bf16", 1)
-    with pytest.raises(InputError, match=r"`train\.epochs: 4.0` counts packs.*set `train\.steps` or `train\.tokens`"):
+    with pytest.raises(
+        InputError,
+        match=r"`train\.epochs: 4.0` counts packs.*set `train\.steps` or `train\.tokens`",
+    ):
         check_settings(recipe(data=data), "bf16", 1)
     small = data | {"streaming": {"disk_gb": 0.5, "window": 64e6}}
-    with pytest.raises(InputError, match=r"disk_gb: 0\.5` does not hold .* four parts .*; set it to 1\.1 or more"):
+    with pytest.raises(
+        InputError, match=r"disk_gb: 0\.5` does not hold .* four parts .*; set it to 1\.1 or more"
+    ):
         check_settings(recipe(data=small, train={"steps": 1000}), "bf16", 1)

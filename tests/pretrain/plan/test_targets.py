@@ -25,7 +25,9 @@ def job() -> Callable[..., Any]:
     def make(precision: str = "bf16", **changes: Any) -> Any:
         settings = LowPrecisionSettings(on_unsupported="emulate", **changes.get("fp8_config", {}))
         active = select_precision(precision, settings, missing_on("cpu"))
-        wanted = recipe(precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes))
+        wanted = recipe(
+            precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes)
+        )
         plan = Plan(wanted, active, Devices(), flops_of(shapes), 745.0)
         return SimpleNamespace(plan=plan, active=active, shapes=shapes, recipe=wanted)
 
@@ -42,7 +44,9 @@ def job() -> Callable[..., Any]:
         ("8xB200", "bf16", {"batch": {"tokens": 4 * 4096}}, "`batch.tokens: 32768` at least"),
     ],
 )
-def test_what_a_device_cannot_run_is_said(target: str, precision: str, changes: dict, says: str | None, job: Callable) -> None:
+def test_what_a_device_cannot_run_is_said(
+    target: str, precision: str, changes: dict, says: str | None, job: Callable
+) -> None:
     there = Target.parse(target)
     obstacle = there.obstacle(there.plan(job(precision, **changes)))
     assert obstacle is says or says in obstacle
@@ -56,14 +60,32 @@ def test_several_devices_that_do_not_hold_the_whole_model_have_shards_of_it(job:
         assert (alone.takes(1) > alone.devices.memory) == sharded
 
 
+@pytest.mark.parametrize(
+    ("target", "gib"), {"A100": 79.1, "2xRTX A6000": 47.4, "L40S": 44.3}.items()
+)
+def test_a_microbatch_fits_the_memory_of_the_device(target: str, gib: float, job: Callable) -> None:
+    """Devices of which only the peak was known were planned as if memory were endless."""
+    plan = Target.parse(target).plan(
+        job(data={"packs": "p", "length": 2048}, batch={"tokens": 2**21})
+    )
+    assert plan.takes(1) <= plan.takes(plan.expected_microbatch) <= 0.92 * gib * 2**30
+    assert plan.expected_microbatch < plan.packs_per_rank
+
+
 def test_a_device_that_holds_the_whole_model_keeps_the_gradients_of_the_gap(job: Callable) -> None:
     """2 bytes a parameter, as the sums are."""
     there = Target("NVIDIA H200").plan(job("delayed", log={"gap": 10}))
-    assert not there.devices.sharded and there.memory(1)["gradients in BF16 for log.gap"] == there.memory(1)["gradients"]
+    assert (
+        not there.devices.sharded
+        and there.memory(1)["gradients in BF16 for log.gap"] == there.memory(1)["gradients"]
+    )
 
 
 @pytest.mark.parametrize("text", ["Q9", "8x", "0xH200"])
 def test_devices_that_are_none_are_refused(text: str) -> None:
-    assert [Target.parse(known) for known in ("H200", " 8 X b200")] == [Target("H200"), Target("b200", 8)]
+    assert [Target.parse(known) for known in ("H200", " 8 X b200")] == [
+        Target("H200"),
+        Target("b200", 8),
+    ]
     with pytest.raises(InputError, match=f"--on {text}: "):
         Target.parse(text)

@@ -24,7 +24,14 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 from tests.conftest import ROOT
 
-DEMO = {"name": "demo", "fingerprint": "f", "vocab_size": 4096, "bos_id": None, "eos_id": 0, "pad_id": 0}
+DEMO = {
+    "name": "demo",
+    "fingerprint": "f",
+    "vocab_size": 4096,
+    "bos_id": None,
+    "eos_id": 0,
+    "pad_id": 0,
+}
 
 
 def completed(tokenizer: dict, **config: object) -> dict:
@@ -78,18 +85,38 @@ def byte_level(folder: Path) -> None:
 
 def sentencepiece(folder: Path) -> None:
     """Write a tokenizer as Llama 2 has it: blanks are U+2581, one is put before each text."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"\u2581Helo wrd", "ll"]
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"\u2581Helo wrd",
+        "ll",
+    ]
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True)
+    )
     prepend, replace = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
     tokenizer.normalizer = normalizers.Sequence([prepend, replace])
-    tokenizer.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()])
-    begin = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    begin = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
     tokenizer.post_processor = begin
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in pieces[:3]])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in pieces[:3]]
+    )
     folder.mkdir()
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": "{{ messages }}"}
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": "{{ messages }}",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
@@ -102,13 +129,22 @@ def loaded(folder: Path, kind: str, **config: Any) -> PreTrainedTokenizerBase:
     return load_tokenizer(settings, ModelSettings(config={"model_type": kind}), needed=True)
 
 
-CLASSES = ["Qwen2Tokenizer", "LlamaTokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "GemmaTokenizer", "T5Tokenizer"]
+CLASSES = [
+    "Qwen2Tokenizer",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "GPT2Tokenizer",
+    "GemmaTokenizer",
+    "T5Tokenizer",
+]
 
 
 @pytest.mark.parametrize("tokenizer_class", CLASSES)
 @pytest.mark.parametrize("write", [byte_level, sentencepiece])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_an_exported_folder_encodes_as_packs_do(kind: str, write: Any, tokenizer_class: str, tmp_path: Path) -> None:
+def test_an_exported_folder_encodes_as_packs_do(
+    kind: str, write: Any, tokenizer_class: str, tmp_path: Path
+) -> None:
     write(tmp_path / "given")
     auto_map = {"AutoTokenizer": ["code.OfTheRepository", None]}
     special = {"pad_token": "<pad>", "auto_map": auto_map}  # tokenizer.json has no such token
@@ -135,7 +171,9 @@ def test_an_exported_folder_encodes_as_packs_do(kind: str, write: Any, tokenizer
         (byte_level, "qwen3", {"split_special_tokens": True}),
     ],
 )
-def test_a_folder_that_would_encode_otherwise_is_refused(write: Any, kind: str, config: dict, tmp_path: Path) -> None:
+def test_a_folder_that_would_encode_otherwise_is_refused(
+    write: Any, kind: str, config: dict, tmp_path: Path
+) -> None:
     """AutoTokenizer takes Qwen2Tokenizer for qwen2 whatever the folder says."""
     write(tmp_path / "given")
     with pytest.raises(InputError, match=r"AutoTokenizer .* otherwise; .*save_pretrained\(NEW\)"):
@@ -144,5 +182,7 @@ def test_a_folder_that_would_encode_otherwise_is_refused(write: Any, kind: str, 
 
 def test_a_tokenizer_saved_as_the_refusal_says_is_taken(tmp_path: Path) -> None:
     byte_level(tmp_path / "given")
-    transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given").save_pretrained(tmp_path / "new")
+    transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given").save_pretrained(
+        tmp_path / "new"
+    )
     assert loaded(tmp_path / "new", "qwen2").encode("Hello")

@@ -40,14 +40,26 @@ def amax_histories(emulation: EmulationBackend, name: str) -> list[tuple[list[fl
     """Of input, weight and grad_output of the product called `name`: the history and the scale."""
     state = emulation.state()
     columns = [(f"fp8/{name}/forward", 0), (f"fp8/{name}/forward", 1), (f"fp8/{name}/backward", 0)]
-    return [(state[f"{key}/amax_history"][:, slot].tolist(), state[f"{key}/scale"][slot].item()) for key, slot in columns]
+    return [
+        (state[f"{key}/amax_history"][:, slot].tolist(), state[f"{key}/scale"][slot].item())
+        for key, slot in columns
+    ]
 
 
 @pytest.mark.parametrize("fp8_format", ["HYBRID", "E4M3"])
-@pytest.mark.parametrize(("length", "margin", "algorithm"), [(4, 0, "max"), (4, 2, "most_recent"), (1, 1, "max"), (2, 0, "max")])
-def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length: int, margin: int, algorithm: str) -> None:
+@pytest.mark.parametrize(
+    ("length", "margin", "algorithm"),
+    [(4, 0, "max"), (4, 2, "most_recent"), (1, 1, "max"), (2, 0, "max")],
+)
+def test_histories_and_scales_are_those_of_a_plain_loop(
+    fp8_format: str, length: int, margin: int, algorithm: str
+) -> None:
     emulation = emulation_of(
-        "delayed", fp8_format=fp8_format, margin=margin, amax_history_len=length, amax_compute_algo=algorithm
+        "delayed",
+        fp8_format=fp8_format,
+        margin=margin,
+        amax_history_len=length,
+        amax_compute_algo=algorithm,
     )
     product = emulation.product("layer", SIZE, SIZE, bias=False)
     emulation.product("idle", SIZE, SIZE, bias=False)
@@ -73,7 +85,9 @@ def test_histories_and_scales_are_those_of_a_plain_loop(fp8_format: str, length:
 
         quantized_x = tensor.quantize(x.detach(), torch.tensor(plain_x.scale), E4M3).dequantize()
         quantized_g = tensor.quantize(grad, torch.tensor(plain_g.scale), gradient_grid).dequantize()
-        torch.testing.assert_close(y.detach(), (quantized_x @ kept.t()).bfloat16(), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(
+            y.detach(), (quantized_x @ kept.t()).bfloat16(), rtol=2**-7, atol=1e-3
+        )
         torch.testing.assert_close(x.grad, (quantized_g @ kept).bfloat16(), rtol=2**-7, atol=1e-3)
 
         plain_x.note(x.detach())
@@ -99,7 +113,8 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
                 with emulation.forward():  # nested: the outermost one counts
                     logits = head(chunk, weight, None, in_microbatch(number == 0))
                 logits.backward(torch.full_like(logits, size / 2))
-        assert amax_histories(emulation, "head")[2][0][0] == 2.0  # noted; the model's own backward is still to come
+        # noted; the model's own backward is still to come
+        assert amax_histories(emulation, "head")[2][0][0] == 2.0
         y.backward(torch.ones_like(y))
     assert amax_histories(emulation, "head")[0] == ([0.0, 4.0, 4.0], 448 / 4)
     assert amax_histories(emulation, "head")[2] == ([0.0, 2.0, 2.0], 57344 / 2)
@@ -113,7 +128,12 @@ def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
     x.register_hook(lambda _: seen.append(amax_histories(emulation, "layer")[2][1]))
     with emulation.forward():
-        y = product(product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(True)), x[:SIZE], None, in_microbatch(False))
+        y = product(
+            product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(True)),
+            x[:SIZE],
+            None,
+            in_microbatch(False),
+        )
     y.sum().backward()
     assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
 
@@ -124,11 +144,15 @@ def run_out_of_memory(_: Tensor) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("factor", [1000.0, 1e24, math.inf, math.nan])
-def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_broken_off(factor: float, fails: bool) -> None:
+def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_broken_off(
+    factor: float, fails: bool
+) -> None:
     torch.manual_seed(0)
     weight, values = torch.randn(SIZE, SIZE).bfloat16(), torch.randn(TOKENS, SIZE).bfloat16()
 
-    def step(context: PrecisionContext, product: Product, factor: float = 1.0, *, fails: bool = False) -> Tensor:
+    def step(
+        context: PrecisionContext, product: Product, factor: float = 1.0, *, fails: bool = False
+    ) -> Tensor:
         x = (values * factor).requires_grad_()
         with context.forward(training=True):
             y = product(x, weight.clone().requires_grad_(), None, context)

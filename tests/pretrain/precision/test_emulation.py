@@ -19,18 +19,30 @@ from tests.pretrain.precision.test_statistics import Watched
 TOKENS, IN, OUT = 256, 128, 384
 
 
-def operands(tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT) -> tuple[Tensor, ...]:
+def operands(
+    tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT
+) -> tuple[Tensor, ...]:
     """x, weight, bias, and the gradient of the product, of magnitudes that differ from block to block."""
     torch.manual_seed(0)
     x, weight, grad = (
         torch.randn(shape) * torch.exp2(torch.randint(-3, 4, shape).float())
         for shape in ((tokens, in_features), (out_features, in_features), (tokens, out_features))
     )
-    return x.bfloat16(), (0.1 * weight).bfloat16(), torch.randn(out_features).bfloat16(), (0.01 * grad).bfloat16()
+    return (
+        x.bfloat16(),
+        (0.1 * weight).bfloat16(),
+        torch.randn(out_features).bfloat16(),
+        (0.01 * grad).bfloat16(),
+    )
 
 
 def run(
-    product: EmulatedProduct, x: Tensor, weight: Tensor, bias: Tensor | None, grad: Tensor, first_microbatch: bool = True
+    product: EmulatedProduct,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    grad: Tensor,
+    first_microbatch: bool = True,
 ) -> tuple[Tensor, ...]:
     """The output, and the gradients of x, weight and bias."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
@@ -46,12 +58,16 @@ def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
     if recipe == "current":
         return lambda x: tensor.quantize_by_amax(x, None, format).dequantize()
     if recipe == "block":
-        return lambda x: blocks.quantize_fp8(x, format, two_dimensional=two_dimensional).dequantize()
+        return lambda x: blocks.quantize_fp8(
+            x, format, two_dimensional=two_dimensional
+        ).dequantize()
     return lambda x: blocks.quantize_mx(x, format).dequantize()
 
 
 def fp4(transform: bool = False, square: bool = False) -> Any:
-    return lambda x: blocks.quantize_nvfp4(blocks.hadamard(x) if transform else x, two_dimensional=square).dequantize()
+    return lambda x: blocks.quantize_nvfp4(
+        blocks.hadamard(x) if transform else x, two_dimensional=square
+    ).dequantize()
 
 
 def mxfp4(transform: bool = False) -> Any:
@@ -65,10 +81,20 @@ CASES = {
     "current": ({}, [fp8("current", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
     "block": ({}, [fp8("block", E4M3, two_dimensional=square) for square in (0, 1, 0, 1, 0, 0)]),
     "mxfp8": ({}, [fp8("mxfp8", E4M3)] * 6),
-    "mxfp8 hybrid": ({"fp8_format": "HYBRID"}, [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
+    "mxfp8 hybrid": (
+        {"fp8_format": "HYBRID"},
+        [fp8("mxfp8", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)],
+    ),
     "nvfp4": (
         {"disable_stochastic_rounding": True},
-        [fp4(), fp4(square=True), fp4(), fp4(square=True), fp4(transform=True), fp4(transform=True)],
+        [
+            fp4(),
+            fp4(square=True),
+            fp4(),
+            fp4(square=True),
+            fp4(transform=True),
+            fp4(transform=True),
+        ],
     ),
     "mxfp4": ({"disable_stochastic_rounding": True}, [mxfp4()] * 4 + [mxfp4(transform=True)] * 2),
     "nvfp4 plain": (
@@ -89,7 +115,9 @@ def close(ours: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None)
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_output_and_gradients_are_products_of_the_dequantized_operands(case: str, with_bias: bool) -> None:
+def test_output_and_gradients_are_products_of_the_dequantized_operands(
+    case: str, with_bias: bool
+) -> None:
     options, (x_out, w_out, g_in, w_in, g_w, x_w) = CASES[case]
     emulation = emulation_of(case.split()[0], **options)
     product = emulation.product("layer", IN, OUT, bias=with_bias)
@@ -117,15 +145,24 @@ def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> No
     assert torch.equal(runs[0][0], runs[2][0])
     assert not torch.equal(runs[0][1], runs[2][1]) and not torch.equal(runs[0][2], runs[2][2])
     torch.manual_seed(1)
-    (along_features, along_tokens) = torch.rand(grad.shape), torch.rand_like(grad.t(), dtype=torch.float32)
-    quantized = blocks.quantize_nvfp4(grad, two_dimensional=False, uniform=along_features).dequantize()
+    (along_features, along_tokens) = (
+        torch.rand(grad.shape),
+        torch.rand_like(grad.t(), dtype=torch.float32),
+    )
+    quantized = blocks.quantize_nvfp4(
+        grad, two_dimensional=False, uniform=along_features
+    ).dequantize()
     assert close(runs[0][1], quantized, fp4(square=True)(weight.t()))
-    quantized = blocks.quantize_nvfp4(blocks.hadamard(grad.t()), two_dimensional=False, uniform=along_tokens).dequantize()
+    quantized = blocks.quantize_nvfp4(
+        blocks.hadamard(grad.t()), two_dimensional=False, uniform=along_tokens
+    ).dequantize()
     assert close(runs[0][2], quantized, fp4(transform=True)(x.t()))
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(recipe: str) -> None:
+def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
+    recipe: str,
+) -> None:
     results = []
     for recompute in (False, True):
         run, figures = Watched(recipe), []
@@ -138,7 +175,11 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
             with run.context.forward(training=True):
                 y = again(layer, again(layer, scaled))
             y.float().square().mean().backward()
-            figures += [y.detach(), x.grad.clone(), *(weight.grad.clone() for weight in layer.parameters())]
+            figures += [
+                y.detach(),
+                x.grad.clone(),
+                *(weight.grad.clone() for weight in layer.parameters()),
+            ]
             figures += [tensor.clone() for tensor in run.backend.state().values()]
         results.append(figures)
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -153,11 +194,18 @@ def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -
     assert run.context.first_microbatch
 
 
-ROLES_AND_AXES = [("input", "features"), ("input", "rows"), ("weight", "rows"), ("grad_output", "rows")]
+ROLES_AND_AXES = [
+    ("input", "features"),
+    ("input", "rows"),
+    ("weight", "rows"),
+    ("grad_output", "rows"),
+]
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_one(recipe: str) -> None:
+def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_one(
+    recipe: str,
+) -> None:
     torch._dynamo.reset()
     active, x = emulation_of(recipe, **to_nearest(recipe)).active, operands(256, 384)[0]
     scale = torch.tensor(3.0) if active.precision.keeps_history else None
@@ -165,9 +213,13 @@ def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_
         quantize = active.precision.quantizer(active.settings, role, along)
         expected = quantize(x, scale, None)
         view = quantize(x.t().contiguous().t(), scale, None)
-        assert torch.equal(view.codes, expected.codes) and torch.equal(view.dequantize(), expected.dequantize())
+        assert torch.equal(view.codes, expected.codes) and torch.equal(
+            view.dequantize(), expected.dequantize()
+        )
         if along == "features" or role == "grad_output":  # each axis once, as tracing takes long
             compiled = torch.compile(
-                lambda x, quantize=quantize: quantize(x, scale, None).operand, fullgraph=True, backend="eager"
+                lambda x, quantize=quantize: quantize(x, scale, None).operand,
+                fullgraph=True,
+                backend="eager",
             )
             assert torch.equal(compiled(x), expected.operand)

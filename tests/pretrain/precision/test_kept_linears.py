@@ -16,7 +16,13 @@ from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.conftest import active_in
 
-QWEN3 = {"model_type": "qwen3", "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 12, "vocab_size": 256}
+QWEN3 = {
+    "model_type": "qwen3",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 12,
+    "vocab_size": 256,
+}
 QWEN3 |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 
 
@@ -50,16 +56,27 @@ def test_what_is_kept_says_by_which_pattern(hf: PreTrainedModel) -> None:
     layers = list(model.decoder_layers(hf).values())
     asked = active("down_proj", "layers.0.*", scope="linear+head", keep_bf16_layers={"last": 1})
     decisions = decide(hf, layers, asked)
-    reasons = {name.removeprefix("model.layers."): each.reason for name, each in decisions.items() if each.reason}
+    reasons = {
+        name.removeprefix("model.layers."): each.reason
+        for name, each in decisions.items()
+        if each.reason
+    }
     assert len(reasons) == 7 + 7 + 10  # two whole layers, and down_proj of the others
     assert reasons["0.mlp.down_proj"] == reasons["5.mlp.down_proj"] == "keep_bf16: down_proj"
-    assert reasons["0.self_attn.q_proj"] == "keep_bf16: layers.0.*" and reasons["11.mlp.up_proj"] == "keep_bf16_layers"
+    assert (
+        reasons["0.self_attn.q_proj"] == "keep_bf16: layers.0.*"
+        and reasons["11.mlp.up_proj"] == "keep_bf16_layers"
+    )
     assert {each.requested for each in decisions.values() if each.reason is None} == {"delayed"}
 
 
 def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -> None:
     layers = list(model.decoder_layers(hf).values())
-    kept = {name: each.reason for name, each in decide(hf, layers, active(precision="nvfp4")).items() if name != "lm_head"}
+    kept = {
+        name: each.reason
+        for name, each in decide(hf, layers, active(precision="nvfp4")).items()
+        if name != "lm_head"
+    }
     of_last = {name for name in kept if name.startswith(("model.layers.10.", "model.layers.11."))}
     assert {name for name, reason in kept.items() if reason} == of_last, "15 % of 12, rounded up"
     assert {kept[name] for name in of_last} == {"keep_bf16_layers, by default the last 2 of 12"}
@@ -74,9 +91,22 @@ def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -
             {"mlp.router"},
         ),  # a class of linears with its own forward
         ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}, {"mlp.gate.wg"}),  # a linear within
-        ("jetmoe", {"num_local_experts": 16, "kv_channels": 32}, {"mlp.router.layer", "self_attention.experts.router.layer"}),
+        (
+            "jetmoe",
+            {"num_local_experts": 16, "kv_channels": 32},
+            {"mlp.router.layer", "self_attention.experts.router.layer"},
+        ),
         # What records its logits is the whole block, whose other linears are no router.
-        ("doge", {"is_moe": True, "num_experts": 64, "num_attention_heads": 16, "num_key_value_heads": 16}, {"mlp.router_gate"}),
+        (
+            "doge",
+            {
+                "is_moe": True,
+                "num_experts": 64,
+                "num_attention_heads": 16,
+                "num_key_value_heads": 16,
+            },
+            {"mlp.router_gate"},
+        ),
     ],
 )
 def test_a_router_stays_unquantized_whatever_it_consists_of_and_nothing_beside_it(
@@ -87,7 +117,11 @@ def test_a_router_stays_unquantized_whatever_it_consists_of_and_nothing_beside_i
         del config["head_dim"]
     hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
     decisions = decide(hf, list(model.decoder_layers(hf).values()), active())
-    kept = {name for name, each in decisions.items() if each.reason and not name.endswith((".gate_up_proj", ".down_proj"))}
+    kept = {
+        name
+        for name, each in decisions.items()
+        if each.reason and not name.endswith((".gate_up_proj", ".down_proj"))
+    }
     assert kept == {"lm_head", *(f"model.layers.0.{name}" for name in routers)}
 
 
@@ -95,8 +129,13 @@ def test_a_router_stays_unquantized_whatever_it_consists_of_and_nothing_beside_i
 def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, first: int) -> None:
     kept = active(precision="nvfp4", keep_bf16_layers={"first": first}).kept_layers(layers)
     assert kept == (first, max(0, min(-(-15 * layers // 100), layers - first - 1)))
-    assert active(keep_bf16_layers={"first": first}).kept_layers(layers) == (first, 0), "other precisions keep none"
-    assert active(precision="nvfp4", keep_bf16_layers={"last": first}).kept_layers(layers) == (0, first)
+    assert active(keep_bf16_layers={"first": first}).kept_layers(layers) == (first, 0), (
+        "other precisions keep none"
+    )
+    assert active(precision="nvfp4", keep_bf16_layers={"last": first}).kept_layers(layers) == (
+        0,
+        first,
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,10 +143,15 @@ def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, fir
     [
         (["layers.12.*"], "'layers.12.*' matches no linear of Qwen3ForCausalLM"),
         (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear of Qwen3ForCausalLM"),
-        (["layers.*"], "`precision: delayed` is left no linear of Qwen3ForCausalLM (keep_bf16: layers.*; scope linear"),
+        (
+            ["layers.*"],
+            "`precision: delayed` is left no linear of Qwen3ForCausalLM (keep_bf16: layers.*; scope linear",
+        ),
     ],
 )
-def test_patterns_that_mean_nothing_or_all_are_refused(hf: PreTrainedModel, patterns: list[str], said: str) -> None:
+def test_patterns_that_mean_nothing_or_all_are_refused(
+    hf: PreTrainedModel, patterns: list[str], said: str
+) -> None:
     layers = list(model.decoder_layers(hf).values())
     with pytest.raises(InputError) as refused:
         check_scope(hf, layers, active(*patterns))

@@ -17,10 +17,16 @@ from tests.pretrain.precision.test_emulation import IN, OUT, operands, run
 def both(name: str, **options: object) -> list[tuple[PrecisionContext, Product]]:
     """The same linear in a precision and in its phase with a BF16 forward, of one model."""
     settings = LowPrecisionSettings(backend="emulation", **options)
-    actives = [select_precision(each, settings, missing_on("cpu")) for each in (name, f"{name}{PLAIN_FORWARD}")]
+    actives = [
+        select_precision(each, settings, missing_on("cpu"))
+        for each in (name, f"{name}{PLAIN_FORWARD}")
+    ]
     backends = make_backends(actives, torch.device("cpu"))
     assert list(backends) == [active.precision.name for active in actives]
-    contexts = [PrecisionContext(backend, torch.bfloat16, backends=list(backends.values())) for backend in backends.values()]
+    contexts = [
+        PrecisionContext(backend, torch.bfloat16, backends=list(backends.values()))
+        for backend in backends.values()
+    ]
     return [(context, context.backend.product("layer", IN, OUT, bias=True)) for context in contexts]
 
 
@@ -43,13 +49,20 @@ def test_gradients_and_histories_have_the_bits_of_the_phase_without_it(name: str
         states.append(context.copied_state())
     (y, *gradients), (other, *others) = results
     assert torch.equal(other, F.linear(*operands()[:3]))
-    assert not torch.equal(y, other) and all(torch.equal(one, two) for one, two in zip(gradients, others, strict=True))
-    assert all(torch.equal(one, two) for one, two in zip(*states, strict=True)), "histories go on from one phase in the other"
+    assert not torch.equal(y, other) and all(
+        torch.equal(one, two) for one, two in zip(gradients, others, strict=True)
+    )
+    assert all(torch.equal(one, two) for one, two in zip(*states, strict=True)), (
+        "histories go on from one phase in the other"
+    )
     assert len(states[0]) == (4 if name == "delayed" else 0), "and a checkpoint has them once"
 
 
-@pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])  # whose scales would differ too
-def test_a_weight_is_quantized_in_a_steps_first_microbatch_and_evaluation_leaves_that_alone(name: str) -> None:
+# whose scales would differ too
+@pytest.mark.parametrize("name", [name for name in QUANTIZED if name != "delayed"])
+def test_a_weight_is_quantized_in_a_steps_first_microbatch_and_evaluation_leaves_that_alone(
+    name: str,
+) -> None:
     _, (context, product) = both(name)
     x, weight, _, grad = operands()
     results = []
@@ -62,4 +75,6 @@ def test_a_weight_is_quantized_in_a_steps_first_microbatch_and_evaluation_leaves
         assert torch.equal(evaluated, F.linear(x, 2 * weight))
     (y, *gradients), (later, *others) = results
     assert all(torch.equal(one, two) for one, two in zip(gradients, others, strict=True))
-    assert torch.equal(later, F.linear(x, 0.5 * weight)) and not torch.equal(y, later), "the forward has the weight of now"
+    assert torch.equal(later, F.linear(x, 0.5 * weight)) and not torch.equal(y, later), (
+        "the forward has the weight of now"
+    )

@@ -9,12 +9,24 @@ import pytest
 import yaml
 
 from foundation.errors import InputError
-from pretrain.precision.settings import PLAIN_FORWARD, is_quantized, label, last_steps, phases_of, precision_called
+from pretrain.precision.settings import (
+    PLAIN_FORWARD,
+    is_quantized,
+    label,
+    last_steps,
+    phases_of,
+    precision_called,
+)
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-MINIMAL = {"name": "r", "model": {"source": "m"}, "data": {"packs": "p", "length": 32}, "train": {"steps": 100}}
+MINIMAL = {
+    "name": "r",
+    "model": {"source": "m"},
+    "data": {"packs": "p", "length": 32},
+    "train": {"steps": 100},
+}
 
 
 @pytest.fixture
@@ -30,7 +42,11 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
     recipe = loaded(f"precision=[{{until: 0.8, use: nvfp4}}, {last}]")
     assert phases_of(recipe.precision) == [(0.8, "nvfp4"), (None, "bf16")]
     assert phases_of(resolved(recipe)["precision"]) == phases_of(recipe.precision)
-    assert label(recipe.precision) == label(resolved(recipe)["precision"]) == "nvfp4 to 80 %, then bf16"
+    assert (
+        label(recipe.precision)
+        == label(resolved(recipe)["precision"])
+        == "nvfp4 to 80 %, then bf16"
+    )
     assert run_dir_of(recipe) == Path("runs/r-nvfp4-to-0.8-then-bf16-fp32")
     assert is_quantized(recipe.precision) and not is_quantized("bf16") and not is_quantized(None)
 
@@ -38,46 +54,86 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
 @pytest.mark.parametrize(
     ("text", "name"),
     [
-        ("[{until: 0.94, use: nvfp4}, {use: nvfp4, forward: bf16}]", "nvfp4 to 94 %, then nvfp4_bf16_forward"),
-        ("[{until: 30, use: nvfp4}, {use: nvfp4, forward: bf16}]", "nvfp4 to step 30, then nvfp4_bf16_forward"),
-        ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),  # from the first step to the last
+        (
+            "[{until: 0.94, use: nvfp4}, {use: nvfp4, forward: bf16}]",
+            "nvfp4 to 94 %, then nvfp4_bf16_forward",
+        ),
+        (
+            "[{until: 30, use: nvfp4}, {use: nvfp4, forward: bf16}]",
+            "nvfp4 to step 30, then nvfp4_bf16_forward",
+        ),
+        # from the first step to the last
+        ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),
     ],
 )
-def test_a_phase_with_a_bf16_forward_has_its_own_name_and_its_precisions_options(loaded: Any, text: str, name: str) -> None:
+def test_a_phase_with_a_bf16_forward_has_its_own_name_and_its_precisions_options(
+    loaded: Any, text: str, name: str
+) -> None:
     recipe = loaded(f"precision={text}")
     phases = phases_of(recipe.precision)
-    assert label(recipe.precision) == label(resolved(recipe)["precision"]) == name and is_quantized(recipe.precision)
+    assert label(recipe.precision) == label(resolved(recipe)["precision"]) == name and is_quantized(
+        recipe.precision
+    )
     *_, (_, last) = phases
     precision, own = precision_called(last), last.removesuffix(PLAIN_FORWARD)
-    assert (precision.name, precision.plain_forward, precision.options) == (last, True, precision_called(own).options)
+    assert (precision.name, precision.plain_forward, precision.options) == (
+        last,
+        True,
+        precision_called(own).options,
+    )
     decided = with_precision(recipe, {})
-    assert decided.fp8_config == recipe.fp8_config.resolved(own) and phases_of(resolved(decided)["precision"]) == phases
+    assert (
+        decided.fp8_config == recipe.fp8_config.resolved(own)
+        and phases_of(resolved(decided)["precision"]) == phases
+    )
 
 
 def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
     assert last_steps([], 10) == []
     assert last_steps([0.206, 50, None], 100) == [21, 50, 100]
     for untils in ([0.8, 50, None], [100, None], [0.001, None]):
-        with pytest.raises(InputError, match=r"`precision`: of 100 steps, phase \d of \d would end"):
+        with pytest.raises(
+            InputError, match=r"`precision`: of 100 steps, phase \d of \d would end"
+        ):
             last_steps(untils, 100)
 
 
 # ── Its options ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def decided(precision: list[dict[str, Any]], environment: dict[str, str] | None = None, **fp8_config: Any) -> Recipe:
+def decided(
+    precision: list[dict[str, Any]], environment: dict[str, str] | None = None, **fp8_config: Any
+) -> Recipe:
     recipe = Recipe.model_validate(MINIMAL | {"precision": precision, "fp8_config": fp8_config})
     return with_precision(recipe, environment or {})
 
 
 def test_the_one_low_precision_of_a_schedule_has_its_options_and_those_of_its_file() -> None:
-    file = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "delayed", "ACCELERATE_FP8_MARGIN": "2"}
-    recipe = decided([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], dict(file), amax_history_len=4)
-    assert (recipe.fp8_config.margin, recipe.fp8_config.amax_history_len, recipe.fp8_config.fp8_format) == (2, 4, "HYBRID")
-    other = decided([{"until": 0.5, "use": "mxfp8"}, {"use": "delayed"}], dict(file), amax_history_len=4)
-    assert (other.fp8_config.margin, other.fp8_config.amax_history_len, other.fp8_config.fp8_format) == (None, 4, None)
+    file = {
+        "ACCELERATE_MIXED_PRECISION": "fp8",
+        "ACCELERATE_FP8_RECIPE": "delayed",
+        "ACCELERATE_FP8_MARGIN": "2",
+    }
+    recipe = decided(
+        [{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], dict(file), amax_history_len=4
+    )
+    assert (
+        recipe.fp8_config.margin,
+        recipe.fp8_config.amax_history_len,
+        recipe.fp8_config.fp8_format,
+    ) == (2, 4, "HYBRID")
+    other = decided(
+        [{"until": 0.5, "use": "mxfp8"}, {"use": "delayed"}], dict(file), amax_history_len=4
+    )
+    assert (
+        other.fp8_config.margin,
+        other.fp8_config.amax_history_len,
+        other.fp8_config.fp8_format,
+    ) == (None, 4, None)
 
 
 def test_an_option_that_no_phase_takes_is_refused() -> None:
-    with pytest.raises(InputError, match=r"disable_rht: True.* and `precision: delayed`, a phase of the schedule"):
+    with pytest.raises(
+        InputError, match=r"disable_rht: True.* and `precision: delayed`, a phase of the schedule"
+    ):
         decided([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)

@@ -31,16 +31,26 @@ def factor(*shape: int, dtype: torch.dtype = BF16) -> Factor:
     return Factor(aligned(*shape, dtype=torch.uint8), dtype, torch.ones(1))
 
 
-@given(sizes=st.tuples(*[st.integers(1, 6).map(lambda n: 8 * n)] * 3), transposed=st.tuples(st.booleans(), st.booleans()))
-def test_a_product_of_whole_sixteens_is_taken_as_it_lies(sizes: tuple[int, int, int], transposed: tuple[bool, bool]):
+@given(
+    sizes=st.tuples(*[st.integers(1, 6).map(lambda n: 8 * n)] * 3),
+    transposed=st.tuples(st.booleans(), st.booleans()),
+)
+def test_a_product_of_whole_sixteens_is_taken_as_it_lies(
+    sizes: tuple[int, int, int], transposed: tuple[bool, bool]
+):
     m, n, k = sizes
-    a, b = factor(*((m, k) if transposed[0] else (k, m))), factor(*((k, n) if transposed[1] else (n, k)))
+    a, b = (
+        factor(*((m, k) if transposed[0] else (k, m))),
+        factor(*((k, n) if transposed[1] else (n, k))),
+    )
     expected = Problem(m, n, k, (BF16, BF16, BF16), transposed, False, False)
     taken = problem_of(a, b, transposed, None, None, fast_accumulation=True)
     assert taken == (expected if all(size % 16 == 0 for size in sizes) else None)
 
 
-@given(types=st.tuples(*[st.sampled_from([E4M3, E5M2])] * 2), fast=st.booleans(), adds=st.booleans())
+@given(
+    types=st.tuples(*[st.sampled_from([E4M3, E5M2])] * 2), fast=st.booleans(), adds=st.booleans()
+)
 def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
     types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool
 ):
@@ -57,26 +67,35 @@ def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
     [
         (factor(64, 16), factor(32, 48), None),  # another inner size
         (factor(64, 16), factor(32, 16, dtype=E4M3), None),
-        (factor(64, 16), Factor(aligned(32, 16, offset=8), BF16, None), None),  # where the heuristic supposes more
+        # where the heuristic supposes more
+        (factor(64, 16), Factor(aligned(32, 16, offset=8), BF16, None), None),
         (factor(64, 16), Factor(aligned(16, 32).t(), BF16, None), None),
         (factor(64, 16), factor(32, 16), aligned(32, 64, offset=8)),
     ],
 )
-def test_what_cublaslt_would_not_take_as_it_lies_is_left(left: Factor, right: Factor, residual: Tensor | None):
+def test_what_cublaslt_would_not_take_as_it_lies_is_left(
+    left: Factor, right: Factor, residual: Tensor | None
+):
     assert problem_of(left, right, (True, False), residual, None, fast_accumulation=False) is None
 
 
 def test_a_sum_that_a_product_is_added_to_lies_whole():
     """A gradient of weights: both factors lie along the tokens."""
     x, dy = factor(16, 64), factor(16, 32)
-    taken = problem_of(x, dy, (False, True), None, aligned(32, 64, dtype=FP32), fast_accumulation=False)
+    taken = problem_of(
+        x, dy, (False, True), None, aligned(32, 64, dtype=FP32), fast_accumulation=False
+    )
     assert taken == Problem(64, 32, 16, (BF16, BF16, FP32), (False, True), False, False)
     for total in (aligned(64, 32, dtype=FP32).t(), aligned(32, 64, dtype=FP32, offset=4)):
         assert problem_of(x, dy, (False, True), None, total, fast_accumulation=False) is None
 
 
 def test_tensors_that_are_on_no_gpu_are_left_to_torch():
-    x, weight, residual = aligned(32, 16).normal_(), aligned(64, 16).normal_(), aligned(32, 64).normal_()
+    x, weight, residual = (
+        aligned(32, 16).normal_(),
+        aligned(64, 16).normal_(),
+        aligned(32, 64).normal_(),
+    )
     before = residual.clone()
     assert searched.multiply(weight, x) is None
     assert torch.equal(searched.linear(x, weight), F.linear(x, weight))
@@ -86,7 +105,9 @@ def test_tensors_that_are_on_no_gpu_are_left_to_torch():
 
 def writing(d: Tensor, *writes: Tensor | None) -> list[Callable[[], int]]:
     """Algorithms, each of which writes one of these into `d`, or does not run."""
-    return [lambda each=each: 1 if each is None else int(d.copy_(each).numel() == 0) for each in writes]
+    return [
+        lambda each=each: 1 if each is None else int(d.copy_(each).numel() == 0) for each in writes
+    ]
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

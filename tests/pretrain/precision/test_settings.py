@@ -45,19 +45,30 @@ def names_in(path: Path) -> list[str]:
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         by_name = isinstance(node, ast.Constant) and node.value in QUANTIZED
-        if isinstance(node, ast.Compare | ast.Subscript | ast.Match) and "precision" in ast.unparse(node).lower():
+        if (
+            isinstance(node, ast.Compare | ast.Subscript | ast.Match)
+            and "precision" in ast.unparse(node).lower()
+        ):
             constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
             by_name = not constants.isdisjoint(PRECISIONS)
         if by_name:
-            found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}")
+            found.append(
+                f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}"
+            )
     return found
 
 
 def test_nothing_but_a_format_file_knows_a_precision_by_its_name() -> None:
-    folders = (*ROOT.glob("pretrain/**/*.py"), *ROOT.glob("packing/*.py"), ROOT / "train_accelerate.py")
+    folders = (
+        *ROOT.glob("pretrain/**/*.py"),
+        *ROOT.glob("packing/*.py"),
+        ROOT / "train_accelerate.py",
+    )
     knowing = {"unquantized", *PRECISIONS}
     assert [place for path in folders if path.stem not in knowing for place in names_in(path)] == []
-    assert names_in(ROOT / "pretrain/precision/formats/current.py"), "the search finds names where there are some"
+    assert names_in(ROOT / "pretrain/precision/formats/current.py"), (
+        "the search finds names where there are some"
+    )
 
 
 # ── `fp8_config` ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -74,7 +85,9 @@ GENERAL = {
     "backend": st.sampled_from(["TE", "emulation"]),
     "scope": st.sampled_from(["linear", "linear+head"]),
     "on_unsupported": st.sampled_from(["error", "emulate", "fallback"]),
-    "keep_bf16_layers": st.fixed_dictionaries({}, optional={"first": st.integers(0, 3), "last": st.integers(0, 3) | st.none()}),
+    "keep_bf16_layers": st.fixed_dictionaries(
+        {}, optional={"first": st.integers(0, 3), "last": st.integers(0, 3) | st.none()}
+    ),
     "keep_bf16": st.lists(st.sampled_from(["down_proj", "layers.0.*"]), max_size=2),
     "use_autocast_during_eval": st.booleans(),
 }
@@ -85,7 +98,9 @@ NAMES = st.sampled_from(sorted(PRECISIONS))
 
 
 @given(SETTINGS, NAMES)
-def test_resolved_settings_state_every_option_that_the_precision_takes_and_no_other(settings: LowPrecisionSettings, name: str):
+def test_resolved_settings_state_every_option_that_the_precision_takes_and_no_other(
+    settings: LowPrecisionSettings, name: str
+):
     resolved, defaults = settings.resolved(name), PRECISIONS[name].options
     for key in OPTIONS:
         chosen = getattr(settings, key)
@@ -117,18 +132,33 @@ def select(name: str, missing: Missing, **fp8_config: Any) -> ActivePrecision:
 
 
 @pytest.mark.parametrize("name", ON_TE)
-def test_a_device_that_has_it_runs_it_on_transformer_engine_and_a_cpu_only_emulates_it(name: str) -> None:
+def test_a_device_that_has_it_runs_it_on_transformer_engine_and_a_cpu_only_emulates_it(
+    name: str,
+) -> None:
     active = select(name, gpu(B200))
-    assert (active.precision.name, active.backend, active.reason) == (name, "transformer_engine", None)
+    assert (active.precision.name, active.backend, active.reason) == (
+        name,
+        "transformer_engine",
+        None,
+    )
     assert active.settings == LowPrecisionSettings().resolved(name)
-    with pytest.raises(InputError, match=rf"`precision: {name}` needs a GPU .*this run is on cpu.*`fp8_config.on_unsupported"):
+    with pytest.raises(
+        InputError,
+        match=rf"`precision: {name}` needs a GPU .*this run is on cpu.*`fp8_config.on_unsupported",
+    ):
         select(name, CPU)
     emulated = select(name, CPU, on_unsupported="emulate")
-    assert (emulated.precision.name, emulated.backend) == (name, "emulation") and "needs a GPU" in emulated.notice
+    assert (emulated.precision.name, emulated.backend) == (
+        name,
+        "emulation",
+    ) and "needs a GPU" in emulated.notice
 
 
 def test_the_refusal_names_remedies_and_what_does_run_there() -> None:
-    with pytest.raises(InputError, match=r"nvfp4` needs .*10\.0.*in delayed, or .* here: fp32, bf16, delayed, current, block"):
+    with pytest.raises(
+        InputError,
+        match=r"nvfp4` needs .*10\.0.*in delayed, or .* here: fp32, bf16, delayed, current, block",
+    ):
         select("nvfp4_bf16_forward", gpu(H200))
     with pytest.raises(InputError, match=r"`precision: mxfp4` needs emulation"):
         select("mxfp4", gpu(B200))
@@ -149,4 +179,6 @@ def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf
     active = select(name, missing, on_unsupported="fallback", scope="linear+head")
     assert (active.requested, active.precision.name, active.backend) == (name, effective, backend)
     assert (active.reason is None) == (name == effective)
-    assert active.settings == LowPrecisionSettings(on_unsupported="fallback", scope="linear+head").resolved(effective)
+    assert active.settings == LowPrecisionSettings(
+        on_unsupported="fallback", scope="linear+head"
+    ).resolved(effective)

@@ -25,8 +25,13 @@ class Watched:
         torch.manual_seed(0)
         self.backend = emulation_of(recipe, **options)
         self.context = PrecisionContext(self.backend, torch.bfloat16, backends=[self.backend])
-        self.layers = nn.Sequential(self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256))
-        self.x = torch.randn(128, 256, dtype=torch.bfloat16) * torch.randn(128, 1, dtype=torch.bfloat16).exp()
+        self.layers = nn.Sequential(
+            self.linear("up", 256, 128), nn.SiLU(), self.linear("down", 128, 256)
+        )
+        self.x = (
+            torch.randn(128, 256, dtype=torch.bfloat16)
+            * torch.randn(128, 1, dtype=torch.bfloat16).exp()
+        )
 
     def linear(self, name: str, inputs: int, outputs: int) -> LowPrecisionLinear:
         product = self.backend.product(name, inputs, outputs, bias=False)
@@ -48,12 +53,20 @@ class Watched:
             return self.step(**how), statistics
 
     def records(self, **how) -> dict[tuple[str, str], dict]:
-        return {(record["layer"], record["operand"]): record for record in self.watched_step(**how)[1].records()}
+        return {
+            (record["layer"], record["operand"]): record
+            for record in self.watched_step(**how)[1].records()
+        }
 
 
-def record_of(recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options) -> dict:
+def record_of(
+    recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options
+) -> dict:
     """The record of x, shown to the statistics in so many parts."""
-    scales = {"fp8/l/forward/scale": torch.full((3,), scale), "fp8/l/backward/scale": torch.full((2,), scale)}
+    scales = {
+        "fp8/l/forward/scale": torch.full((3,), scale),
+        "fp8/l/backward/scale": torch.full((2,), scale),
+    }
     statistics = OperandStatistics(active_in(recipe, **options), scales)
     for part in x.chunk(parts):
         statistics("l", role, part)
@@ -65,7 +78,11 @@ def test_nvfp4_loses_blocks_whose_own_scale_is_zero():
     x = torch.full((16, 32), 6.0)
     x[:, 16:] = 6.0 * 2.0**-20
     record = record_of("nvfp4", x)
-    assert record["underflow"] == 0.5 and record["saturation"] == 0 and record["scale"] == pytest.approx(1.0)
+    assert (
+        record["underflow"] == 0.5
+        and record["saturation"] == 0
+        and record["scale"] == pytest.approx(1.0)
+    )
 
 
 @pytest.mark.parametrize("role", ["input", "weight"])
@@ -73,23 +90,41 @@ def test_of_a_mixture_each_experts_underflow_is_told(role):
     """All share one scale, to which the first loses half of its values. As input the third has no rows."""
     x = torch.ones(64, 256)
     x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
-    statistics = OperandStatistics(active_in("current"), {}, {"l": torch.tensor([16, 32, 32, 64], dtype=torch.int32)})
+    statistics = OperandStatistics(
+        active_in("current"), {}, {"l": torch.tensor([16, 32, 32, 64], dtype=torch.int32)}
+    )
     statistics("l", role, x)
-    assert statistics.records()[0]["underflow_of_experts"] == ([0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5])
+    assert statistics.records()[0]["underflow_of_experts"] == (
+        [0.5, 0, None, 0] if role == "weight" else [0.5, 0, None, 0.5]
+    )
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 2**31), spread=st.floats(0, 6), scale=st.integers(-8, 8), sparse=st.floats(0, 0.9))
+@given(
+    seed=st.integers(0, 2**31),
+    spread=st.floats(0, 6),
+    scale=st.integers(-8, 8),
+    sparse=st.floats(0, 0.9),
+)
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("role", ["input", "grad_output"])
 def test_any_tensor_loses_what_torchs_float8_casts_lose(recipe, role, seed, spread, scale, sparse):
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(48, 32, generator=generator) * (torch.randn(48, 1, generator=generator) * spread).exp()
+    x = (
+        torch.randn(48, 32, generator=generator)
+        * (torch.randn(48, 1, generator=generator) * spread).exp()
+    )
     x = (x * (torch.rand(48, 32, generator=generator) >= sparse)).bfloat16()
     record = record_of(recipe, x, role, scale=2.0**scale)
-    float8, maximum = (torch.float8_e5m2, 57344) if role == "grad_output" else (torch.float8_e4m3fn, 448)
+    float8, maximum = (
+        (torch.float8_e5m2, 57344) if role == "grad_output" else (torch.float8_e4m3fn, 448)
+    )
     amax = x.abs().max().float()
-    used = 2.0**scale if recipe == "delayed" else (torch.full_like(amax, maximum) / amax if amax else torch.tensor(1.0)).item()
+    used = (
+        2.0**scale
+        if recipe == "delayed"
+        else (torch.full_like(amax, maximum) / amax if amax else torch.tensor(1.0)).item()
+    )
     scaled = x.float() * used
     zeros = (scaled.clamp(-maximum, maximum).to(float8).float() == 0) & (x != 0)
     cut = scaled.abs() > maximum * (1 + 2.0**-4 / (1.75 if maximum == 448 else 0.875))
@@ -118,7 +153,11 @@ def test_a_sample_of_a_large_operand_tells_its_shares_and_its_amax_is_exact(reci
     x = (torch.randn(4096, 256, generator=generator) * 8).bfloat16()
     x[3, 3] = 4 * x.abs().max()
     assert x.numel() == 32 * SAMPLED_VALUES
-    exact = record_of(recipe, x, role, parts=32, scale=0.25) if recipe in ("delayed", "block", "mxfp8") else None
+    exact = (
+        record_of(recipe, x, role, parts=32, scale=0.25)
+        if recipe in ("delayed", "block", "mxfp8")
+        else None
+    )
     for parts in (1, 4):
         record = record_of(recipe, x, role, parts=parts, scale=0.25)
         assert record["amax"] == x.abs().max()
@@ -129,7 +168,9 @@ def test_a_sample_of_a_large_operand_tells_its_shares_and_its_amax_is_exact(reci
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_watched_step_is_bit_for_bit_the_step_and_its_random_numbers_are_the_same(recipe, recompute):
+def test_a_watched_step_is_bit_for_bit_the_step_and_its_random_numbers_are_the_same(
+    recipe, recompute
+):
     plain, watched = Watched(recipe), Watched(recipe)
     for _ in range(3):
         torch.manual_seed(5)
@@ -149,7 +190,9 @@ def test_every_operand_of_every_product_has_a_record_and_recomputing_changes_non
     assert set(kept) == {(layer, role) for layer in ("up", "down") for role in ROLES}
     for operand, record in kept.items():
         figures = {key: value for key, value in record.items() if key not in ("layer", "operand")}
-        assert {key: recomputed[operand][key] for key in figures} == pytest.approx(figures, rel=1e-12)
+        assert {key: recomputed[operand][key] for key in figures} == pytest.approx(
+            figures, rel=1e-12
+        )
 
 
 def test_delayed_scales_are_those_in_force_and_current_ones_those_of_the_tensor():
@@ -159,17 +202,35 @@ def test_delayed_scales_are_those_in_force_and_current_ones_those_of_the_tensor(
     delayed.x = delayed.x * 4
     second = delayed.records()
     tensors = current.records()
-    assert second["up", "input"]["scale"] == tensors["up", "input"]["scale"]  # of the step before, in which x was smaller
+    # of the step before, in which x was smaller
+    assert second["up", "input"]["scale"] == tensors["up", "input"]["scale"]
     assert second["up", "input"]["amax"] == 4 * tensors["up", "input"]["amax"]
     assert second["up", "input"]["saturation"] > 0 == tensors["up", "input"]["saturation"]
-    assert second["down", "grad_output"]["scale"] == pytest.approx(57344 / second["down", "grad_output"]["amax"])
+    assert second["down", "grad_output"]["scale"] == pytest.approx(
+        57344 / second["down", "grad_output"]["amax"]
+    )
 
 
 def test_a_summary_has_geometric_means_of_the_scales_and_the_worst_shares():
     def record(role, scale, underflow=0.0, saturation=0.0, amax=1.0):
-        return {"operand": role, "amax": amax, "scale": scale, "underflow": underflow, "saturation": saturation}
+        return {
+            "operand": role,
+            "amax": amax,
+            "scale": scale,
+            "underflow": underflow,
+            "saturation": saturation,
+        }
 
-    records = [record("input", 2.0, 0.25), record("weight", 32.0, saturation=0.5), record("grad_output", 1024.0, 0.125)]
+    records = [
+        record("input", 2.0, 0.25),
+        record("weight", 32.0, saturation=0.5),
+        record("grad_output", 1024.0, 0.125),
+    ]
     dead = [record("input", 1.0, amax=0.0), record("weight", None, amax=0.0)]
-    expected = {"fp8/fwd_scale": 8.0, "fp8/bwd_scale": 1024.0, "fp8/underflow": 0.25, "fp8/saturation": 0.5}
+    expected = {
+        "fp8/fwd_scale": 8.0,
+        "fp8/bwd_scale": 1024.0,
+        "fp8/underflow": 0.25,
+        "fp8/saturation": 0.5,
+    }
     assert summary([*records, *dead]) == pytest.approx(expected)

@@ -19,8 +19,13 @@ from foundation.errors import InputError
 from pretrain.precision.settings import PRECISIONS, LowPrecisionSettings
 from pretrain.precision.transformer_engine import build_te_recipe, unavailable_because
 
-ON_TE = [name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available]
-NVFP4_GRADIENTS = ("fp4_quant_bwd_grad.random_hadamard_transform", "fp4_quant_bwd_grad.stochastic_rounding")
+ON_TE = [
+    name for name, precision in PRECISIONS.items() if precision.quantized and precision.te_available
+]
+NVFP4_GRADIENTS = (
+    "fp4_quant_bwd_grad.random_hadamard_transform",
+    "fp4_quant_bwd_grad.stochastic_rounding",
+)
 FP8_QUANTIZATION = ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
 
 Install = Callable[..., ModuleType]
@@ -50,11 +55,18 @@ def test_without_options_te_recipes_are_its_defaults(te_recipes: Install, name: 
     default = getattr(te_recipes(), PRECISIONS[name].te_recipe)()
     ours = build_te_recipe(PRECISIONS[name], resolved(name))
     assert type(ours) is type(default) and repr(ours) == repr(default)
-    assert {key: repr(value) for key, value in vars(ours).items()} == {key: repr(value) for key, value in vars(default).items()}
+    assert {key: repr(value) for key, value in vars(ours).items()} == {
+        key: repr(value) for key, value in vars(default).items()
+    }
 
 
-@pytest.mark.parametrize("variable", ["NVTE_BACKWARD_OVERRIDE", "NVTE_NVFP4_DISABLE_RHT", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"])
-def test_a_variable_that_changes_the_defaults_is_named(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+@pytest.mark.parametrize(
+    "variable",
+    ["NVTE_BACKWARD_OVERRIDE", "NVTE_NVFP4_DISABLE_RHT", "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"],
+)
+def test_a_variable_that_changes_the_defaults_is_named(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     monkeypatch.setenv(variable, "1")
     with pytest.raises(InputError, match=variable):
         build_te_recipe(PRECISIONS["nvfp4"], resolved("nvfp4"))
@@ -65,14 +77,36 @@ def test_a_variable_that_changes_the_defaults_is_named(monkeypatch: pytest.Monke
     [
         (
             "delayed",
-            {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
-            {"fp8_format.name": "E4M3", "margin": 2, "amax_history_len": 7, "amax_compute_algo": "most_recent"},
+            {
+                "fp8_format": "E4M3",
+                "margin": 2,
+                "amax_history_len": 7,
+                "amax_compute_algo": "most_recent",
+            },
+            {
+                "fp8_format.name": "E4M3",
+                "margin": 2,
+                "amax_history_len": 7,
+                "amax_compute_algo": "most_recent",
+            },
         ),
         ("current", {}, {f"{key}.power_2_scale": False for key in FP8_QUANTIZATION}),
-        ("block", {}, {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False}),
-        ("mxfp8", {"fp8_format": "HYBRID"}, {"fp8_format.name": "HYBRID", "enable_2d_quantization": False}),
+        (
+            "block",
+            {},
+            {f"{key}.power_2_scale": True for key in FP8_QUANTIZATION} | {"use_f32_scales": False},
+        ),
+        (
+            "mxfp8",
+            {"fp8_format": "HYBRID"},
+            {"fp8_format.name": "HYBRID", "enable_2d_quantization": False},
+        ),
         ("nvfp4", {"disable_rht": True}, dict(zip(NVFP4_GRADIENTS, (False, True), strict=True))),
-        ("nvfp4", {"disable_stochastic_rounding": True}, dict(zip(NVFP4_GRADIENTS, (True, False), strict=True))),
+        (
+            "nvfp4",
+            {"disable_stochastic_rounding": True},
+            dict(zip(NVFP4_GRADIENTS, (True, False), strict=True)),
+        ),
     ],
 )
 def test_an_option_reaches_what_the_quantizers_read(

@@ -9,7 +9,9 @@ from tests.pretrain.compare.made_runs import rows_of
 
 
 @pytest.mark.long
-def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """By a trainer that is started as users start it: nothing is forked."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     (row,) = rows_of(capsys.readouterr().out)["nvfp4"]

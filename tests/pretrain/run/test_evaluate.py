@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +22,10 @@ from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.running import best_evaluation
 from pretrain.run.sampling import sample
+from pretrain.run.untrained import packing_folder
 from pretrain.settings.recipe import LossSettings
+from tests.pretrain.plan.plan_recipe import recipe
+from tests.ranks import in_ranks
 
 
 @pytest.fixture(scope="session")
@@ -35,17 +39,25 @@ def tokenizer(words: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(words)
 
 
-def evaluate(packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int = 3) -> dict[str, float]:
+def evaluate(
+    packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int = 3
+) -> dict[str, float]:
     job = SimpleNamespace(
         data=SimpleNamespace(held_out=packs),
         recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=None)),
-        batching=lambda accelerator: {"microbatch": microbatch, "rank": 0, "world_size": 1, "mask_boundaries": True},
+        batching=lambda accelerator: {
+            "microbatch": microbatch,
+            "rank": 0,
+            "world_size": 1,
+            "mask_boundaries": True,
+        },
     )
     return held_out_figures(job, packed, accelerator)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-@pytest.mark.parametrize("microbatch", [1, 3, 10, 16])  # 10 packs: those of 3 and 16 are filled up with padding
+# 10 packs: those of 3 and 16 are filled up with padding
+@pytest.mark.parametrize("microbatch", [1, 3, 10, 16])
 def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     kind: str,
     microbatch: int,
@@ -61,27 +73,44 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     with torch.no_grad():
         expected = plain_loss(plain_copy(packed), packs)
     assert result["held_out_loss"] == pytest.approx(expected.item(), rel=1e-6)
-    assert result["held_out_tokens"] == sum(len(pack.input_ids) - len(pack.lengths) for pack in packs)
+    assert result["held_out_tokens"] == sum(
+        len(pack.input_ids) - len(pack.lengths) for pack in packs
+    )
     assert result["held_out_perplexity"] == pytest.approx(expected.exp().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize("penalty", [None, "non_max_sum"])
 def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
-    penalty: str | None, small_packs: Path, held_out: Packs, accelerator: Accelerator, build_model: Callable
+    penalty: str | None,
+    small_packs: Path,
+    held_out: Packs,
+    accelerator: Accelerator,
+    build_model: Callable,
 ) -> None:
     parts = {"a": held_out, "b": open_packs(DataSettings(packs=small_packs, length=32), "train")}
     packed = build_model()
     loss = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
     packed.hf.set_output_embeddings(LossHead.replacing(packed.hf.get_output_embeddings(), loss))
-    mixed = evaluate(packed, MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0)), accelerator)
+    mixed = evaluate(
+        packed, MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0)), accelerator
+    )
     each = {name: evaluate(packed, packs, accelerator) for name, packs in parts.items()}
     tokens = sum(found["held_out_tokens"] for found in each.values())
-    assert mixed["held_out_tokens"] == tokens > each["b"]["held_out_tokens"] > each["a"]["held_out_tokens"]
-    assert [mixed[f"held_out_loss/{name}"] for name in parts] == [found["held_out_loss"] for found in each.values()]
+    assert (
+        mixed["held_out_tokens"]
+        == tokens
+        > each["b"]["held_out_tokens"]
+        > each["a"]["held_out_tokens"]
+    )
+    assert [mixed[f"held_out_loss/{name}"] for name in parts] == [
+        found["held_out_loss"] for found in each.values()
+    ]
     for key in ("held_out_loss", "held_out_penalty") if penalty else ("held_out_loss",):
         mean = sum(found[key] * found["held_out_tokens"] for found in each.values()) / tokens
         assert mixed[key] == pytest.approx(mean, rel=1e-12)
-    assert mixed["held_out_perplexity"] == pytest.approx(math.exp(mixed["held_out_loss"]), rel=1e-12)
+    assert mixed["held_out_perplexity"] == pytest.approx(
+        math.exp(mixed["held_out_loss"]), rel=1e-12
+    )
     assert ("held_out_penalty" in mixed) == bool(penalty)
 
 
@@ -109,7 +138,15 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
     torch.manual_seed(5)
     prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
     with torch.no_grad():
-        ids = plain.generate(**prompt, max_new_tokens=12, do_sample=True, temperature=0.7, top_p=0.9, top_k=0, pad_token_id=60)
+        ids = plain.generate(
+            **prompt,
+            max_new_tokens=12,
+            do_sample=True,
+            temperature=0.7,
+            top_p=0.9,
+            top_k=0,
+            pad_token_id=60,
+        )
     assert ours == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
 
 
@@ -118,8 +155,15 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_within_the_positions(
 ) -> None:
     hf = build_model("gpt2", n_positions=8).hf
     heats = ((1, 0.0), (2, 1e-6))
-    cold = [sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=heat, top_p=0.9) for seed, heat in heats]
-    assert cold[0] == cold[1] == sample(hf, tokenizer, "w1 w2", tokens=60, seed=3, temperature=1.0, top_p=1e-6)
+    cold = [
+        sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=heat, top_p=0.9)
+        for seed, heat in heats
+    ]
+    assert (
+        cold[0]
+        == cold[1]
+        == sample(hf, tokenizer, "w1 w2", tokens=60, seed=3, temperature=1.0, top_p=1e-6)
+    )
     assert len(cold[0].split()) <= 6
     with pytest.raises(InputError, match=r"the model .*8 positions"):
         sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0, temperature=1.0, top_p=1.0)
@@ -127,9 +171,30 @@ def test_a_temperature_of_zero_takes_the_likeliest_token_within_the_positions(
 
 def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() -> None:
     def best(*records: tuple[int, float | None, int]) -> int | None:
-        best = best_evaluation({"step": step, "held_out_loss": loss, "held_out_tokens": tokens} for step, loss, tokens in records)
+        best = best_evaluation(
+            {"step": step, "held_out_loss": loss, "held_out_tokens": tokens}
+            for step, loss, tokens in records
+        )
         return best and best["step"]
 
     assert best() is None
     assert best((5, 3.0, 9), (10, 2.0, 9), (15, 2.0, 9), (20, None, 9), (25, 2.5, 9)) == 10
     assert best((5, 1.0, 9), (10, 2.0, 8), (15, 3.0, 8)) == 10, "other held-out packs begin anew"
+
+
+def folder_of(rank: int, machines: int) -> tuple[str, bool]:
+    """The folder in which this rank packs a text, and whether it exists at the end."""
+    with ExitStack() as stack:
+        processes = SimpleNamespace(process_index=rank, is_local_main_process=rank < machines)
+        folder = packing_folder(recipe(), processes, stack)
+        assert (folder / "packs").is_symlink()
+        torch.distributed.barrier()
+    torch.distributed.barrier()
+    return str(folder), folder.exists()
+
+
+@pytest.mark.parametrize("machines", [1, 2])
+def test_the_ranks_of_a_machine_pack_a_text_in_one_folder(machines: int) -> None:
+    folders = in_ranks(folder_of, machines)
+    assert len({folder for folder, _ in folders}) == machines
+    assert not any(exists for _, exists in folders)

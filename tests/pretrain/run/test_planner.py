@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from accelerate.state import AcceleratorState
 
 from pretrain.__main__ import main
-from tests.conftest import write_recipe
+from pretrain.settings.config import load_recipe
+from tests.conftest import ROOT, write_recipe
 
 Planned = Callable[..., tuple[int, str, str]]
 
@@ -32,16 +35,61 @@ def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> I
 
 def row(out: str, on: str) -> dict[str, str]:
     """The table's row of a device, by column."""
-    header, *lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in out.splitlines() if line.startswith("| ")]
+    header, *lines = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in out.splitlines()
+        if line.startswith("| ")
+    ]
     return next(dict(zip(header, line, strict=True)) for line in lines if line[0] == on)
 
 
 def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> None:
-    status, out, err = plan("data.packs=/no/such", "train.tokens=1000000", "--on", "8xB200", "--mfu", "0.4")
+    status, out, err = plan(
+        "data.packs=/no/such", "train.tokens=1000000", "--on", "8xB200", "--mfu", "0.4"
+    )
     assert (status, err) == (0, "") and "3,907 steps = 1.00 M tokens" in " ".join(out.split())
     assert "no packs are prepared here" in " ".join(out.split())
-    assert row(out, "8 x B200")["microbatch"] == "1 x 1 pack", "the recipe's two are more than a device gets"
+    assert row(out, "8 x B200")["microbatch"] == "1 x 1 pack", (
+        "the recipe's two are more than a device gets"
+    )
     assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
+
+
+@pytest.mark.parametrize(
+    ("on", "settings", "fits"),
+    [
+        ("2xH200", "precision=bf16", True),
+        ("2xH200", "precision=delayed", False),
+        ("2xH200", "precision=delayed optimizer.moments=bf16", True),
+        ("4xH200", "precision=delayed", True),
+    ],
+)
+def test_qwen2_5_14b_fits_as_its_recipe_says(
+    on: str, settings: str, fits: bool, plan: Planned
+) -> None:
+    recipe = load_recipe(ROOT / "recipes/qwen2_5_14b_openmath.yaml")
+    shape = yaml.safe_load((ROOT / "benchmarks/qwen2_5_14b.yaml").read_text())["model"]["config"]
+    same = {
+        "weights": recipe.weights,
+        "batch.tokens": recipe.batch.tokens,
+        "data.length": recipe.data.length,
+    }
+    same |= {"model.gradient_checkpointing": recipe.model.gradient_checkpointing}
+    values = [f"{key}={value}" for key, value in same.items()] + ["data.packs=/no/such"]
+    values += [f"model.config={json.dumps(shape)}", "batch.microbatch=auto", *settings.split()]
+    _, out, err = plan(*values, "--on", on)
+    microbatch = row(out, on.replace("x", " x "))["microbatch"]
+    assert err == "" and ("does not fit" not in microbatch) == fits
+
+
+def test_a_plan_that_does_not_fit_shows_no_speed(plan: Planned) -> None:
+    vocabulary = "model.config.vocab_size=40000000"
+    _, out, err = plan(vocabulary, "batch.microbatch=2", "--on", "RTX 4090", "--on", "H200")
+    small, large = row(out, "1 x RTX 4090"), row(out, "1 x H200")
+    assert err == "" and small["microbatch"].endswith("does not fit")
+    assert small["of each"] == "23.5 GiB"
+    assert small["tokens/s"] == small["time"] == "–" != large["time"]
+    assert "fit" not in large["microbatch"]
 
 
 @pytest.mark.parametrize(
@@ -53,14 +101,23 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> Non
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_planned_is_one_message(arguments: tuple[str, ...], named: str, plan: Planned) -> None:
+def test_what_cannot_be_planned_is_one_message(
+    arguments: tuple[str, ...], named: str, plan: Planned
+) -> None:
     status, out, err = plan(*arguments)
     assert (status, out, err.count("error: ")) == (2, "", 1), err
     assert named in err
 
 
 def test_devices_whose_experts_stay_in_bf16_are_named(plan: Planned) -> None:
-    config = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    config = {
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+    }
     mixture = [f"model.config.{key}={value}" for key, value in config.items()]
-    _, out, err = plan(*mixture, "precision=delayed", "fp8_config.fp8_format=E4M3", "--on", "H100", "--on", "B200")
+    _, out, err = plan(
+        *mixture, "precision=delayed", "fp8_config.fp8_format=E4M3", "--on", "H100", "--on", "B200"
+    )
     assert err == "" and "* 1 x B200: experts compute in BF16" in out and "1 x H100:" not in out

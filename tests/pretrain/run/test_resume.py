@@ -15,8 +15,18 @@ from pretrain.run.resume import ResumePoint
     [(1024, 256, 4, 0), (1024, 256, 8, -24), (2048, 256, 4, 24), (1024, 512, 4, -12)],
     ids=["the same steps", "larger steps", "smaller steps", "shorter packs now"],
 )
-def test_the_text_goes_on_where_the_checkpoints_ended(tokens: int, length: int, packs_per_step: int, shift: int) -> None:
-    data, recipe = SimpleNamespace(stream=None), SimpleNamespace(data=SimpleNamespace(length=length))
-    job = SimpleNamespace(data=data, recipe=recipe, plan=SimpleNamespace(packs_per_step=packs_per_step))
-    record = {"progress": {"step": 5, "left_out": 1, "shift": 0}, "identity": {"batch.tokens": tokens, "data.length": length}}
-    assert ResumePoint(Path("step-00000005"), record, []).shift(job) == shift
+def test_the_text_goes_on_where_the_checkpoints_ended(
+    tokens: int, length: int, packs_per_step: int, shift: int
+) -> None:
+    data, recipe = (
+        SimpleNamespace(stream=None),
+        SimpleNamespace(data=SimpleNamespace(length=length)),
+    )
+    job = SimpleNamespace(
+        data=data, recipe=recipe, plan=SimpleNamespace(packs_per_step=packs_per_step)
+    )
+    for place in ({"place": 6 * tokens // length}, {}):  # of which older checkpoints have none
+        progress = {"step": 5, "left_out": 1, "shift": 0, **place}
+        record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}
+        source = ResumePoint(Path("step-00000005"), record, [])
+        assert source.shift(job) == shift and source.place(job) == 6 * packs_per_step + shift

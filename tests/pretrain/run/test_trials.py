@@ -42,12 +42,24 @@ def run_out_of_memory(*_: object) -> None:
 
 @pytest.fixture
 def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
-    return lambda packs, lengths=(5, 3): build_microbatch(random_packs([lengths] * packs, sum(lengths)), mask_boundaries=True)
+    return lambda packs, lengths=(5, 3): build_microbatch(
+        random_packs([lengths] * packs, sum(lengths)), mask_boundaries=True
+    )
 
 
-def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int | None:
+def find(
+    model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1
+) -> int | None:
     """On a device of which each trial takes `used` of 100 bytes, or fails."""
-    return largest_that_fits(model, accelerator, [1, 2, 4, 8], make_batch, multiple_of=8, usable=100, most_reserved=lambda: used)
+    return largest_that_fits(
+        model,
+        accelerator,
+        [1, 2, 4, 8],
+        make_batch,
+        multiple_of=8,
+        usable=100,
+        most_reserved=lambda: used,
+    )
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
@@ -63,14 +75,23 @@ def test_a_size_that_runs_out_of_memory_is_not_taken(
         assert parameter.grad is None and not was_reached(parameter), name
 
 
-def test_where_nothing_fits_there_is_no_largest(accelerator: Accelerator, build_model: Callable, make_batch: Callable) -> None:
+def test_where_nothing_fits_there_is_no_largest(
+    accelerator: Accelerator, build_model: Callable, make_batch: Callable
+) -> None:
     assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) is None
     assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) is None
 
 
 @pytest.mark.parametrize(
     ("whatever", "a_pack", "bent", "expected", "most_trials"),
-    [(10, 10, 0, 8, 4), (60, 3, 0, 12, 4), (0, 40, 0, 2, 3), (70, 1, 0, 24, 5), (95, 10, 0, None, 2), (10, 5, 0.5, 8, 5)],
+    [
+        (10, 10, 0, 8, 4),
+        (60, 3, 0, 12, 4),
+        (0, 40, 0, 2, 3),
+        (70, 1, 0, 24, 5),
+        (95, 10, 0, None, 2),
+        (10, 5, 0.5, 8, 5),
+    ],
 )
 def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
     whatever: int, a_pack: int, bent: float, expected: int | None, most_trials: int
@@ -93,7 +114,14 @@ def test_growth_begins_with_as_many_tokens_as_the_precision_takes(
 ) -> None:
     """On a device whose memory holds a model's tokens and nothing else: of half a pack, 48 tokens are no multiple of 32."""
     packed, tokens, length = build_model(max_position_embeddings=96), [], 96
-    packed.register_forward_pre_hook(lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True)
+    packed.register_forward_pre_hook(
+        lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True
+    )
     options = {"multiple_of": 32, "usable": 5 * length, "most_reserved": lambda: tokens[-1]}
-    assert largest_that_fits(packed, accelerator, [6, 4, 2, 1], lambda packs: make_batch(packs, (length,)), **options) == 4
+    assert (
+        largest_that_fits(
+            packed, accelerator, [6, 4, 2, 1], lambda packs: make_batch(packs, (length,)), **options
+        )
+        == 4
+    )
     assert tokens[::2] == [64, length, 4 * length]

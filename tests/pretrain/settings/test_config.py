@@ -13,7 +13,12 @@ from pretrain.settings.config import LaunchParser, identity_of, load_recipe, res
 from pretrain.settings.recipe import Recipe
 
 RECIPES = Path(__file__).parents[3] / "recipes"
-SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
+SMALLEST = {
+    "name": "small",
+    "model": {"source": "somewhere"},
+    "data": {"packs": "packs"},
+    "train": {"steps": 10},
+}
 
 
 def write(tmp_path: Path, values: dict | str) -> Path:
@@ -26,7 +31,12 @@ def test_overrides_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> 
     path = write(tmp_path, {**SMALLEST, "weights": "bf16", "batch": {"tokens": 4096}})
     over = "train.tokens=5 batch.tokens=4 batch.tokens=8_192 optimizer.learning_rate=1e-4 train.epochs=2 data.text=1"
     recipe = load_recipe(path, over.split())
-    assert (recipe.weights, recipe.batch.tokens, recipe.optimizer.learning_rate, recipe.data.text) == ("bf16", 8192, 1e-4, "1")
+    assert (
+        recipe.weights,
+        recipe.batch.tokens,
+        recipe.optimizer.learning_rate,
+        recipe.data.text,
+    ) == ("bf16", 8192, 1e-4, "1")
     assert recipe.optimizer.clip == 1.0
     assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0), "a horizon replaces the others"
 
@@ -34,15 +44,36 @@ def test_overrides_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> 
 def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path) -> None:
     (tmp_path / "bases").mkdir()
     shape = {"config": {"model_type": "qwen3", "hidden_size": 64}}
-    root = {**SMALLEST, "model": shape, "optimizer": {"clip": 2.0, "eps": 1e-6}, "schedule": {"warmup": 8}}
+    root = {
+        **SMALLEST,
+        "model": shape,
+        "optimizer": {"clip": 2.0, "eps": 1e-6},
+        "schedule": {"warmup": 8},
+    }
     (tmp_path / "bases/root.yaml").write_text(yaml.safe_dump(root))
-    middle = {"base": "bases/root.yaml", "name": "middle", "train": {"tokens": 5e6}, "optimizer": {"clip": 3.0}}
+    middle = {
+        "base": "bases/root.yaml",
+        "name": "middle",
+        "train": {"tokens": 5e6},
+        "optimizer": {"clip": 3.0},
+    }
     (tmp_path / "middle.yaml").write_text(yaml.safe_dump(middle))
-    path = write(tmp_path, {"base": "middle.yaml", "model": {"config": {"model_type": "gpt2"}}, "schedule": {"warmup": 4}})
+    path = write(
+        tmp_path,
+        {
+            "base": "middle.yaml",
+            "model": {"config": {"model_type": "gpt2"}},
+            "schedule": {"warmup": 4},
+        },
+    )
     recipe = load_recipe(path, ["optimizer.eps=1e-7"])
     assert (recipe.name, recipe.optimizer.clip, recipe.optimizer.eps) == ("middle", 3.0, 1e-7)
-    assert recipe.model.config == {"model_type": "gpt2"}, "as a whole: other architectures have other keys"
-    assert (recipe.train.steps, recipe.train.tokens) == (None, 5_000_000), "a horizon replaces the base's"
+    assert recipe.model.config == {"model_type": "gpt2"}, (
+        "as a whole: other architectures have other keys"
+    )
+    assert (recipe.train.steps, recipe.train.tokens) == (None, 5_000_000), (
+        "a horizon replaces the base's"
+    )
     assert recipe.schedule.warmup == 4 and "base" not in resolved(recipe)
 
 
@@ -63,16 +94,26 @@ def parts_of(recipe: Recipe) -> list[dict]:
         TEXT | {"source": "a", "subset": "en", "validation": {"split": "test"}},
         CHAT | {"sources": WEIGHTED, "validation": {"source": "w", "messages": ["q", "r"]}},
         TEXT | {"sources": [{"name": "there", "weight": 0.4}, {"source": "a", "weight": 0.6}]},
-        TEXT | {"source": "a", "streaming": {"disk_gb": 1}, "validation": {"source": "v", "text": "text"}},
+        TEXT
+        | {
+            "source": "a",
+            "streaming": {"disk_gb": 1},
+            "validation": {"source": "v", "text": "text"},
+        },
     ],
     ids=str,
 )
-def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(data: dict, tmp_path: Path) -> None:
+def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(
+    data: dict, tmp_path: Path
+) -> None:
     recipe = load_recipe(write(tmp_path, {**SMALLEST, "data": data}))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved(recipe)))
     again = load_recipe(tmp_path / "config.yaml")
     assert resolved(again) == resolved(recipe) and parts_of(again) == parts_of(recipe)
-    onto = load_recipe(write(tmp_path, {"base": "config.yaml", "name": "other", "data": {"packs": "elsewhere"}}), ["seed=2"])
+    onto = load_recipe(
+        write(tmp_path, {"base": "config.yaml", "name": "other", "data": {"packs": "elsewhere"}}),
+        ["seed=2"],
+    )
     assert resolved(onto)["data"] == resolved(recipe)["data"] | {"packs": "elsewhere"}
 
 
@@ -85,8 +126,15 @@ def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(data: dict,
         ("{data.packs}", "_packs"),
     ],
 )
-def test_the_run_folder_is_named_from_the_recipe(template: str, folder: str, tmp_path: Path) -> None:
-    settings = ["optimizer.learning_rate=3e-5", "model={source: Qwen/Qwen3-1.7B}", "data.packs=../packs", "precision=bf16"]
+def test_the_run_folder_is_named_from_the_recipe(
+    template: str, folder: str, tmp_path: Path
+) -> None:
+    settings = [
+        "optimizer.learning_rate=3e-5",
+        "model={source: Qwen/Qwen3-1.7B}",
+        "data.packs=../packs",
+        "precision=bf16",
+    ]
     recipe = load_recipe(write(tmp_path, SMALLEST), settings)
     assert run_dir_of(recipe.model_copy(update={"run_dir": template})) == Path(folder)
     with pytest.raises(InputError, match=r"`run_dir`.*\{name\}"):
@@ -98,13 +146,34 @@ def test_the_run_folder_is_named_from_the_recipe(template: str, folder: str, tmp
     [
         (
             [],
-            ["batch.microbatch=4", "run_dir=elsewhere", "model.compile=none", "deterministic=true", "data.packs=moved"],
-            ["batch.tokens=4096", "seed=1", "optimizer.gradients=bf16", "schedule.warmup=5", "data.mask_boundaries=false"],
+            [
+                "batch.microbatch=4",
+                "run_dir=elsewhere",
+                "model.compile=none",
+                "deterministic=true",
+                "data.packs=moved",
+            ],
+            [
+                "batch.tokens=4096",
+                "seed=1",
+                "optimizer.gradients=bf16",
+                "schedule.warmup=5",
+                "data.mask_boundaries=false",
+            ],
         ),
         (
             ["precision=delayed"],
-            ["fp8_config.backend=emulation", "fp8_config.use_autocast_during_eval=true", "parity=on"],
-            ["fp8_config.scope=linear+head", "fp8_config.margin=1", "fp8_config.keep_bf16_layers.first=1", "weights=bf16"],
+            [
+                "fp8_config.backend=emulation",
+                "fp8_config.use_autocast_during_eval=true",
+                "parity=on",
+            ],
+            [
+                "fp8_config.scope=linear+head",
+                "fp8_config.margin=1",
+                "fp8_config.keep_bf16_layers.first=1",
+                "weights=bf16",
+            ],
         ),
         (["precision=bf16"], ["fp8_config.scope=linear+head"], ["weights=bf16"]),
     ],
@@ -120,7 +189,9 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(
     assert identity(data="other") != identity()
 
 
-def test_settings_are_read_as_a_sweeps_agent_writes_them_and_name_the_run_folder(tmp_path: Path) -> None:
+def test_settings_are_read_as_a_sweeps_agent_writes_them_and_name_the_run_folder(
+    tmp_path: Path,
+) -> None:
     """W&B's agent puts `--` before each; the shipped sweep gives each trial a folder of its own."""
     sweep = yaml.safe_load((RECIPES / "sweeps/smoke.yaml").read_text())
     trial = ["--optimizer.learning_rate=3e-05", "--optimizer.weight_decay=0.1"]

@@ -23,12 +23,18 @@ from pretrain.settings.launch import Launch, take_requested_precision, with_prec
 from pretrain.settings.recipe import Recipe
 from tests.ranks import environment_under
 
-SMALLEST = {"name": "small", "model": {"source": "somewhere"}, "data": {"packs": "packs"}, "train": {"steps": 10}}
+SMALLEST = {
+    "name": "small",
+    "model": {"source": "somewhere"},
+    "data": {"packs": "packs"},
+    "train": {"steps": 10},
+}
 
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)  # without a library for FP8 it stops
+    # without a library for FP8 it stops
+    monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     for key in list(os.environ):
         if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "MASTER_")):
             monkeypatch.delenv(key)
@@ -48,7 +54,9 @@ def recipe_with(**values: Any) -> Recipe:
 def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]]:
     """The precision and the `fp8_config` of a recipe, without the options that are None."""
     recipe = with_precision(recipe_with(**values), environ)
-    return recipe.precision, {key: value for key, value in recipe.fp8_config.model_dump().items() if value is not None}
+    return recipe.precision, {
+        key: value for key, value in recipe.fp8_config.model_dump().items() if value is not None
+    }
 
 
 # What is asked for
@@ -63,10 +71,19 @@ def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "block"}, "block"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "delayed"),
         # Left over in a shell: without `mixed_precision: fp8` it asks for nothing, but accelerate would convert all the same.
-        ({"ACCELERATE_MIXED_PRECISION": "bf16", "ACCELERATE_FP8_RECIPE": "nonsense", "ACCELERATE_FP8_BACKEND": "TE"}, "bf16"),
+        (
+            {
+                "ACCELERATE_MIXED_PRECISION": "bf16",
+                "ACCELERATE_FP8_RECIPE": "nonsense",
+                "ACCELERATE_FP8_BACKEND": "TE",
+            },
+            "bf16",
+        ),
     ],
 )
-def test_the_named_precision_is_read_and_its_variables_are_taken_away(environ: dict[str, str], name: str) -> None:
+def test_the_named_precision_is_read_and_its_variables_are_taken_away(
+    environ: dict[str, str], name: str
+) -> None:
     others = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "FP8_BACKEND": "mine"}
     environ = others | environ
     assert take_requested_precision(environ)[0].name == name
@@ -85,15 +102,24 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "disable_stochastic_rounding": False,
     }
     assert settled(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
-    delayed = {"fp8_format": "E4M3", "margin": 2, "amax_history_len": 16, "amax_compute_algo": "max"}
+    delayed = {
+        "fp8_format": "E4M3",
+        "margin": 2,
+        "amax_history_len": 16,
+        "amax_compute_algo": "max",
+    }
     _, fp8_config = settled(environment(recipe="delayed", **delayed))
     assert {key: fp8_config[key] for key in delayed} == delayed
 
 
-def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(environment: Any) -> None:
+def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(
+    environment: Any,
+) -> None:
     _, delayed = settled(environment(recipe="delayed"))
-    assert delayed["amax_compute_algo"] == "most_recent"  # accelerate's word; a file that means `max` says so
-    _, block = settled(environment(recipe="block", fp8_format="HYBRID"))  # as if it had not been written
+    # accelerate's word; a file that means `max` says so
+    assert delayed["amax_compute_algo"] == "most_recent"
+    # as if it had not been written
+    _, block = settled(environment(recipe="block", fp8_format="HYBRID"))
     assert not {"fp8_format", "margin"} & block.keys()
     _, chosen_here = settled({}, precision="delayed")
     assert chosen_here["amax_compute_algo"] == "max"
@@ -102,20 +128,58 @@ def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(en
 @pytest.mark.parametrize(
     ("fp8_config", "says"),
     [
-        ({"recpie": "nvfp4"}, r"`fp8_config.recpie`: unknown key; did you mean `fp8_config.recipe`\?"),
+        (
+            {"recpie": "nvfp4"},
+            r"`fp8_config.recpie`: unknown key; did you mean `fp8_config.recipe`\?",
+        ),
         ({"recipe": "mxfp"}, r"`fp8_config.recipe`: .*'mxfp8'.* 'mxfp'"),
         ({"recipe": "bf16"}, r"`fp8_config.recipe: bf16` is no FP8; set `mixed_precision: bf16`"),
         ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
         ({"interval": 4}, r"`fp8_config.interval: 4` has no effect; leave it out"),
-        ({"override_linear_precision": [False, True, False]}, r"override_linear_precision.* has no effect; .*keep_bf16_layers"),
-        ({"use_mxfp8_block_scaling": True}, r"use_mxfp8_block_scaling: True` has no effect; .*mxfp8"),
-        ({"recipe": "block", "margin": 1}, r"`fp8_config: {margin: 1}` and `recipe: block` contradict"),
-        ({"recipe": "delayed", "disable_rht": True}, r"`fp8_config: {disable_rht: True}` and `recipe: delayed` contradict"),
+        (
+            {"override_linear_precision": [False, True, False]},
+            r"override_linear_precision.* has no effect; .*keep_bf16_layers",
+        ),
+        (
+            {"use_mxfp8_block_scaling": True, "recipe": "delayed"},
+            r"use_mxfp8_block_scaling: True` and `recipe: delayed` contradict",
+        ),
+        (
+            {"use_mxfp8_block_scaling": True, "fp8_format": "E4M3", "margin": 1},
+            r"`fp8_config: {margin: 1}` and `recipe: mxfp8` contradict",
+        ),
+        (
+            {"recipe": "block", "margin": 1},
+            r"`fp8_config: {margin: 1}` and `recipe: block` contradict",
+        ),
+        (
+            {"recipe": "delayed", "disable_rht": True},
+            r"`fp8_config: {disable_rht: True}` and `recipe: delayed` contradict",
+        ),
     ],
 )
-def test_a_mistake_in_a_file_is_named_with_its_key_and_a_remedy(fp8_config: dict, says: str, environment: Any) -> None:
+def test_a_mistake_in_a_file_is_named_with_its_key_and_a_remedy(
+    fp8_config: dict, says: str, environment: Any
+) -> None:
     with pytest.raises(InputError, match=rf"^accelerate configuration: .*{says}"):
         take_requested_precision(environment(**fp8_config))
+
+
+def test_accelerates_own_switch_for_mxfp8_is_taken(environment: Any) -> None:
+    file = {"backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E4M3"}
+    precision, fp8_config = settled(environment(**file))
+    assert (precision, fp8_config["fp8_format"]) == ("mxfp8", "E4M3")
+    assert settled(environment(use_mxfp8_block_scaling=False))[0] == "delayed"
+
+
+@pytest.mark.parametrize("fp8_config", [{"recipe": "mxfp8"}, {"use_mxfp8_block_scaling": True}])
+def test_mxfp8_does_not_become_hybrid_by_a_missing_key(fp8_config: dict, environment: Any) -> None:
+    with pytest.raises(InputError, match=r"may be accelerate's default .* set `fp8_format: E4M3`"):
+        settled(environment(**fp8_config))
+    for number_format in ("HYBRID", "E4M3"):
+        ours = settled(environment(**fp8_config), fp8_config={"fp8_format": number_format})
+        assert (ours[0], ours[1]["fp8_format"]) == ("mxfp8", number_format)
+    assert settled(environment(**fp8_config), precision="bf16")[0] == "bf16"
 
 
 # What the recipe file and the command line make of it
@@ -123,18 +187,33 @@ def test_a_mistake_in_a_file_is_named_with_its_key_and_a_remedy(fp8_config: dict
 
 def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -> None:
     environ = environment(
-        recipe="delayed", margin=2, amax_history_len=16, scope="linear+head", keep_bf16_layers={"first": 1, "last": 2}
+        recipe="delayed",
+        margin=2,
+        amax_history_len=16,
+        scope="linear+head",
+        keep_bf16_layers={"first": 1, "last": 2},
     )
     ours = {"margin": 3, "keep_bf16_layers": {"first": 0}, "amax_compute_algo": "max"}
     precision, fp8_config = settled(environ, fp8_config=ours)
     assert precision == "delayed"
-    assert (fp8_config["margin"], fp8_config["amax_history_len"], fp8_config["amax_compute_algo"]) == (3, 16, "max")
-    assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]) == ("linear+head", {"first": 0, "last": 2})
+    assert (
+        fp8_config["margin"],
+        fp8_config["amax_history_len"],
+        fp8_config["amax_compute_algo"],
+    ) == (3, 16, "max")
+    assert (fp8_config["scope"], fp8_config["keep_bf16_layers"]) == (
+        "linear+head",
+        {"first": 0, "last": 2},
+    )
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])
-def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_options(name: str, environment: Any) -> None:
-    environ = environment(recipe="delayed", margin=2, fp8_format="E4M3", scope="linear+head", on_unsupported="emulate")
+def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_options(
+    name: str, environment: Any
+) -> None:
+    environ = environment(
+        recipe="delayed", margin=2, fp8_format="E4M3", scope="linear+head", on_unsupported="emulate"
+    )
     precision, fp8_config = settled(environ, precision=name)
     assert precision == name
     assert (fp8_config["scope"], fp8_config["on_unsupported"]) == ("linear+head", "emulate")
@@ -144,13 +223,28 @@ def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_op
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(name: str, environment: Any, tmp_path: Path) -> None:
+def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(
+    name: str, environment: Any, tmp_path: Path
+) -> None:
     own = {"scope": "linear+head", "keep_bf16_layers": {"first": 1}}
-    first = with_precision(recipe_with(precision=name, fp8_config=own), environment(recipe="delayed", margin=3))
+    first = with_precision(
+        recipe_with(precision=name, fp8_config=own), environment(recipe="delayed", margin=3)
+    )
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(resolved(first)))
-    others = [{}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, environment(recipe="mxfp8", scope="linear+head", fp8_format="E4M3")]
-    others.append(environment(recipe="delayed", margin=7, keep_bf16_layers={"first": 5, "last": 5}, backend="emulation"))
+    others = [
+        {},
+        {"ACCELERATE_MIXED_PRECISION": "bf16"},
+        environment(recipe="mxfp8", scope="linear+head", fp8_format="E4M3"),
+    ]
+    others.append(
+        environment(
+            recipe="delayed",
+            margin=7,
+            keep_bf16_layers={"first": 5, "last": 5},
+            backend="emulation",
+        )
+    )
     for environ in others:
         assert with_precision(load_recipe(path), environ) == first
 
@@ -158,7 +252,9 @@ def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(nam
 # What accelerate would do
 
 
-def test_accelerate_lets_a_model_alone_once_its_variables_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accelerate_lets_a_model_alone_once_its_variables_are_taken_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """If it ever lets a model alone by itself, this module can go."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
 
@@ -180,9 +276,21 @@ def test_accelerate_lets_a_model_alone_once_its_variables_are_taken_away(monkeyp
 
 # Topology
 
-# What its questions come to where each is answered with the default.
-COMMON = {"compute_environment": "LOCAL_MACHINE", "use_cpu": False, "debug": False, "mixed_precision": "bf16"}
-COMMON |= {"downcast_bf16": "no", "enable_cpu_affinity": False, "gpu_ids": "all", "machine_rank": 0, "num_machines": 1}
+# What its questions come to where each is answered with the default, but for one: true for
+# fsdp_cpu_ram_efficient_loading, which is corrected.
+COMMON = {
+    "compute_environment": "LOCAL_MACHINE",
+    "use_cpu": False,
+    "debug": False,
+    "mixed_precision": "bf16",
+}
+COMMON |= {
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
+    "gpu_ids": "all",
+    "machine_rank": 0,
+    "num_machines": 1,
+}
 COMMON |= {"rdzv_backend": "static", "same_network": True, "main_training_function": "main"}
 FSDP2 = {
     "fsdp_version": 2,
@@ -190,24 +298,36 @@ FSDP2 = {
     "fsdp_offload_params": False,
     "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
     "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    "fsdp_cpu_ram_efficient_loading": True,
+    "fsdp_cpu_ram_efficient_loading": False,
     "fsdp_activation_checkpointing": False,
 }
 
 
 def mesh(replicas: int, shards: int, **sizes: int) -> dict[str, int]:
-    given = {"dp_replicate_size": replicas, "dp_shard_size": shards, "tp_size": 1, "cp_size": 1} | sizes
+    given = {
+        "dp_replicate_size": replicas,
+        "dp_shard_size": shards,
+        "tp_size": 1,
+        "cp_size": 1,
+    } | sizes
     return {f"parallelism_config_{key}": size for key, size in given.items()}
 
 
 def written(folder: Path, processes: int, *, machines: int = 1, **answers: Any) -> dict[str, str]:
     """The variables of one of `processes` on one of `machines`, under the file with these answers."""
     path = folder / "default_config.yaml"
-    values = {key: value for key, value in COMMON.items() if key != "compute_environment"} | {"num_machines": machines}
+    values = {key: value for key, value in COMMON.items() if key != "compute_environment"} | {
+        "num_machines": machines
+    }
     values |= {"main_process_ip": "h1" if machines > 1 else None, "main_process_port": 29999}
     values |= {"num_processes": processes} | answers
     ClusterConfig(compute_environment="LOCAL_MACHINE", **values).to_yaml_file(path)
-    group = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes // machines)}
+    group = {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": str(processes),
+        "LOCAL_WORLD_SIZE": str(processes // machines),
+    }
     group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29999"}
     alone = answers["distributed_type"] in ("NO", "MULTI_CPU")
     return environment_under(["--config_file", str(path)]) | ({} if alone else group)
@@ -228,37 +348,94 @@ def topology(environ: dict[str, str]) -> str:
 
 
 def fsdp(mesh: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
-    return {"distributed_type": "FSDP", "fsdp_config": FSDP2 | changes} | ({"parallelism_config": mesh} if mesh else {})
+    return {"distributed_type": "FSDP", "fsdp_config": FSDP2 | changes} | (
+        {"parallelism_config": mesh} if mesh else {}
+    )
 
 
 @pytest.mark.parametrize(
     ("processes", "answers", "becomes", "replicas", "notice"),
     [
         (1, {"distributed_type": "NO"}, PLAIN, 1, ""),
-        (1, {"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}}, PLAIN, 1, "`dynamo_config`"),
+        (
+            1,
+            {"distributed_type": "NO", "dynamo_config": {"dynamo_backend": "INDUCTOR"}},
+            PLAIN,
+            1,
+            "`dynamo_config`",
+        ),
         (4, {"distributed_type": "MULTI_GPU", "debug": True, "downcast_bf16": "yes"}, DDP, 1, ""),
         (8, {"distributed_type": "MULTI_GPU", "machines": 2}, DDP, 1, ""),
         (4, fsdp(), SHARDED, 1, ""),
         (1, fsdp(), PLAIN, 1, "FSDP"),
-        (4, fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=9), SHARDED, 1, ""),
-        (4, fsdp(fsdp_activation_checkpointing=True), SHARDED, 1, "`fsdp_activation_checkpointing`"),
-        (4, fsdp(fsdp_activation_checkpointing_offload=True), SHARDED, 1, "`fsdp_activation_checkpointing_offload`"),
+        (
+            4,
+            fsdp(fsdp_auto_wrap_policy="SIZE_BASED_WRAP", fsdp_min_num_params=9),
+            SHARDED,
+            1,
+            "`fsdp_auto_wrap_policy`",
+        ),
+        (4, fsdp(fsdp_cpu_ram_efficient_loading=True), SHARDED, 1, "would untie the head"),
+        (4, fsdp(fsdp_state_dict_type="FULL_STATE_DICT"), SHARDED, 1, "`fsdp_state_dict_type`"),
+        (4, fsdp(fsdp_backward_prefetch="BACKWARD_PRE"), SHARDED, 1, "`fsdp_backward_prefetch`"),
+        (
+            4,
+            fsdp(fsdp_activation_checkpointing=True),
+            SHARDED,
+            1,
+            "`fsdp_activation_checkpointing`",
+        ),
+        (
+            4,
+            fsdp(fsdp_activation_checkpointing_offload=True),
+            SHARDED,
+            1,
+            "`fsdp_activation_checkpointing_offload`",
+        ),
+        (4, fsdp(fsdp_ignored_modules=".*norm"), SHARDED, 1, "`fsdp_ignored_modules`"),
         (4, fsdp(mesh(1, 4)), SHARDED, 1, ""),
         (4, fsdp(mesh(4, 1)), DDP, 1, "FSDP"),
         (8, fsdp(mesh(2, 4)), SHARDED, 2, ""),
     ],
 )
 def test_a_file_that_accelerate_writes_trains(
-    processes: int, answers: dict[str, Any], becomes: str, replicas: int, notice: str, tmp_path: Path
+    processes: int,
+    answers: dict[str, Any],
+    becomes: str,
+    replicas: int,
+    notice: str,
+    tmp_path: Path,
 ) -> None:
     environ = written(tmp_path, processes, **answers)
     launch = settle(environ)
     assert (topology(environ), launch.replicas) == (becomes, replicas)
     assert len(launch.notices) == bool(notice) and notice in "".join(launch.notices)
-    assert not any(key.startswith("PARALLELISM_") for key in environ) and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    assert (
+        not any(key.startswith("PARALLELISM_") for key in environ)
+        and environ["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+    )
     if becomes == SHARDED:
-        assert environ["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP" and "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environ
-        assert {environ[f"FSDP_{key}"] for key in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING")} == {"false"}
+        assert (
+            environ["FSDP_AUTO_WRAP_POLICY"] == "TRANSFORMER_BASED_WRAP"
+            and "FSDP_TRANSFORMER_CLS_TO_WRAP" not in environ
+        )
+        assert "FSDP_IGNORED_MODULES" not in environ
+        assert {
+            environ[f"FSDP_{key}"]
+            for key in ("CPU_RAM_EFFICIENT_LOADING", "ACTIVATION_CHECKPOINTING")
+        } == {"false"}
+
+
+def test_one_line_names_all_keys_without_effect(tmp_path: Path) -> None:
+    asked = fsdp(fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=True)
+    asked |= {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    (notice,) = settle(written(tmp_path, 4, **asked)).notices
+    names = ("dynamo_config", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading")
+    assert all(f"`{name}`" in notice for name in names)
+
+
+def ddp(mesh: dict[str, int]) -> dict[str, Any]:
+    return {"distributed_type": "MULTI_GPU", "parallelism_config": mesh}
 
 
 def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> None:
@@ -273,12 +450,17 @@ def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> Non
         ({"distributed_type": "MULTI_CPU", "use_cpu": True}, "distributed_type: NO"),
         ({"distributed_type": "MEGATRON_LM"}, "MEGATRON_LM"),
         (fsdp(mesh(2, 4)), "8 processes"),
-        (fsdp(mesh(1, 2, tp_size=2)), "tensor"),
+        (fsdp(mesh(1, 2, tp_size=2)), "parallelism_config_tp_size"),
+        (ddp(mesh(1, 1, tp_size=4)), "parallelism_config_tp_size"),
+        (ddp(mesh(1, 1, cp_size=4)), "parallelism_config_cp_size"),
+        (ddp(mesh(1, 4)), "parallelism_config_dp_shard_size"),
         (fsdp(fsdp_version=1), "fsdp_version: 1"),
         ({"mixed_precision": "fp16", "distributed_type": "MULTI_GPU"}, "mixed_precision: fp16"),
     ],
 )
-def test_what_cannot_be_put_right_is_one_message(answers: dict[str, Any], key: str, tmp_path: Path) -> None:
+def test_what_cannot_be_put_right_is_one_message(
+    answers: dict[str, Any], key: str, tmp_path: Path
+) -> None:
     environ = written(tmp_path, 4, **answers)
     with pytest.raises(InputError, match=f"^accelerate configuration: .*{key}"):
         settle(environ)
@@ -286,9 +468,21 @@ def test_what_cannot_be_put_right_is_one_message(answers: dict[str, Any], key: s
 
 def test_fp8_as_accelerate_writes_it_is_delayed_scaling_with_its_history(tmp_path: Path) -> None:
     """Its questions call two options by names that its launcher does not know, and the launcher fills in others."""
-    fp8 = {"backend": "TE", "use_autocast_during_eval": False, "margin": 0, "interval": 1, "fp8_format": "HYBRID"}
-    fp8 |= {"amax_history_length": 16, "amax_compute_algorithm": "max", "override_linear_precision": (False, False, False)}
-    environ = written(tmp_path, 4, distributed_type="MULTI_GPU", mixed_precision="fp8", fp8_config=fp8)
+    fp8 = {
+        "backend": "TE",
+        "use_autocast_during_eval": False,
+        "margin": 0,
+        "interval": 1,
+        "fp8_format": "HYBRID",
+    }
+    fp8 |= {
+        "amax_history_length": 16,
+        "amax_compute_algorithm": "max",
+        "override_linear_precision": (False, False, False),
+    }
+    environ = written(
+        tmp_path, 4, distributed_type="MULTI_GPU", mixed_precision="fp8", fp8_config=fp8
+    )
     precision, settings = take_requested_precision(environ)
     assert (precision.name, settings.amax_history_len) == ("delayed", 16)
 
@@ -301,7 +495,12 @@ def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_
         assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(launch.notices)
 
 
-@pytest.mark.parametrize(("reshard", "fits", "left"), [(True, False, "true"), (False, False, "false"), ("auto", True, "true")])
-def test_auto_is_for_the_plan_and_hidden_from_accelerate(reshard: Any, fits: bool, left: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("reshard", "fits", "left"),
+    [(True, False, "true"), (False, False, "false"), ("auto", True, "true")],
+)
+def test_auto_is_for_the_plan_and_hidden_from_accelerate(
+    reshard: Any, fits: bool, left: str, tmp_path: Path
+) -> None:
     launch = settle(environ := written(tmp_path, 4, **fsdp(fsdp_reshard_after_forward=reshard)))
     assert launch.gathers_as_fits == fits and environ["FSDP_RESHARD_AFTER_FORWARD"].lower() == left

@@ -22,7 +22,7 @@ from pretrain.model import attention
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation
+from pretrain.precision import delayed_state, emulation, product
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import Product
@@ -56,7 +56,9 @@ class Fault:
 FAULTS: list[Fault] = []
 
 
-def fault(what: str, applies: Callable[[SmallRun], bool] = lambda run: True, **options: Any) -> Callable[[Make], Make]:
+def fault(
+    what: str, applies: Callable[[SmallRun], bool] = lambda run: True, **options: Any
+) -> Callable[[Make], Make]:
     def registered(make: Make) -> Make:
         FAULTS.append(Fault(what, make, applies, **options))
         return make
@@ -93,7 +95,9 @@ def stochastic(run: SmallRun) -> bool:
 
 def changing_inputs(change: Callable[[Inputs], Inputs]) -> Make:
     def make(run: SmallRun, patch: Patch) -> None:
-        run.packed.register_forward_pre_hook(lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True)
+        run.packed.register_forward_pre_hook(
+            lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True
+        )
 
     return make
 
@@ -102,7 +106,11 @@ def changing_inputs(change: Callable[[Inputs], Inputs]) -> Make:
 @changing_inputs
 def documents_leak(inputs: Inputs) -> Inputs:
     ids = inputs["input_ids"]
-    return {"cu_seqlens": torch.arange(0, ids.shape[1] + 1, LENGTH, dtype=torch.int32, device=ids.device)}
+    return {
+        "cu_seqlens": torch.arange(
+            0, ids.shape[1] + 1, LENGTH, dtype=torch.int32, device=ids.device
+        )
+    }
 
 
 @fault("every second boundary between documents is lost")
@@ -116,18 +124,23 @@ def boundaries_lost(inputs: Inputs) -> Inputs:
 def targets_cross(run: SmallRun, patch: Patch) -> None:
     size = len(run.packs) // len(run.step.microbatches)
     groups = [run.packs[at : at + size] for at in range(0, len(run.packs), size)]
-    run.step = replace(run.step, microbatches=[build_microbatch(group, mask_boundaries=False) for group in groups])
+    run.step = replace(
+        run.step, microbatches=[build_microbatch(group, mask_boundaries=False) for group in groups]
+    )
 
 
 @fault("a document's last token has to predict the next one's first, in the model")
 @changing_inputs
 def labels_shifted_again(inputs: Inputs) -> Inputs:
     labels, ids = inputs["labels"], inputs["input_ids"]
-    after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)  # the token before it has a label: it ends a document
+    # the token before it has a label: it ends a document
+    after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)
     return {"labels": torch.where((labels == IGNORE) & (after != IGNORE), ids.roll(-1, 1), labels)}
 
 
-fault("labels are shifted twice")(changing_inputs(lambda inputs: {"labels": inputs["labels"].roll(-1, 1)}))
+fault("labels are shifted twice")(
+    changing_inputs(lambda inputs: {"labels": inputs["labels"].roll(-1, 1)})
+)
 
 
 @fault("positions run on through a pack")
@@ -162,20 +175,28 @@ def third_microbatch_shifted(run: SmallRun, patch: Patch) -> None:
 # ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-@fault("the head comes untied from the embedding", lambda run: run.packed.hf.config.tie_word_embeddings)
+@fault(
+    "the head comes untied from the embedding", lambda run: run.packed.hf.config.tie_word_embeddings
+)
 def head_untied(run: SmallRun, patch: Patch) -> None:
     head = run.packed.hf.get_output_embeddings()
     patch.setattr(head, "weight", nn.Parameter(head.weight.detach().clone()))
 
 
-@fault("attention's scores have another scale", lambda run: hasattr(next(iter(run.layers)), "self_attn"))
+@fault(
+    "attention's scores have another scale",
+    lambda run: hasattr(next(iter(run.layers)), "self_attn"),
+)
 def attention_scale(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.layers[0].self_attn, "scaling", run.layers[0].self_attn.scaling / 2)
 
 
 def in_torch(run: SmallRun) -> bool:
     """Fused, by torch's own operations."""
-    return run.packed.fused is not None and run.packed.fused.arithmetic.by < arithmetic.By.TRANSFORMER_ENGINE
+    return (
+        run.packed.fused is not None
+        and run.packed.fused.arithmetic.by < arithmetic.By.TRANSFORMER_ENGINE
+    )
 
 
 def rotates(run: SmallRun) -> bool:
@@ -189,11 +210,19 @@ def another_base(run: SmallRun, patch: Patch) -> None:
     frequencies = 500_000.0 ** (-torch.arange(half, device=run.accelerator.device) / half)
 
     def rotated(
-        hidden: Tensor, *args: Any, position_ids: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+        hidden: Tensor,
+        *args: Any,
+        position_ids: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        **others: Any,
     ) -> Any:
         angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
-        tables = tuple(table.to(position_embeddings[0].dtype) for table in (angles.cos(), angles.sin()))
-        return forward(hidden, *args, position_ids=position_ids, position_embeddings=tables, **others)
+        tables = tuple(
+            table.to(position_embeddings[0].dtype) for table in (angles.cos(), angles.sin())
+        )
+        return forward(
+            hidden, *args, position_ids=position_ids, position_embeddings=tables, **others
+        )
 
     patch.setattr(run.layers[1], "forward", rotated)
 
@@ -211,7 +240,9 @@ def blind_to_itself(run: SmallRun, patch: Patch) -> None:
 
 @fault("the residual is lost on its way back", in_torch)
 def residual_lost(run: SmallRun, patch: Patch) -> None:
-    def without(arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor) -> Any:
+    def without(
+        arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor
+    ) -> Any:
         of_last = norm is list(run.packed.fused.layers.values())[-1].norms[1]
         return norm_backward(arithmetic, d_normed, x, statistics, norm, residual * (not of_last))
 
@@ -229,7 +260,9 @@ def layer_left_out(run: SmallRun, patch: Patch) -> None:
 
 def changing_loss(change: Callable[[SmallRun, Tensor, Inputs], Tensor]) -> Make:
     def make(run: SmallRun, patch: Patch) -> None:
-        run.packed.register_forward_hook(lambda module, args, inputs, loss: change(run, loss, inputs), with_kwargs=True)
+        run.packed.register_forward_hook(
+            lambda module, args, inputs, loss: change(run, loss, inputs), with_kwargs=True
+        )
 
     return make
 
@@ -253,14 +286,20 @@ def microbatch_lost(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
 @fault("the loss forgets all but its last chunk of tokens in the head's gradient")
 def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
     add = loss_head.add_product_
-    patch.setattr(loss_head, "add_product_", lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True))
+    patch.setattr(
+        loss_head,
+        "add_product_",
+        lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True),
+    )
 
 
 def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
     """Of the parameter that ends in `name`, in the second layer, after each pass."""
 
     def make(run: SmallRun, patch: Patch) -> None:
-        parameters = [p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)]
+        parameters = [
+            p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)
+        ]
 
         def passed(*args: Any, **kwargs: Any) -> Tensor:
             loss = forward_backward(*args, **kwargs)
@@ -275,7 +314,14 @@ def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
 
 
 fault("one weight's gradient is lost")(changing_gradients("_proj.weight", torch.Tensor.zero_))
-fault("one weight's gradient is a quarter too large")(changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25)))
+fault("one weight's gradient is a quarter too large")(
+    changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25))
+)
+
+
+@fault("each quantized weight keeps the gradient of the last microbatch alone", emulated)
+def last_microbatch_alone(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(product, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
 
 
 @fault("a square weight's gradient adds up transposed", emulated)
@@ -283,7 +329,9 @@ def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
     """As where shapes told what is a transpose."""
     multiply = Product.__call__
 
-    def transposed(product: Product, x: Tensor, weight: Tensor, *rest: Any, **options: Any) -> Tensor:
+    def transposed(
+        product: Product, x: Tensor, weight: Tensor, *rest: Any, **options: Any
+    ) -> Tensor:
         main = getattr(weight, "main_grad", None)
         if main is not None and main.shape[0] == main.shape[1]:
             weight.main_grad = main.t()
@@ -295,14 +343,19 @@ def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def changing_products(gemm: str, left: Change = lambda values: values, right: Change = lambda values: values) -> Make:
+def changing_products(
+    gemm: str, left: Change = lambda values: values, right: Change = lambda values: values
+) -> Make:
     """The values of the operands, in the second layer."""
 
     def make(run: SmallRun, patch: Patch) -> None:
         def changed(product: Any, kind: str, *operands: Any) -> Any:
             made = factors(product, kind, *operands)
             if kind == gemm and ".1." in product.name:
-                return [Operand(change(of.values), of.scale) for change, of in zip((left, right), made, strict=True)]
+                return [
+                    Operand(change(of.values), of.scale)
+                    for change, of in zip((left, right), made, strict=True)
+                ]
             return made
 
         factors = emulation.EmulatedProduct.factors
@@ -313,8 +366,12 @@ def changing_products(gemm: str, left: Change = lambda values: values, right: Ch
 
 ROWS, TOKENS = (partial(torch.roll, shifts=1, dims=dim) for dim in (0, 1))
 fault("the transposed weight has the wrong rows", emulated)(changing_products("dgrad", right=ROWS))
-fault("the transposed input has the wrong tokens", emulated)(changing_products("wgrad", right=TOKENS))
-fault("the gradient of the input is a quarter too large", emulated)(changing_products("dgrad", lambda values: values * 1.25))
+fault("the transposed input has the wrong tokens", emulated)(
+    changing_products("wgrad", right=TOKENS)
+)
+fault("the gradient of the input is a quarter too large", emulated)(
+    changing_products("dgrad", lambda values: values * 1.25)
+)
 fault("a weight's gradient is that of every second token, doubled", emulated)(
     changing_products("wgrad", lambda values: values[:, ::2] * 2, lambda values: values[:, ::2])
 )
@@ -324,7 +381,9 @@ fault("a weight's gradient is that of every second token, doubled", emulated)(
 def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
     prepare = emulation.EmulationBackend.prepare
 
-    def unquantized(backend: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None) -> tuple[Operand, Tensor | None]:
+    def unquantized(
+        backend: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None
+    ) -> tuple[Operand, Tensor | None]:
         operand, amax = prepare(backend, role, x, along, scale)
         plain = Operand(x.float() if along == "features" else x.t().float(), None)
         return plain if role == "grad_output" else operand, amax
@@ -332,25 +391,20 @@ def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
     patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
 
 
-def of_operands(make: Make) -> Make:
-    """The fault is in the operands that the run multiplies, and not in the quantizers that parity holds them to."""
+def in_quantizers(make: Make) -> Make:
+    """The fault is in the code of the formats, which parity quantizes by too."""
 
     def applied(run: SmallRun, patch: Patch) -> None:
-        prepare = emulation.EmulationBackend.prepare
-
-        def prepared(*arguments: Any) -> tuple[Operand, Tensor | None]:
-            with pytest.MonkeyPatch.context() as inside:
-                make(run, inside)
-                run.packed.context.backend._prepare.cache_clear()
-                return prepare(*arguments)
-
-        patch.setattr(emulation.EmulationBackend, "prepare", prepared)
+        make(run, patch)
+        run.packed.context.backend._prepare.cache_clear()
 
     return applied
 
 
-def changing_rounding(nearest: Callable[[Tensor, Grid], Tensor], by_chance: Callable[[Tensor, Grid, Tensor], Tensor]) -> Make:
-    @of_operands
+def changing_rounding(
+    nearest: Callable[[Tensor, Grid], Tensor], by_chance: Callable[[Tensor, Grid, Tensor], Tensor]
+) -> Make:
+    @in_quantizers
     def make(run: SmallRun, patch: Patch) -> None:
         for module in (tensor, blocks):
             patch.setattr(module, "round_to_grid", nearest)
@@ -372,7 +426,11 @@ def never_entered(run: SmallRun, patch: Patch) -> None:
 @fault("from a step's second microbatch on nothing is quantized", emulated)
 def never_entered_again(run: SmallRun, patch: Patch) -> None:
     context, forward = run.packed.context, run.packed.context.forward
-    patch.setattr(context, "forward", lambda **options: forward(**options) if context.first_microbatch else nullcontext())
+    patch.setattr(
+        context,
+        "forward",
+        lambda **options: forward(**options) if context.first_microbatch else nullcontext(),
+    )
 
 
 @fault("a recomputed layer is computed outside of low precision", quantized, recompute=True)
@@ -396,37 +454,49 @@ def toward_zero(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
 def on_another_grid(change: Callable[[Grid], Grid]) -> Make:
     nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
     return changing_rounding(
-        lambda x, grid: nearest(x, change(grid)), lambda x, grid, uniform: by_chance(x, change(grid), uniform)
+        lambda x, grid: nearest(x, change(grid)),
+        lambda x, grid, uniform: by_chance(x, change(grid), uniform),
     )
 
 
 OTHER = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
 fault("values are truncated, not rounded", emulated)(changing_rounding(toward_zero, toward_zero))
 fault("codes have a mantissa bit less", emulated)(
-    on_another_grid(lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum))
+    on_another_grid(
+        lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum)
+    )
 )
 fault("codes have a mantissa bit more", emulated)(
     on_another_grid(lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits + 1))
 )
 fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)(
-    on_another_grid(lambda grid: replace(OTHER[grid], maximum=grid.maximum))  # at the scale of its own format
+    # at the scale of its own format
+    on_another_grid(lambda grid: replace(OTHER[grid], maximum=grid.maximum))
 )
 
 
 @fault("a block is decoded by its neighbour's scale", in_blocks)
-@of_operands
+@in_quantizers
 def neighbours_scale(run: SmallRun, patch: Patch) -> None:
     real = blocks.Blocks.quantized
 
-    def shifted(self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any, **options: Any) -> Any:
-        axis = 2 if self.two_dimensional and scale.shape[2] > 1 else 0 if self.two_dimensional or self.transposed else -2
+    def shifted(
+        self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any, **options: Any
+    ) -> Any:
+        axis = (
+            2
+            if self.two_dimensional and scale.shape[2] > 1
+            else 0
+            if self.two_dimensional or self.transposed
+            else -2
+        )
         return real(self, scaled, scale.roll(1, axis), *rest, **options)
 
     patch.setattr(blocks.Blocks, "quantized", shifted)
 
 
 @fault("one scale a tensor in place of one a block", in_blocks)
-@of_operands
+@in_quantizers
 def no_blocks(run: SmallRun, patch: Patch) -> None:
     def by_tensor(self: Any, settings: Any, role: str) -> Any:
         grid = self.grid(settings, role)
@@ -435,16 +505,24 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
     patch.setattr(QuantizedPrecision, "along_features", by_tensor)
 
 
-@fault("the tensor's scale is twice what fits", lambda run: emulated(run) and run.active.precision.tensor_scaled)
+@fault(
+    "the tensor's scale is twice what fits",
+    lambda run: emulated(run) and run.active.precision.tensor_scaled,
+)
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
-    def of_history(*history_and_rule: Any) -> tuple[Tensor, Tensor]:  # delayed scales are made after operands
+    # delayed scales are made after operands
+    def of_history(*history_and_rule: Any) -> tuple[Tensor, Tensor]:
         history, scale = update_scale(*history_and_rule)
         return history, 2 * scale
 
-    @of_operands
+    @in_quantizers
     def of_operand(run: SmallRun, patch: Patch) -> None:
         for module in (tensor, blocks):
-            patch.setattr(module, "scale_from_amax", lambda amax, maximum, **options: 2 * real(amax, maximum, **options))
+            patch.setattr(
+                module,
+                "scale_from_amax",
+                lambda amax, maximum, **options: 2 * real(amax, maximum, **options),
+            )
 
     update_scale, real = delayed_state.update_scale, tensor.scale_from_amax
     patch.setattr(delayed_state, "update_scale", of_history)
@@ -452,7 +530,7 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
 
 
 @fault("the Hadamard transform is made on one side only", transforms)
-@of_operands
+@in_quantizers
 def one_side_transformed(run: SmallRun, patch: Patch) -> None:
     def of_inputs(self: Any, settings: Any, role: str) -> Any:
         return blocks.hadamard if role == "input" else None
@@ -462,18 +540,81 @@ def one_side_transformed(run: SmallRun, patch: Patch) -> None:
 
 def without(method: str, replacement: Any) -> Make:
     """Precisions decide otherwise what is done to operands."""
-    return of_operands(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
+    return in_quantizers(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
 
 
 fault("the Hadamard transform is left out", transforms)(without("transform", lambda *_: None))
-fault("gradients are rounded to nearest, not by chance", stochastic)(without("is_stochastic", lambda *_: False))
+fault("gradients are rounded to nearest, not by chance", stochastic)(
+    without("is_stochastic", lambda *_: False)
+)
 
 
 @fault("rounding by chance always goes up", stochastic)
-@of_operands
+@in_quantizers
 def always_up(run: SmallRun, patch: Patch) -> None:
     real = tensor.round_stochastically
-    patch.setattr(blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)))
+    patch.setattr(
+        blocks,
+        "round_stochastically",
+        lambda x, grid, uniform: real(x, grid, torch.zeros_like(uniform)),
+    )
+
+
+@fault("stochastic rounding goes up too often, by 3 % of a quantum", stochastic)
+@in_quantizers
+def biased_stochastic(run: SmallRun, patch: Patch) -> None:
+    real = tensor.round_stochastically
+    patch.setattr(
+        blocks, "round_stochastically", lambda x, grid, uniform: real(x, grid, uniform - 0.03)
+    )
+
+
+@fault("values are rounded a quarter of a quantum down", emulated)
+@in_quantizers
+def rounded_down(run: SmallRun, patch: Patch) -> None:
+    def quarter_down(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
+        x, quantum, per_quantum = tensor._in_quanta(x, grid)
+        return torch.round(x * per_quantum - 0.25) * quantum
+
+    for module in (tensor, blocks):
+        patch.setattr(module, "round_to_grid", quarter_down)
+    patch.setattr(blocks, "round_stochastically", quarter_down)
+
+
+@fault("ties are rounded away from zero", in_blocks)
+@in_quantizers
+def ties_away(run: SmallRun, patch: Patch) -> None:
+    def nearest(x: Tensor, grid: Grid) -> Tensor:
+        x, quantum, per_quantum = tensor._in_quanta(x, grid)
+        return torch.copysign((x.abs() * per_quantum + 0.5).floor() * quantum, x)
+
+    patch.setattr(blocks, "round_to_grid", nearest)
+
+
+def power_of_two_scales(run: SmallRun) -> bool:
+    return in_blocks(run) and run.active.precision.scales.kind == "power of two"
+
+
+def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Make:
+    """`change` makes the amax of each block from its split values and the dimensions of a block."""
+
+    @in_quantizers
+    def make(run: SmallRun, patch: Patch) -> None:
+        patch.setattr(
+            blocks, "absolute_maximum", lambda x, dim, keepdim: change(x.float().abs(), dim)
+        )
+
+    return make
+
+
+fault("a block's scale fits only half of its values", power_of_two_scales)(
+    changing_block_amax(
+        lambda x, dim: x.narrow(dim[-1], 0, x.shape[dim[-1]] // 2).amax(dim, keepdim=True)
+    )
+)
+fault("a block's scale is half of what fits", power_of_two_scales)(
+    changing_block_amax(lambda x, dim: x.amax(dim, keepdim=True) / 2)
+)
 
 
 # ── Delayed scaling ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -484,13 +625,22 @@ def never_called(of: type, method: str) -> Make:
 
 
 fault("a scale is never updated", delayed)(never_called(delayed_state.DelayedState, "_update"))
-fault("the gradients' scales are never updated", delayed)(never_called(delayed_state.DelayedState, "_finish_backward"))
+fault("the gradients' scales are never updated", delayed)(
+    never_called(delayed_state.DelayedState, "_finish_backward")
+)
 
 
 @fault("a linear takes its neighbour's scale", delayed)
 def anothers_scale(run: SmallRun, patch: Patch) -> None:
-    real, modules = delayed_state.DelayedState.scale, len(run.packed.context.backend.delayed._modules)
-    patch.setattr(delayed_state.DelayedState, "scale", lambda self, module, role: real(self, (module + 1) % modules, role))
+    real, modules = (
+        delayed_state.DelayedState.scale,
+        len(run.packed.context.backend.delayed._modules),
+    )
+    patch.setattr(
+        delayed_state.DelayedState,
+        "scale",
+        lambda self, module, role: real(self, (module + 1) % modules, role),
+    )
 
 
 @fault("amaxes of a part of the tokens are noted", delayed)

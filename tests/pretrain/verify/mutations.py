@@ -51,7 +51,8 @@ def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
             run.confirm(entries)
         except InputError:
             objecting.append("audit")
-        except (RuntimeError, IndexError):  # what is recomputed has other shapes, or keeps other tensors
+        # what is recomputed has other shapes, or keeps other tensors
+        except (RuntimeError, IndexError):
             if not (fault and fault.recompute):
                 raise
             return ("torch",)
@@ -65,12 +66,18 @@ def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
     return tuple(objecting)
 
 
-def configurations(device: str, kinds: Sequence[str] = ("qwen3",)) -> Iterator[tuple[str, str, bool]]:
+def configurations(
+    device: str, kinds: Sequence[str] = ("qwen3",)
+) -> Iterator[tuple[str, str, bool]]:
     """Kind, precision, and whether layers are fused. What is emulated is not, and Transformer Engine fuses in BF16 alone."""
     for kind in kinds:
         for name, precision in PRECISIONS.items():
             yield kind, name, False
-            fuses = precision.compute_dtype == "bfloat16" if device == "cuda" else not precision.quantized
+            fuses = (
+                precision.compute_dtype == "bfloat16"
+                if device == "cuda"
+                else not precision.quantized
+            )
             if fuses and kind not in UNFUSED:
                 yield kind, name, True
 
@@ -84,7 +91,11 @@ def faults_on(device: str) -> list[Fault]:
 
 def precisions_on(device: str) -> list[str]:
     """Those whose products `device` has, or a CPU emulates."""
-    return [name for name, each in PRECISIONS.items() if device == "cpu" or not (each.quantized and unavailable_because(each))]
+    return [
+        name
+        for name, each in PRECISIONS.items()
+        if device == "cpu" or not (each.quantized and unavailable_because(each))
+    ]
 
 
 def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None:
@@ -95,7 +106,9 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
             for weights in fault.weights if name == precision else ():
                 if weights != "fp32" and PRECISIONS[name].compute_dtype == "float32":
                     continue  # which would round nothing but the weights
-                run = build_run(accelerator, name, fused=fused, recompute=fault.recompute, weights=weights)
+                run = build_run(
+                    accelerator, name, fused=fused, recompute=fault.recompute, weights=weights
+                )
                 if fault.applies(run):
                     who = " and ".join(caught_by(run, fault)) or NOTHING
                     catchers += [f"{who} (fused)" if fused else who] if who not in catchers else []
@@ -109,12 +122,20 @@ def row_of(number: int, precisions: Sequence[str], device: str) -> str | None:
     return f"| {fault.what} | {' | '.join(each or '–' for each in cells)} |" if any(cells) else None
 
 
-def objections_to(layers: int, kind: str, precision: str, fused: bool, device: str = "cpu") -> tuple[str, ...]:
+def objections_to(
+    layers: int, kind: str, precision: str, fused: bool, device: str = "cpu"
+) -> tuple[str, ...]:
     """To a run in which nothing is broken."""
     packs = 2 if layers == DEPTHS[0] else 1
     with on_a(device) as accelerator:
         run = build_run(
-            accelerator, precision, kind, layers=layers, fused=fused, recompute=layers == DEPTHS[1], packs_a_microbatch=packs
+            accelerator,
+            precision,
+            kind,
+            layers=layers,
+            fused=fused,
+            recompute=layers == DEPTHS[1],
+            packs_a_microbatch=packs,
         )
         return caught_by(run)
 
@@ -124,7 +145,9 @@ def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
     rows = []
     for topology in ("ddp", "fsdp2"):
         failures = broken_ranks.start(topology, *precisions)
-        assert not any(failures.pop("nothing").values()), f"{topology}: parity objects to unbroken runs"
+        assert not any(failures.pop("nothing").values()), (
+            f"{topology}: parity objects to unbroken runs"
+        )
         for what, by_precision in failures.items():
             cells = ["parity" if by_precision[name] else NOTHING for name in precisions]
             rows.append(f"| {what} ({topology}) | {' | '.join(cells)} |")
@@ -132,26 +155,52 @@ def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", choices=MARKS, default="cpu")
-    parser.add_argument("--precisions", nargs="+", choices=PRECISIONS, help="all that the device has, if not said")
-    parser.add_argument("--depths", nargs="+", type=int, choices=DEPTHS, default=DEPTHS, help="of the unbroken models")
+    parser.add_argument(
+        "--precisions", nargs="+", choices=PRECISIONS, help="all that the device has, if not said"
+    )
+    parser.add_argument(
+        "--depths",
+        nargs="+",
+        type=int,
+        choices=DEPTHS,
+        default=DEPTHS,
+        help="of the unbroken models",
+    )
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
     device, precisions = arguments.device, arguments.precisions or precisions_on(arguments.device)
     healthy = [
-        (n, *each) for n in arguments.depths for each in configurations(device, tuple(ARCHITECTURES)) if each[1] in precisions
+        (n, *each)
+        for n in arguments.depths
+        for each in configurations(device, tuple(ARCHITECTURES))
+        if each[1] in precisions
     ]
-    rows = [f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |", "| --- |" + " --- |" * len(precisions)]
+    rows = [
+        f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |",
+        "| --- |" + " --- |" * len(precisions),
+    ]
     with ProcessPoolExecutor(
-        arguments.jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+        arguments.jobs,
+        mp_context=get_context("spawn"),
+        initializer=torch.set_num_threads,
+        initargs=(1,),
     ) as pool:
-        of_faults = pool.map(partial(row_of, precisions=precisions, device=device), range(len(faults_on(device))))
-        objections = list(pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True)))
+        of_faults = pool.map(
+            partial(row_of, precisions=precisions, device=device), range(len(faults_on(device)))
+        )
+        objections = list(
+            pool.map(partial(objections_to, device=device), *zip(*healthy, strict=True))
+        )
         rows += filter(None, of_faults)
     rows += rows_of_ranks(precisions) if device == "cpu" else []
     what = f"nothing: {', '.join(map(str, arguments.depths))} layers of {', '.join(ARCHITECTURES)}"
-    rows.append(f"| {what} | {objections.count(())} of {len(healthy)} pass |" + " |" * (len(precisions) - 1))
+    rows.append(
+        f"| {what} | {objections.count(())} of {len(healthy)} pass |" + " |" * (len(precisions) - 1)
+    )
     print("\n".join(rows))
     return int(any(NOTHING in row for row in rows) or any(objections))
 

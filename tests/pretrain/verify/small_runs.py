@@ -37,20 +37,40 @@ from tests.pretrain.conftest import active_in
 CPU = torch.device("cpu")
 RATE, CLIP = 1e-3, 1e-3  # so low that it cuts
 VOCABULARY, LENGTH, HIDDEN = 128, 128, 128
-LLAMA = {"hidden_size": HIDDEN, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 32}
+LLAMA = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+}
 # Weights as far from zero as those of 2,048 features are at 0.02: attention then has something to choose.
 LLAMA |= {"initializer_range": 0.08, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "tie_word_embeddings": True},
     "llama": {**LLAMA, "tie_word_embeddings": False},
-    "gpt2": {"n_embd": HIDDEN, "n_head": 4, "n_positions": LENGTH, "vocab_size": VOCABULARY, "initializer_range": 0.08}
+    "gpt2": {
+        "n_embd": HIDDEN,
+        "n_head": 4,
+        "n_positions": LENGTH,
+        "vocab_size": VOCABULARY,
+        "initializer_range": 0.08,
+    }
     | dict.fromkeys(("resid_pdrop", "attn_pdrop", "embd_pdrop"), 0.0),
-    "gemma": {**LLAMA, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+    "gemma": {
+        **LLAMA,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
 }
 WITHOUT_HEAD_DIM = {key: value for key, value in LLAMA.items() if key != "head_dim"}
 MIXTURES: dict[str, dict[str, Any]] = {
-    "mixtral": WITHOUT_HEAD_DIM | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
-    "qwen3_moe": WITHOUT_HEAD_DIM | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    "mixtral": WITHOUT_HEAD_DIM
+    | {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 0.2},
+    "qwen3_moe": WITHOUT_HEAD_DIM
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 MIXTURES["afmoe"] = MIXTURES["qwen3_moe"] | {"num_dense_layers": 1}
 LAYERS = {"gpt2": "n_layer"}
@@ -91,7 +111,9 @@ class SmallRun:
 
     def confirm(self, entries: list[audit.Entry]) -> None:
         if self.packed.context.backend is not None:
-            first = audit.confirming_first_microbatch(self.packed, self.active, entries, step=1, most=13)
+            first = audit.confirming_first_microbatch(
+                self.packed, self.active, entries, step=1, most=13
+            )
             with audit.confirming(self.active, entries, step=1):
                 packed_model.forward_backward(self.packed, self.step, self.accelerator, first)
             clear_gradients(self.optimizer, self.packed)
@@ -100,18 +122,26 @@ class SmallRun:
         """Two steps as the script makes them, each a statistics step. `entries`: of the audit."""
         self.optimizer.materialise()
         for updates in range(2):
-            first = audit.confirming_first_microbatch(self.packed, self.active, entries, step=updates + 1, most=13)
+            first = audit.confirming_first_microbatch(
+                self.packed, self.active, entries, step=updates + 1, most=13
+            )
             check = StepCheck(self.packed, self.optimizer, self.recipe, self.accelerator)
             adamw.set_learning_rate(self.optimizer, RATE)
             with check.passes(self.step):
-                packed_model.forward_backward(self.model, self.step, self.accelerator, first if entries else None)
+                packed_model.forward_backward(
+                    self.model, self.step, self.accelerator, first if entries else None
+                )
             norm = adamw.gradient_norm(self.model.parameters())
             with check.update(updates + 1, RATE, updates):
-                self.optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, self.recipe.optimizer.clip))
+                self.optimizer.step(
+                    clip_coefficient=adamw.clip_coefficient(norm, self.recipe.optimizer.clip)
+                )
             clear_gradients(self.optimizer, self.packed)
 
     def parity(self) -> Parity:
-        return check_parity(self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator)
+        return check_parity(
+            self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator
+        )
 
 
 def build_run(
@@ -132,7 +162,11 @@ def build_run(
     """As `assemble` does it; quantization is emulated on a CPU, and Transformer Engine's on a GPU. Delayed scaling has seen the
     step before."""
     settings = ModelSettings(
-        config={"model_type": kind, **(ARCHITECTURES | MIXTURES)[kind], LAYERS.get(kind, "num_hidden_layers"): layers},
+        config={
+            "model_type": kind,
+            **(ARCHITECTURES | MIXTURES)[kind],
+            LAYERS.get(kind, "num_hidden_layers"): layers,
+        },
         gradient_checkpointing="full" if recompute else "none",
     )
     device, wanted = accelerator.device, precision_called(precision)
@@ -140,10 +174,19 @@ def build_run(
     everywhere = {"keep_bf16_layers": {"last": 0}}
     active = active_in(precision, low if wanted.quantized else "torch", **(everywhere | fp8_config))
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
-    hf = model.build(settings, model.load_config(settings), weights=stored_in, seed=seed, device=device, backend="packed_sdpa")
+    hf = model.build(
+        settings,
+        model.load_config(settings),
+        weights=stored_in,
+        seed=seed,
+        device=device,
+        backend="packed_sdpa",
+    )
     compute = getattr(torch, wanted.compute_dtype)
     backends = make_backends([active], device)
-    context = PrecisionContext(backends[precision], compute, backends=[*filter(None, backends.values())])
+    context = PrecisionContext(
+        backends[precision], compute, backends=[*filter(None, backends.values())]
+    )
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     inside = decoder_layers(hf)
     decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
@@ -152,10 +195,24 @@ def build_run(
         assert arithmetic is not None, why_not
         packed.fused = fuse(inside, {context.backend: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
-    wrap_layers(packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False)
-    needed = {"name": "small", "model": {"source": "any"}, "data": {"packs": "any"}, "train": {"steps": 9}}
-    recipe = Recipe(**needed, weights=weights, optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"})
-    prepared, optimizer = packed.train(), adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
+    wrap_layers(
+        packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False
+    )
+    needed = {
+        "name": "small",
+        "model": {"source": "any"},
+        "data": {"packs": "any"},
+        "train": {"steps": 9},
+    }
+    recipe = Recipe(
+        **needed,
+        weights=weights,
+        optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
+    )
+    prepared, optimizer = (
+        packed.train(),
+        adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact"),
+    )
     if accelerator.is_fsdp2:
         with sharded_as_planned(accelerator, packed, optimizer, compute, once_a_step=False):
             prepared, _ = accelerator.prepare(packed, optimizer)
@@ -192,10 +249,20 @@ def random_packs(count: int, seed: int = 0) -> list[Pack]:
     return packs
 
 
-def step_of(packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1) -> StepBatches:
+def step_of(
+    packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1
+) -> StepBatches:
     """One process's part of a step."""
-    groups = [packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)]
+    groups = [
+        packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)
+    ]
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
     squares = sum(sum_of_squares(each.lengths) for each in packs)
     valid_tokens = sum(each.valid_tokens for each in microbatches)
-    return StepBatches(microbatches[rank::ranks], sum(len(pack.input_ids) for pack in packs), valid_tokens, squares, 1.0)
+    return StepBatches(
+        microbatches[rank::ranks],
+        sum(len(pack.input_ids) for pack in packs),
+        valid_tokens,
+        squares,
+        1.0,
+    )

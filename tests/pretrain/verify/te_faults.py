@@ -24,7 +24,11 @@ from tests.pretrain.verify.small_runs import SmallRun
 ROWS = ("_rowwise_data", "_data"), ("_rowwise_scale_inv", "_scale_inv")
 COLUMNS = ("_columnwise_data", "_transpose"), ("_columnwise_scale_inv", "_scale_inv")
 # A product by its layout in cuBLAS's order, and how its left and its right factor are read. The weight, or the input, is left.
-GEMMS = {"forward": ("TN", ROWS, ROWS), "dgrad": ("NN", COLUMNS, ROWS), "wgrad": ("NT", COLUMNS, COLUMNS)}
+GEMMS = {
+    "forward": ("TN", ROWS, ROWS),
+    "dgrad": ("NN", COLUMNS, ROWS),
+    "wgrad": ("NT", COLUMNS, COLUMNS),
+}
 
 
 def on_te(run: SmallRun) -> bool:
@@ -43,7 +47,9 @@ def fused_on_te(run: SmallRun) -> bool:
     return on_te(run) and run.packed.fused is not None
 
 
-def held_otherwise(operand: Any, names: tuple[str, ...], change: Change | None) -> AbstractContextManager[None]:
+def held_otherwise(
+    operand: Any, names: tuple[str, ...], change: Change | None
+) -> AbstractContextManager[None]:
     """While entered, the first of the attributes that `operand` has is changed."""
     name = next((each for each in names if getattr(operand, each, None) is not None), None)
     if change is None or name is None:
@@ -51,16 +57,22 @@ def held_otherwise(operand: Any, names: tuple[str, ...], change: Change | None) 
     return holding(operand, **{name: change(getattr(operand, name))})
 
 
-def changing_gemms(gemm: str, side: int, codes: Change | None = None, scales: Change | None = None) -> Make:
+def changing_gemms(
+    gemm: str, side: int, codes: Change | None = None, scales: Change | None = None
+) -> Make:
     """Of the model's low-precision products of one kind, the left (0) or right (1) operand."""
     wanted, *read = GEMMS[gemm]
 
     def changed(multiply: Callable[..., Any]) -> Callable[..., Any]:
-        def multiplied(left: Any, right: Any, *args: Any, layout: str = "TN", **options: Any) -> Any:
+        def multiplied(
+            left: Any, right: Any, *args: Any, layout: str = "TN", **options: Any
+        ) -> Any:
             with ExitStack() as changes:
                 if layout == wanted:
                     for attribute, change in zip(read[side], (codes, scales), strict=True):
-                        changes.enter_context(held_otherwise((left, right)[side], attribute, change))
+                        changes.enter_context(
+                            held_otherwise((left, right)[side], attribute, change)
+                        )
                 return multiply(left, right, *args, layout=layout, **options)
 
         return multiplied
@@ -87,17 +99,27 @@ def a_bit_less(codes: Tensor) -> Tensor:
     return codes & 0xFE
 
 
-fault("the transposed weight has the wrong rows, in hardware", on_te)(changing_gemms("dgrad", 0, codes=rolled))
-fault("the transposed input has the wrong tokens, in hardware", on_te)(changing_gemms("wgrad", 0, codes=rolled))
+fault("the transposed weight has the wrong rows, in hardware", on_te)(
+    changing_gemms("dgrad", 0, codes=rolled)
+)
+fault("the transposed input has the wrong tokens, in hardware", on_te)(
+    changing_gemms("wgrad", 0, codes=rolled)
+)
 fault("the gradient of the input is a quarter too large, in hardware", on_te)(
     changing_gemms("dgrad", 1, scales=lambda scales: scales * 1.25)
 )
 fault("a weight's gradient is that of every second token, doubled, in hardware", on_te)(
     changing_gemms("wgrad", 1, codes=every_second, scales=lambda scales: scales * 2)
 )
-fault("codes of the input have a mantissa bit less, in hardware", on_te)(changing_gemms("forward", 1, codes=a_bit_less))
-fault("codes of the gradient have a mantissa bit less, in hardware", on_te)(changing_gemms("dgrad", 1, codes=a_bit_less))
-fault("a block is decoded by its neighbour's scale, in hardware", blocks_on_te)(changing_gemms("forward", 1, scales=rolled))
+fault("codes of the input have a mantissa bit less, in hardware", on_te)(
+    changing_gemms("forward", 1, codes=a_bit_less)
+)
+fault("codes of the gradient have a mantissa bit less, in hardware", on_te)(
+    changing_gemms("dgrad", 1, codes=a_bit_less)
+)
+fault("a block is decoded by its neighbour's scale, in hardware", blocks_on_te)(
+    changing_gemms("forward", 1, scales=rolled)
+)
 fault("the gradient's blocks are decoded by their neighbours' scales, in hardware", blocks_on_te)(
     changing_gemms("dgrad", 1, scales=rolled)
 )
@@ -118,7 +140,9 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
 def updating(update: Callable[[bool], None]) -> Make:
     """Scales of all products in another way: `update` is called at the end of each forward (True) and backward."""
     named = classmethod(lambda cls, forward=True: update(forward))
-    return lambda run, patch: patch.setattr(FP8GlobalStateManager, "reduce_and_update_fp8_tensors", named)
+    return lambda run, patch: patch.setattr(
+        FP8GlobalStateManager, "reduce_and_update_fp8_tensors", named
+    )
 
 
 reduce_and_update = FP8GlobalStateManager.reduce_and_update_fp8_tensors
@@ -149,7 +173,9 @@ def te_residual_lost(run: SmallRun, patch: Patch) -> None:
     patch.setattr(
         Arithmetic,
         "norm_backward",
-        lambda self, dy, x, statistics, norm, residual: real(self, dy, x, statistics, norm, 0 * residual),
+        lambda self, dy, x, statistics, norm, residual: real(
+            self, dy, x, statistics, norm, 0 * residual
+        ),
     )
 
 

@@ -39,7 +39,8 @@ from tests.pretrain.precision.test_statistics import Watched
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
 
 FP32, BF16 = (active_in(name, "torch") for name in ("fp32", "bf16"))
-LINEARS = {"qwen3": 2 * 7 + 1, "gpt2": 2 * 4 + 1}  # q, k, v, o, gate, up, down; c_attn, c_proj, c_fc, c_proj; and the head
+# q, k, v, o, gate, up, down; c_attn, c_proj, c_fc, c_proj; and the head
+LINEARS = {"qwen3": 2 * 7 + 1, "gpt2": 2 * 4 + 1}
 
 
 def refusal(observe: Callable[..., object], *arguments: object) -> str:
@@ -53,11 +54,17 @@ def refusal(observe: Callable[..., object], *arguments: object) -> str:
 
 @pytest.fixture
 def inputs(random_packs: Callable) -> dict:
-    return inputs_of(build_microbatch(random_packs([[5, 11]], 16), mask_boundaries=True), torch.device("cpu"))
+    return inputs_of(
+        build_microbatch(random_packs([[5, 11]], 16), mask_boundaries=True), torch.device("cpu")
+    )
 
 
-def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[audit.Entry]:
-    return audit.observe(packed, lambda: packed(**inputs), active, {}, torch.optim.SGD(packed.parameters()))
+def observe(
+    packed: PackedLanguageModel, inputs: dict, active: ActivePrecision
+) -> list[audit.Entry]:
+    return audit.observe(
+        packed, lambda: packed(**inputs), active, {}, torch.optim.SGD(packed.parameters())
+    )
 
 
 @pytest.mark.parametrize("kind", LINEARS)
@@ -70,16 +77,29 @@ def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) 
     ],
 )
 def test_every_linear_is_listed_with_what_it_computes_in_and_refused_in_another_precision(
-    kind: str, weights: torch.dtype, cast_to: Any, active: Any, other: Any, build_model: Callable, inputs: dict
+    kind: str,
+    weights: torch.dtype,
+    cast_to: Any,
+    active: Any,
+    other: Any,
+    build_model: Callable,
+    inputs: dict,
 ) -> None:
     packed = build_model(kind, weights=weights, cast_to=cast_to)
     before = {module: vars(module).get("forward") for module in packed.modules()}
     entries = observe(packed, inputs, active)
-    expected = {name for name, module in packed.hf.named_modules() if isinstance(module, nn.Linear | Conv1D)}
+    expected = {
+        name for name, module in packed.hf.named_modules() if isinstance(module, nn.Linear | Conv1D)
+    }
     assert {entry["name"] for entry in entries} == expected and len(entries) == LINEARS[kind]
-    assert {entry["module"] for entry in entries} == {"LossHead", "Linear" if kind == "qwen3" else "Conv1D"}
+    assert {entry["module"] for entry in entries} == {
+        "LossHead",
+        "Linear" if kind == "qwen3" else "Conv1D",
+    }
     assert {f"torch.{entry['stored']}" for entry in entries} == {str(weights)}
-    assert {(entry["requested"], entry["effective"]) for entry in entries} == {(active.requested, active.requested)}
+    assert {(entry["requested"], entry["effective"]) for entry in entries} == {
+        (active.requested, active.requested)
+    }
     assert f"{len(entries)} of {len(entries)} modules" in refusal(observe, packed, inputs, other)
     assert {module: vars(module).get("forward") for module in packed.modules()} == before
 
@@ -92,14 +112,24 @@ def test_a_layer_without_working_copies_is_found(build_model: Callable, inputs: 
     def in_fp32(hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
         """What autocast, or a norm kept in FP32, makes of such a layer: it runs, in FP32, and nobody is told."""
         rotary = tuple(each.float() for each in kwargs.pop("position_embeddings"))
-        return type(layer).forward(layer, hidden.float(), *args, position_embeddings=rotary, **kwargs).bfloat16()
+        return (
+            type(layer)
+            .forward(layer, hidden.float(), *args, position_embeddings=rotary, **kwargs)
+            .bfloat16()
+        )
 
     layer.forward = in_fp32
     message = refusal(observe, packed, inputs, BF16)
-    assert "7 of 15" in message and "layers.1.self_attn.q_proj (fp32)" in message and "layers.0" not in message
+    assert (
+        "7 of 15" in message
+        and "layers.1.self_attn.q_proj (fp32)" in message
+        and "layers.0" not in message
+    )
 
 
-def test_linears_that_never_ran_and_stacked_experts_without_a_gradient_are_found(build_model: Callable, inputs: dict) -> None:
+def test_linears_that_never_ran_and_stacked_experts_without_a_gradient_are_found(
+    build_model: Callable, inputs: dict
+) -> None:
     packed = build_model()
     mlp = packed.hf.base_model.layers[1].mlp
     mlp.experts = nn.ModuleList([nn.Module()])
@@ -124,16 +154,31 @@ def test_a_fused_product_that_multiplies_in_fp32_or_never_is_found(
     multiply = PlainProduct.multiply
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
 
-    def in_fp32_too(product: PlainProduct, which: str, left: Tensor, right: Tensor, *rest: Any) -> Tensor:
+    def in_fp32_too(
+        product: PlainProduct, which: str, left: Tensor, right: Tensor, *rest: Any
+    ) -> Tensor:
         result = multiply(product, which, left, right, *rest)
-        return multiply(product, which, left.float(), right.float(), torch.float32).bfloat16() if which == gemm else result
+        return (
+            multiply(product, which, left.float(), right.float(), torch.float32).bfloat16()
+            if which == gemm
+            else result
+        )
 
-    def without_dgrad(product: PlainProduct, which: str, left: Tensor, right: Tensor, *rest: Any) -> Tensor:
-        return left.new_zeros(len(left), right.shape[1]) if which == "dgrad" else multiply(product, which, left, right, *rest)
+    def without_dgrad(
+        product: PlainProduct, which: str, left: Tensor, right: Tensor, *rest: Any
+    ) -> Tensor:
+        return (
+            left.new_zeros(len(left), right.shape[1])
+            if which == "dgrad"
+            else multiply(product, which, left, right, *rest)
+        )
 
     monkeypatch.setattr(PlainProduct, "multiply", in_fp32_too)
     message = refusal(observe, packed, inputs, BF16)
-    assert "14 of 15 modules" in message and "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
+    assert (
+        "14 of 15 modules" in message
+        and "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
+    )
     monkeypatch.setattr(PlainProduct, "multiply", without_dgrad)
     assert "q_proj (bf16, dgrad not run)" in refusal(observe, packed, inputs, BF16)
 
@@ -146,16 +191,22 @@ def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
     """Builds a small model whose linears and head multiply in an emulated precision, ready to be audited."""
 
     def build(precision: str = "current", kind: str = "qwen3", **options: Any) -> SmallRun:
-        return build_run(accelerator, precision, kind, weights="bf16", **({"scope": "linear+head"} | options))
+        return build_run(
+            accelerator, precision, kind, weights="bf16", **({"scope": "linear+head"} | options)
+        )
 
     return build
 
 
-@pytest.mark.parametrize(("precision", "kind"), [*((name, "qwen3") for name in QUANTIZED), ("current", "gpt2")])
+@pytest.mark.parametrize(
+    ("precision", "kind"), [*((name, "qwen3") for name in QUANTIZED), ("current", "gpt2")]
+)
 def test_a_model_that_keeps_its_promise_passes(precision: str, kind: str, small: Callable) -> None:
     entries = small(precision, kind).audit()
     assert len(entries) == LINEARS[kind]
-    assert {(each["requested"], each["effective"], each["backend"]) for each in entries} == {(precision, precision, "emulation")}
+    assert {(each["requested"], each["effective"], each["backend"]) for each in entries} == {
+        (precision, precision, "emulation")
+    }
     assert all(entry["products"].keys() == {"forward", "dgrad", "wgrad"} for entry in entries)
 
 
@@ -171,7 +222,10 @@ def test_a_linear_that_was_skipped_and_a_norm_that_nothing_computes_with_are_fou
     plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     run.packed.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
-    assert "1 of 15 modules did not compute in it: model.layers.1.mlp.up_proj (forward bf" in refusal(run.audit)
+    assert (
+        "1 of 15 modules did not compute in it: model.layers.1.mlp.up_proj (forward bf"
+        in refusal(run.audit)
+    )
 
 
 def test_a_backward_in_bf16_is_found(small: Callable) -> None:
@@ -186,7 +240,11 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
 
     module.products[run.packed.context.backend] = forward_only
     message = refusal(run.audit)
-    assert "1 of 15" in message and "layers.0.mlp.down_proj (forward bfloat16 x bfloat16, dgrad not run, wgrad not run" in message
+    assert (
+        "1 of 15" in message
+        and "layers.0.mlp.down_proj (forward bfloat16 x bfloat16, dgrad not run, wgrad not run"
+        in message
+    )
 
 
 @pytest.fixture
@@ -196,48 +254,90 @@ def mixture(small: Callable) -> Callable:
 
 def test_experts_and_routers_are_listed_as_what_they_are(mixture: Callable) -> None:
     """Each of a layer's two grouped products by itself; the router, FP32 on a CPU, is no linear, which low precision takes."""
-    entries = {entry["name"]: entry for entry in mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",)).audit()}
+    entries = {
+        entry["name"]: entry
+        for entry in mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",)).audit()
+    }
     gate_up, down, router = (
-        entries[f"model.layers.1.mlp.{name}"] for name in ("experts.gate_up_proj", "experts.down_proj", "gate")
+        entries[f"model.layers.1.mlp.{name}"]
+        for name in ("experts.gate_up_proj", "experts.down_proj", "gate")
     )
-    assert (gate_up["effective"], gate_up["stored"], gate_up["module"]) == ("current", "bfloat16", "GroupedExperts")
+    assert (gate_up["effective"], gate_up["stored"], gate_up["module"]) == (
+        "current",
+        "bfloat16",
+        "GroupedExperts",
+    )
     assert gate_up["products"]["wgrad"] == "e5m2 tensor-scaled x e4m3 tensor-scaled"
-    assert (down["effective"], down["backend"]) == ("bf16", "torch") and "keep_bf16" in down["reason"]
+    assert (down["effective"], down["backend"]) == ("bf16", "torch") and "keep_bf16" in down[
+        "reason"
+    ]
     assert router["effective"] == "fp32" and "no linear" in router["reason"]
     head = entries["lm_head"]
-    assert (head["requested"], head["effective"], head["backend"]) == ("bf16", "bf16", "torch") and "scope" in head["reason"]
+    assert (head["requested"], head["effective"], head["backend"]) == (
+        "bf16",
+        "bf16",
+        "torch",
+    ) and "scope" in head["reason"]
     for precision in ("bf16", "current"):  # afmoe's router holds a linear
         assert "fp32" in [each["effective"] for each in mixture(precision, kind="afmoe").audit()]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_experts_that_multiply_something_else_than_codes_are_found(scale: float, mixture: Callable) -> None:
+def test_experts_that_multiply_something_else_than_codes_are_found(
+    scale: float, mixture: Callable
+) -> None:
     run = mixture("delayed")
     experts = run.layers[0].mlp.experts
     (product,) = experts.stacks["down_proj"].products.values()
     if scale == 1.0:
-        experts.stacks["down_proj"].products[run.packed.context.backend] = PlainGroupedProduct(product.name)
+        experts.stacks["down_proj"].products[run.packed.context.backend] = PlainGroupedProduct(
+            product.name
+        )
     else:  # one of them moves the codes of all off their grid
         quantized = product.quantized
-        product.quantized = lambda *args: (operand := quantized(*args))._replace(values=operand.values * 1.03)
+        product.quantized = lambda *args: (operand := quantized(*args))._replace(
+            values=operand.values * 1.03
+        )
     assert "mlp.experts.down_proj" in refusal(run.audit)
 
 
-def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(small: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(
+    small: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(ARCHITECTURES, "qwen3", LLAMA | {"intermediate_size": 200})
     entries = {entry["name"]: entry for entry in small("mxfp8").audit()}
-    kept = {name.split(".", 3)[-1]: entry["reason"] for name, entry in entries.items() if entry["effective"] == "bf16"}
-    assert kept == dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), "200 is not a multiple of 32")
+    kept = {
+        name.split(".", 3)[-1]: entry["reason"]
+        for name, entry in entries.items()
+        if entry["effective"] == "bf16"
+    }
+    assert kept == dict.fromkeys(
+        ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), "200 is not a multiple of 32"
+    )
 
 
 @pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
 def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, refused: bool) -> None:
     """It would train in BF16 from beginning to end, under the name of a low precision."""
-    odd = {"hidden_size": 128, "intermediate_size": 100, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 36}
-    settings = ModelSettings(config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd})
+    odd = {
+        "hidden_size": 128,
+        "intermediate_size": 100,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 36,
+    }
+    settings = ModelSettings(
+        config={"model_type": "qwen3", "vocab_size": 128, "num_hidden_layers": 1, **odd}
+    )
     shapes = model.build_on_meta(model.load_config(settings))
-    with pytest.raises(InputError, match="is left no linear of Qwen3ForCausalLM") if refused else nullcontext():
-        check_scope(shapes, list(model.decoder_layers(shapes).values()), active_in("block", scope=scope))
+    with (
+        pytest.raises(InputError, match="is left no linear of Qwen3ForCausalLM")
+        if refused
+        else nullcontext()
+    ):
+        check_scope(
+            shapes, list(model.decoder_layers(shapes).values()), active_in("block", scope=scope)
+        )
 
 
 # ── A forward in BF16 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -248,18 +348,27 @@ def test_a_phase_with_a_bf16_forward_multiplies_forward_in_bf16_and_backward_in_
     kind: str, request: pytest.FixtureRequest
 ) -> None:
     run = request.getfixturevalue(kind)("nvfp4_bf16_forward")
-    entries = [entry for entry in run.audit() if "no linear" not in (entry["reason"] or "")]  # as a router is
+    # as a router is
+    entries = [entry for entry in run.audit() if "no linear" not in (entry["reason"] or "")]
     assert {entry["effective"] for entry in entries} == {"nvfp4_bf16_forward"}
     fp4 = "e2m1 in blocks of 16"
-    expected = {"forward": "bfloat16 x bfloat16", "dgrad": f"{fp4} x {fp4}", "wgrad": f"{fp4} x {fp4}"}
+    expected = {
+        "forward": "bfloat16 x bfloat16",
+        "dgrad": f"{fp4} x {fp4}",
+        "wgrad": f"{fp4} x {fp4}",
+    }
     assert all(entry["products"] == expected for entry in entries)
     run.confirm(entries)
     parity = run.parity()
-    assert parity.failures == [] and parity.quantized_loss == parity.loss, "the forward is the BF16 model's"
+    assert parity.failures == [] and parity.quantized_loss == parity.loss, (
+        "the forward is the BF16 model's"
+    )
     assert len(parity.products) == 3 * len(entries)
 
 
-def test_a_phase_that_quantizes_its_forward_or_not_its_gradients_is_refused(small: Callable, monkeypatch: Any) -> None:
+def test_a_phase_that_quantizes_its_forward_or_not_its_gradients_is_refused(
+    small: Callable, monkeypatch: Any
+) -> None:
     run = small("nvfp4_bf16_forward")
     entries, right, fp4 = run.audit(), PlainForwardProduct.multiply, "e2m1 in blocks of 16"
 
@@ -270,8 +379,11 @@ def test_a_phase_that_quantizes_its_forward_or_not_its_gradients_is_refused(smal
 
     with monkeypatch.context() as patch:
         patch.setattr(PlainForwardProduct, "multiply", quantized)
-        assert f"forward {fp4} x {fp4}" in refusal(run.audit) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)
-    monkeypatch.setattr(emulation, "watched", lambda names, gemm, scales: watched(names, gemm))  # operands that are no codes
+        assert f"forward {fp4} x {fp4}" in refusal(
+            run.audit
+        ) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)
+    # operands that are no codes
+    monkeypatch.setattr(emulation, "watched", lambda names, gemm, scales: watched(names, gemm))
     assert "dgrad float32 x float32, wgrad float32 x float32" in refusal(run.audit)
 
 
@@ -294,13 +406,18 @@ def faults_of(real: str, claimed: str, weight: float | None = None) -> dict[str,
     run.x = 0.7 * run.x  # or a delayed scale would be that of the tensor itself
     with observer.looking_on():
         run.step()
-    assert all({product.gemm for product in made} == {"forward", "dgrad", "wgrad"} for made in observer.products.values())
+    assert all(
+        {product.gemm for product in made} == {"forward", "dgrad", "wgrad"}
+        for made in observer.products.values()
+    )
     return observer.faults()
 
 
 @pytest.mark.parametrize("values", [None, 0.0, float("nan"), float("inf"), 1e-38])
 @pytest.mark.parametrize("case", CASES)
-def test_what_every_precision_makes_passes_and_what_is_no_number_is_left_to_others(case: str, values: float | None) -> None:
+def test_what_every_precision_makes_passes_and_what_is_no_number_is_left_to_others(
+    case: str, values: float | None
+) -> None:
     """Empty and tiny values too; the health check finds what is no number."""
     assert faults_of(case, case, values) == {}
 
@@ -310,10 +427,13 @@ def test_operands_of_every_other_format_are_found(claimed: str) -> None:
     """Of as many bits, of fewer and of more."""
     formats = set(QUANTIZED) - {CASES[claimed][0]}
     if claimed == "delayed":
-        formats -= {"current"}  # its operands are delayed scaling's, by a scale that the history does not make
+        # its operands are delayed scaling's, by a scale that the history does not make
+        formats -= {"current"}
     for real in sorted(formats):
         faults = faults_of(real, claimed)
         for linear in ("up", "down"):
             # A delayed scale can be the one that the tensor itself would have: that of a weight that did not change.
             wrong = {fault.split(":")[0] for fault in faults.get(linear, [])}
-            assert wrong if real == "delayed" else len(wrong) == 6, f"{real} passes as {claimed}: {faults}"
+            assert wrong if real == "delayed" else len(wrong) == 6, (
+                f"{real} passes as {claimed}: {faults}"
+            )

@@ -37,7 +37,9 @@ Small = Callable[..., SmallRun]
 
 @pytest.fixture
 def small(accelerator: Accelerator) -> Small:
-    return lambda *arguments, **options: build_run(accelerator, *arguments, layers=options.pop("layers", 1), **options)
+    return lambda *arguments, **options: build_run(
+        accelerator, *arguments, layers=options.pop("layers", 1), **options
+    )
 
 
 # What the plain side makes of tokens and lengths
@@ -49,15 +51,25 @@ def packs(draw: st.DrawFn) -> Pack:
     cuts = sorted(draw(st.sets(st.integers(1, LENGTH - 1), max_size=6)))
     lengths = np.diff([0, *cuts, draw(st.integers(max(cuts, default=1), LENGTH))]).astype(np.int32)
     tokens = np.random.default_rng(draw(st.integers(0, 1000))).permutation(100)[:LENGTH]
-    trained = draw(st.none() | st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH).map(np.array))
+    trained = draw(
+        st.none() | st.lists(st.booleans(), min_size=LENGTH, max_size=LENGTH).map(np.array)
+    )
     return Pack(tokens.astype(np.uint32), lengths[lengths > 0], draw(st.integers(0, 50)), trained)
 
 
-@given(st.lists(packs(), min_size=1, max_size=3, unique_by=lambda pack: pack.input_ids.tobytes()), st.booleans())
-def test_batches_are_what_tokens_and_lengths_make_of_them(chosen: list[Pack], mask_boundaries: bool) -> None:
+@given(
+    st.lists(packs(), min_size=1, max_size=3, unique_by=lambda pack: pack.input_ids.tobytes()),
+    st.booleans(),
+)
+def test_batches_are_what_tokens_and_lengths_make_of_them(
+    chosen: list[Pack], mask_boundaries: bool
+) -> None:
     batch = build_microbatch(chosen, mask_boundaries=mask_boundaries)
     assert list(wrong_batches([batch], reversed(chosen), mask_boundaries=mask_boundaries)) == []
-    assert list(wrong_batches([batch, batch], chosen, mask_boundaries=mask_boundaries)) or not batch.valid_tokens, "twice"
+    assert (
+        list(wrong_batches([batch, batch], chosen, mask_boundaries=mask_boundaries))
+        or not batch.valid_tokens
+    ), "twice"
 
 
 @pytest.mark.parametrize("name", ["labels", "position_ids", "cu_seqlens"])
@@ -75,10 +87,18 @@ def test_what_is_compared_are_documents_of_the_text_of_which_most_begin_inside_o
     chosen: list[Pack], repeats: int, at_end: bool
 ) -> None:
     length = LENGTH * repeats
-    chosen = [Pack(np.tile(pack.input_ids, repeats), np.array([length], dtype=np.int32)) for pack in chosen]
+    chosen = [
+        Pack(np.tile(pack.input_ids, repeats), np.array([length], dtype=np.int32))
+        for pack in chosen
+    ]
     batch, documents = cut(build_microbatch(chosen, mask_boundaries=True), 100, at_end=at_end)
-    labelled = torch.cat([document.labels for document in (documents[::-1] if at_end else documents)])
-    assert torch.equal(batch.labels[batch.labels >= 0], labelled[labelled >= 0]) and len(labelled) <= TOKENS
+    labelled = torch.cat(
+        [document.labels for document in (documents[::-1] if at_end else documents)]
+    )
+    assert (
+        torch.equal(batch.labels[batch.labels >= 0], labelled[labelled >= 0])
+        and len(labelled) <= TOKENS
+    )
     assert len(documents) == DOCUMENTS and all(len(each.tokens) for each in documents)
     for tokens, labels, part, _ in documents:
         assert torch.equal(batch.input_ids[0, part], tokens)
@@ -88,10 +108,18 @@ def test_what_is_compared_are_documents_of_the_text_of_which_most_begin_inside_o
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
-    kind: str, plain_copy: Callable, plain_loss: Callable, random_packs: Callable, build_model: Callable
+    kind: str,
+    plain_copy: Callable,
+    plain_loss: Callable,
+    random_packs: Callable,
+    build_model: Callable,
 ) -> None:
     chosen, packed = random_packs([[5, 1, 10], [7, 6], [16]], LENGTH), build_model(kind)
-    parts = [ids for pack in chosen for ids in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[:-1]]
+    parts = [
+        ids
+        for pack in chosen
+        for ids in np.split(pack.input_ids.astype(np.int64), np.cumsum(pack.lengths))[:-1]
+    ]
     documents = [Document(torch.from_numpy(ids), torch.tensor([*ids[1:], IGNORE])) for ids in parts]
     losses, gradients = reference_pass(reference_model(packed.hf, CPU), [documents], LossSettings())
     plain = plain_copy(packed)
@@ -99,22 +127,29 @@ def test_the_plain_pass_is_the_mean_over_documents_each_run_by_itself(
     expected.backward()
     assert losses.mean().item() == pytest.approx(expected.item(), rel=1e-6)
     for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(gradients[name] / len(losses), parameter.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            gradients[name] / len(losses), parameter.grad, rtol=1e-4, atol=1e-6
+        )
 
 
 # A fast path that is right
 
 
 @pytest.mark.parametrize(
-    ("kind", "fused"), [("qwen3", False), ("qwen3", True), ("llama", False), ("gpt2", False), ("gemma", False)]
+    ("kind", "fused"),
+    [("qwen3", False), ("qwen3", True), ("llama", False), ("gpt2", False), ("gemma", False)],
 )
-def test_the_packed_path_in_fp32_agrees_closely_on_every_tensor(kind: str, fused: bool, small: Small) -> None:
+def test_the_packed_path_in_fp32_agrees_closely_on_every_tensor(
+    kind: str, fused: bool, small: Small
+) -> None:
     run = small("fp32", kind, fused=fused)
     parity = run.parity()
     assert parity.failures == [] and not parity.products
     assert next(each.error for each in parity.tensors if each.name == TOTAL) < 1e-5
     names = {each.name for each in parity.tensors} - {TOTAL}
-    assert names == {name for name, _ in run.packed.hf.named_parameters()}, "a tied weight counts once"
+    assert names == {name for name, _ in run.packed.hf.named_parameters()}, (
+        "a tied weight counts once"
+    )
     parity.require()
 
 
@@ -126,7 +161,10 @@ def test_a_frozen_parameter_and_sums_of_gradients_in_bf16_are_no_mismatch(small:
     assert run.parity().failures == []
 
 
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"precision": "delayed", "scope": "linear+head", "recompute": True}])
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16"}, {"precision": "delayed", "scope": "linear+head", "recompute": True}],
+)
 def test_the_check_leaves_no_trace(options: dict, small: Small) -> None:
     run = small(kind="gpt2", **options)
     run.packed.eval()
@@ -147,7 +185,9 @@ def mixture(small: Small) -> Small:
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("mixtral", 3), ("qwen3_moe", 5)])
-def test_tokens_that_rounding_sends_elsewhere_are_compared_where_they_went(kind: str, seed: int, mixture: Callable) -> None:
+def test_tokens_that_rounding_sends_elsewhere_are_compared_where_they_went(
+    kind: str, seed: int, mixture: Callable
+) -> None:
     """Of 24 starts of each these were among the worst, when plain transformers sent them elsewhere: 0.04 and more."""
     parity = mixture(kind, seed=seed).parity()
     assert parity.failures == []
@@ -165,8 +205,12 @@ def test_the_loss_that_balances_experts_is_compared(
     assert (run.parity().failures == []) is is_right
 
 
-@pytest.mark.parametrize(("factors", "shift"), [((1.0, 0.0), 0), ((1.0, 1.0), 1)], ids=["dropped", "another"])
-def test_choices_that_experts_drop_or_that_no_rounding_makes_are_found(factors: tuple, shift: int, mixture: Callable) -> None:
+@pytest.mark.parametrize(
+    ("factors", "shift"), [((1.0, 0.0), 0), ((1.0, 1.0), 1)], ids=["dropped", "another"]
+)
+def test_choices_that_experts_drop_or_that_no_rounding_makes_are_found(
+    factors: tuple, shift: int, mixture: Callable
+) -> None:
     run = mixture("qwen3_moe")
     run.layers[1].mlp.experts.register_forward_pre_hook(
         lambda module, args: (args[0], (args[1] + shift) % 8, args[2] * torch.tensor(factors))
@@ -174,21 +218,33 @@ def test_choices_that_experts_drop_or_that_no_rounding_makes_are_found(factors: 
     assert run.parity().failures
 
 
-def test_the_products_of_experts_are_compared_and_rows_of_other_tokens_are_found(mixture: Callable) -> None:
+def test_the_products_of_experts_are_compared_and_rows_of_other_tokens_are_found(
+    mixture: Callable,
+) -> None:
     run = mixture.func("delayed", "qwen3_moe", layers=2)
-    products = {f"model.layers.{layer}.mlp.experts.{key}": key for layer in (0, 1) for key in STACKS}
+    products = {
+        f"model.layers.{layer}.mlp.experts.{key}": key for layer in (0, 1) for key in STACKS
+    }
     parity = run.parity()
     assert parity.failures == []
-    assert {f"{name} {gemm}" for name in products for gemm in OPERANDS} < {each.name for each in parity.products}
+    assert {f"{name} {gemm}" for name in products for gemm in OPERANDS} < {
+        each.name for each in parity.products
+    }
     (product,) = run.layers[0].mlp.experts.stacks["gate_up_proj"].products.values()
     quantized = product.quantized
-    product.quantized = lambda role, x, *rest: quantized(role, x.roll(16, 0) if role == "input" else x, *rest)
-    assert any(each.name == f"{product.name} forward" for each in run.parity().products if each.excess > 1)
+    product.quantized = lambda role, x, *rest: quantized(
+        role, x.roll(16, 0) if role == "input" else x, *rest
+    )
+    assert any(
+        each.name == f"{product.name} forward" for each in run.parity().products if each.excess > 1
+    )
 
 
 def test_documents_that_leak_are_found_where_each_pack_holds_one_document(small: Small) -> None:
     run = small("bf16", layers=2)
-    run.packs = [Pack(pack.input_ids, np.array([len(pack.input_ids)], dtype=np.int32)) for pack in run.packs]
+    run.packs = [
+        Pack(pack.input_ids, np.array([len(pack.input_ids)], dtype=np.int32)) for pack in run.packs
+    ]
     run.step = step_of(run.packs, 2)
     assert run.parity().failures == []
     leak = next(fault for fault in FAULTS if fault.what == "documents of a pack see each other")
@@ -196,8 +252,12 @@ def test_documents_that_leak_are_found_where_each_pack_holds_one_document(small:
         assert run.parity().failures
 
 
-@pytest.mark.parametrize("part", ["mlp.gate.weight", "mlp.experts.down_proj", "self_attn.q_proj.weight"])
-def test_a_gradient_of_a_mixture_that_is_wrong_is_found(part: str, mixture: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "part", ["mlp.gate.weight", "mlp.experts.down_proj", "self_attn.q_proj.weight"]
+)
+def test_a_gradient_of_a_mixture_that_is_wrong_is_found(
+    part: str, mixture: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = mixture("qwen3_moe")
     changing_gradients(part, lambda gradient: gradient.mul_(1.2))(run, monkeypatch)
     (wrong,) = [each for each in run.parity().tensors if each.excess > 1]
@@ -211,14 +271,21 @@ def test_a_text_of_two_tokens_is_compared_without_products_and_says_so(small: Sm
     run.step = step_of(run.packs, 2)
     parity = run.parity()
     assert parity.failures == [] and not parity.products
-    assert "2 different tokens" in parity.summary() and "2 different tokens" in parity.record()["quantized_left_out"]
+    assert (
+        "2 different tokens" in parity.summary()
+        and "2 different tokens" in parity.record()["quantized_left_out"]
+    )
 
 
-def test_a_fault_at_one_end_of_every_product_is_found(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_at_one_end_of_every_product_is_found(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As of a kernel that forgets its last tile: each product is looked at somewhere, and all of them everywhere."""
     multiply = EmulatedProduct.multiply
 
-    def changed(product: EmulatedProduct, gemm: str, *operands: object, **options: object) -> torch.Tensor:
+    def changed(
+        product: EmulatedProduct, gemm: str, *operands: object, **options: object
+    ) -> torch.Tensor:
         result = multiply(product, gemm, *operands, **options)
         if gemm == "forward" and result.shape[1] > 128:
             result[:, :32] = result[:, :32].roll(1, 1)
@@ -229,7 +296,9 @@ def test_a_fault_at_one_end_of_every_product_is_found(small: Small, monkeypatch:
     assert any(each.excess > 1 and each.name.endswith("forward") for each in products)
 
 
-def test_a_product_that_counts_its_gradient_twice_is_found(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_product_that_counts_its_gradient_twice_is_found(
+    small: Small, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In its sum, and by autograd."""
     backward = LinearFunction.backward
 
@@ -263,16 +332,27 @@ def test_a_mismatch_stops_the_run_and_names_the_worst_tensors(factor: float, sma
     if math.isfinite(factor):
         assert worst.startswith("model.layers.1.")
     else:
-        assert parity.failures[0].startswith("loss of the packed path"), "not-a-number is never tolerated"
+        assert parity.failures[0].startswith("loss of the packed path"), (
+            "not-a-number is never tolerated"
+        )
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("neg_entropy", "current"), ("non_max_sum", "fp32")])
-def test_the_loss_is_compared_with_its_penalty_and_another_penalty_is_found(kind: str, precision: str, small: Small) -> None:
+@pytest.mark.parametrize(
+    ("kind", "precision"), [("neg_entropy", "current"), ("non_max_sum", "fp32")]
+)
+def test_the_loss_is_compared_with_its_penalty_and_another_penalty_is_found(
+    kind: str, precision: str, small: Small
+) -> None:
     loss = LossSettings(chunk=256, penalty=kind, penalty_weight=2.0)
-    run = small(precision, loss=loss, **({"scope": "linear+head"} if precision == "current" else {}))
+    run = small(
+        precision, loss=loss, **({"scope": "linear+head"} if precision == "current" else {})
+    )
     parity = run.parity()
     assert parity.failures == [] and parity.reference_loss > 6, "cross-entropy alone is about 5"
     head = run.packed.hf.get_output_embeddings()
-    for wrong in ({"weight": 1.8}, {"kind": {"neg_entropy": "non_max_sum", "non_max_sum": "neg_entropy"}[kind]}):
+    for wrong in (
+        {"weight": 1.8},
+        {"kind": {"neg_entropy": "non_max_sum", "non_max_sum": "neg_entropy"}[kind]},
+    ):
         with holding(head, penalty=replace(head.penalty, **wrong)):
             assert any("loss" in line for line in run.parity().failures)

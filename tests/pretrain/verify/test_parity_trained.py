@@ -65,7 +65,11 @@ def learnt() -> dict[str, Tensor]:
     ],
 )
 def test_weights_whose_loss_is_next_to_nothing_pass_and_their_faults_are_caught(
-    precision: str, options: dict, faults: list[str], accelerator: Accelerator, learnt: dict[str, Tensor]
+    precision: str,
+    options: dict,
+    faults: list[str],
+    accelerator: Accelerator,
+    learnt: dict[str, Tensor],
 ) -> None:
     """As fresh ones do: with as much to spare."""
     run = of_learnable_text(accelerator, precision, **options)

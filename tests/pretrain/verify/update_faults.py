@@ -18,6 +18,7 @@ from pretrain.model.gradients import gradient_of
 from pretrain.optimizer import adamw
 from pretrain.precision import delayed_state, emulation
 from pretrain.precision.transformer_engine import TransformerEngineProduct
+from tests.pretrain.verify import small_runs
 from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, quantized
 from tests.pretrain.verify.small_runs import SmallRun
 
@@ -65,21 +66,28 @@ def norms_decay(run: SmallRun, patch: Patch) -> None:
 
 def in_bf16_on_a_cpu(run: SmallRun) -> bool:
     """A GPU's kernel takes the weight apart by itself."""
-    return run.accelerator.device.type == "cpu" and run.packed.context.compute_dtype == torch.bfloat16
+    return (
+        run.accelerator.device.type == "cpu" and run.packed.context.compute_dtype == torch.bfloat16
+    )
 
 
 @fault("an exact weight's low bits are dropped", in_bf16_on_a_cpu, weights=("bf16_exact",))
 def low_bits_dropped(run: SmallRun, patch: Patch) -> None:
     split = adamw.split
-    patch.setattr(adamw, "split", lambda master: (split(master)[0], torch.zeros_like(split(master)[1])))
+    patch.setattr(
+        adamw, "split", lambda master: (split(master)[0], torch.zeros_like(split(master)[1]))
+    )
 
 
 @fault_of_update(
-    "a weight's copy is stale in every second step", lambda run: quantized(run) or bool(run.packed.fused and run.has_copies)
+    "a weight's copy is stale in every second step",
+    lambda run: quantized(run) or bool(run.packed.fused and run.has_copies),
 )
 def stale_copy(run: SmallRun, patch: Patch) -> None:
     def stale(get: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *args, refresh, **options: get(*args, refresh=refresh and updates % 2 == 0, **options)
+        return lambda *args, refresh, **options: get(
+            *args, refresh=refresh and updates % 2 == 0, **options
+        )
 
     def count(done: int) -> None:
         nonlocal updates
@@ -123,7 +131,9 @@ def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatch
 
 @fault_of_update("the last microbatch of a step is dropped")
 @changing_passes
-def last_microbatch_dropped(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
+def last_microbatch_dropped(
+    run: SmallRun, passes: Callable[..., Tensor], step: StepBatches
+) -> Tensor:
     return passes(replace(step, microbatches=step.microbatches[:-1]))
 
 
@@ -132,15 +142,52 @@ def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
     table = run.packed.get_input_embeddings()
     if table.weight.dtype == torch.bfloat16:
         vars(table).pop("forward", None)  # it adds a table's rows to FP32 sums alone
-    gradients.attach_main_gradients(run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ())
+    gradients.attach_main_gradients(
+        run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ()
+    )
+
+
+def round_to_bf16(run: SmallRun) -> None:
+    for gradient in map(gradient_of, run.packed.parameters()):
+        if gradient is not None:
+            gradient.copy_(gradient.bfloat16())
 
 
 @fault_of_update("FP32 sums of gradients are rounded to BF16")
 @changing_passes
 def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
     passes(step)
-    for parameter in run.packed.parameters():
-        gradient_of(parameter).copy_(gradient_of(parameter).bfloat16())
+    round_to_bf16(run)
+
+
+@fault_of_update(
+    "FP32 sums are rounded to BF16 before each microbatch",
+    lambda run: len(run.step.microbatches) > 2,
+)
+@changing_passes
+def sums_rounded_between(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
+    with run.packed.register_forward_pre_hook(lambda *_: round_to_bf16(run)):
+        passes(step)
+
+
+@fault_of_update("gradients are not cleared after a step")
+def not_cleared(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(small_runs, "clear_gradients", lambda optimizer, model: None)
+
+
+@fault_of_update(
+    "a tenth of each gradient stays after a step",
+    lambda run: not run.accelerator.is_fsdp2,
+)
+def tenth_stays(run: SmallRun, patch: Patch) -> None:
+    patch.setattr(gradients, "empty_sums", lambda sums: sums.mul_(0.1))
+
+
+@fault_of_update("a step is trained in evaluation mode")
+@changing_passes
+def in_evaluation_mode(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> Tensor:
+    run.packed.eval()
+    return passes(step)
 
 
 @fault("moments are BF16, not FP32", weights=("fp32", "bf16_exact"))
@@ -156,4 +203,6 @@ def moments_in_bf16(run: SmallRun, patch: Patch) -> None:
 
 @fault("no scale is updated from the second step on", delayed)
 def scales_stand_still(run: SmallRun, patch: Patch) -> None:
-    after_update(run, patch, lambda _: patch.setattr(delayed_state.DelayedState, "_update", lambda *_: None))
+    after_update(
+        run, patch, lambda _: patch.setattr(delayed_state.DelayedState, "_update", lambda *_: None)
+    )

@@ -18,7 +18,12 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.settings.recipe import ModelSettings
 
 LENGTH, VOCABULARY = 64, 97
-SIZES = {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,13 +33,24 @@ LLAMA3 = {
     "low_freq_factor": 1.0,
     "original_max_position_embeddings": 32,
 }
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SIZES, **HEADS},
     "llama 3's angles": {"model_type": "llama", **SIZES, **HEADS, "rope_parameters": LLAMA3},
     "mistral": {"model_type": "mistral", **SIZES, **HEADS, "head_dim": 32, "sliding_window": None},
     "qwen2": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False},
-    "qwen2 under YaRN": {"model_type": "qwen2", **SIZES, **HEADS, "use_sliding_window": False, "rope_parameters": YARN},
+    "qwen2 under YaRN": {
+        "model_type": "qwen2",
+        **SIZES,
+        **HEADS,
+        "use_sliding_window": False,
+        "rope_parameters": YARN,
+    },
     "qwen3": {"model_type": "qwen3", **SIZES, **HEADS, "head_dim": 16, "tie_word_embeddings": True},
 }
 
@@ -47,7 +63,14 @@ def build(
 ) -> PreTrainedModel:
     """From scratch, its norms and biases drawn too: at one and zero, much that is wrong would not show."""
     settings = ModelSettings(config=config)
-    hf = model.build(settings, model.load_config(settings), weights=dtype, seed=1, device=torch.device(device), backend=backend)
+    hf = model.build(
+        settings,
+        model.load_config(settings),
+        weights=dtype,
+        seed=1,
+        device=torch.device(device),
+        backend=backend,
+    )
     torch.manual_seed(2)
     with torch.no_grad():
         for parameter in hf.parameters():
@@ -56,11 +79,16 @@ def build(
     return hf
 
 
-def inputs(packs: int = 2, seed: int = 0, device: torch.device | str = "cpu", length: int = LENGTH) -> dict[str, Any]:
+def inputs(
+    packs: int = 2, seed: int = 0, device: torch.device | str = "cpu", length: int = LENGTH
+) -> dict[str, Any]:
     """A microbatch: documents of one token, of a whole pack and between."""
     draw = np.random.default_rng(seed)
     lengths = [np.array([1, 9, length - 10], dtype=np.int32), np.array([length], dtype=np.int32)]
-    made = [Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths[pack % 2]) for pack in range(packs)]
+    made = [
+        Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths[pack % 2])
+        for pack in range(packs)
+    ]
     return inputs_of(build_microbatch(made, mask_boundaries=True), torch.device(device))
 
 
@@ -78,7 +106,9 @@ def losses_and_gradients(
             loss = packed(**inputs(seed=index, **of_inputs)) / 1000
             loss.backward()
             losses.append(loss.item())
-    return losses, {name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()}
+    return losses, {
+        name: gradient_of(p).float().clone() for name, p in packed.hf.named_parameters()
+    }
 
 
 def that_count(gradients: Mapping[str, Tensor]) -> list[str]:

@@ -30,13 +30,20 @@ from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.audit import _is_expected
 from tests.pretrain.conftest import active_in, to_nearest
-from tests.pretrain.model.fused.fused_models import ARCHITECTURES, build, losses_and_gradients, that_count
+from tests.pretrain.model.fused.fused_models import (
+    ARCHITECTURES,
+    build,
+    losses_and_gradients,
+    that_count,
+)
 from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
 SIZES = {"vocab_size": 128, "tie_word_embeddings": False, "num_key_value_heads": 4}
 ON_BLACKWELL = ("mxfp8", "nvfp4")
 # Our own kernels need a GPU: the formulas that tests hold them to take their place, and say as they do which operands they write.
-ACTIVATION = SimpleNamespace(swiglu=formulas.swiglu, swiglu_backward=formulas.swiglu_backward, takes=activation_kernel.takes)
+ACTIVATION = SimpleNamespace(
+    swiglu=formulas.swiglu, swiglu_backward=formulas.swiglu_backward, takes=activation_kernel.takes
+)
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
@@ -59,7 +66,9 @@ def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> Pa
     context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, made.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
     decisions = {
-        made[each.precision.name]: decide(hf, list(layers.values()), each) for each in actives if each.precision.quantized
+        made[each.precision.name]: decide(hf, list(layers.values()), each)
+        for each in actives
+        if each.precision.quantized
     }
     if fused:
         arithmetic, why_not = choose_arithmetic("auto", actives[0], "cuda", context)
@@ -86,7 +95,8 @@ def in_bf16(kind: str = "qwen3") -> Trained:
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
 def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> None:
     by_library, emulated = (
-        train(assembled(computing_in(precision, by), fused=False)) for by in ("transformer_engine", "emulation")
+        train(assembled(computing_in(precision, by), fused=False))
+        for by in ("transformer_engine", "emulation")
     )
     assert by_library[0] == emulated[0]
     for name, gradient in emulated[1].items():
@@ -101,10 +111,13 @@ def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> 
         ("qwen3", ("down_proj",)),
         ("qwen3", ("gate_proj", "up_proj", "lm_head")),
         ("qwen3", ("[qkv]_proj", "layers.1.*")),
-        ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),  # its biases with and without low precision
+        # its biases with and without low precision
+        ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),
     ],
 )
-def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(precision: str, kind: str, keep: tuple[str, ...]) -> None:
+def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
+    precision: str, kind: str, keep: tuple[str, ...]
+) -> None:
     """They round less often between products, so some values take the next code: the two differ by less than either errs."""
     active, exact = computing_in(precision, "transformer_engine", keep), in_bf16(kind)
     packed = assembled(active, fused=True, kind=kind)
@@ -114,7 +127,10 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(precision
     unfused = train(assembled(computing_in(precision, "emulation", keep), fused=False, kind=kind))
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
     for name in that_count(exact[1]):
-        errors, apart = [(each[1][name] - exact[1][name]).norm() for each in (fused, unfused)], fused[1][name] - unfused[1][name]
+        errors, apart = (
+            [(each[1][name] - exact[1][name]).norm() for each in (fused, unfused)],
+            fused[1][name] - unfused[1][name],
+        )
         assert errors[0] < 1.3 * errors[1] + 0.01 * exact[1][name].norm(), name
         assert apart.norm() < errors[1] + 0.01 * exact[1][name].norm(), name
 
@@ -122,16 +138,25 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(precision
     for linear, products in observer.products.items():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         if any(is_called(linear, pattern) for pattern in keep):
-            assert {kind for product in products for kind in (product.left, product.right)} == {"bfloat16"}, linear
+            assert {kind for product in products for kind in (product.left, product.right)} == {
+                "bfloat16"
+            }, linear
         else:
             assert all(_is_expected(product, active) for product in products), products
-    assert ("lm_head" in observer.products) == ("lm_head" not in keep), "the head is observed where it is in low precision"
+    assert ("lm_head" in observer.products) == ("lm_head" not in keep), (
+        "the head is observed where it is in low precision"
+    )
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
 @pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head")])
-def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(precision: str, keep: tuple[str, ...]) -> None:
-    actives = [computing_in(each, "transformer_engine", keep) for each in (precision, f"{precision}{PLAIN_FORWARD}")]
+def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
+    precision: str, keep: tuple[str, ...]
+) -> None:
+    actives = [
+        computing_in(each, "transformer_engine", keep)
+        for each in (precision, f"{precision}{PLAIN_FORWARD}")
+    ]
     packed = assembled(*actives, fused=True)
     quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
     low = train(packed)
@@ -147,6 +172,10 @@ def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(p
             assert all(_is_expected(product, actives[1]) for product in products), products
     exact = in_bf16()
     for name in that_count(exact[1]):
-        errors = [(each[name] - exact[1][name]).norm() for each in (gradients, low[1], in_its_turn[1])]
-        assert errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm(), name
+        errors = [
+            (each[name] - exact[1][name]).norm() for each in (gradients, low[1], in_its_turn[1])
+        ]
+        assert (
+            errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm()
+        ), name
     assert train(packed)[0] == low[0], "and back again"

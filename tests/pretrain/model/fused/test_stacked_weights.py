@@ -16,28 +16,40 @@ DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
 
 @st.composite
 def stacks(
-    draw: st.DrawFn, dtypes: st.SearchStrategy[torch.dtype] = DTYPES, compute_dtype: torch.dtype = torch.float32
+    draw: st.DrawFn,
+    dtypes: st.SearchStrategy[torch.dtype] = DTYPES,
+    compute_dtype: torch.dtype = torch.float32,
 ) -> StackedProduct:
     """One linear to four of widths of their own, with or without biases."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
     columns, dtype, bias = draw(st.integers(1, 9)), draw(dtypes), draw(st.booleans())
-    linears = [nn.Linear(columns, rows, bias=bias) for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))]
+    linears = [
+        nn.Linear(columns, rows, bias=bias)
+        for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    ]
     named = {str(index): linear.to(dtype) for index, linear in enumerate(linears)}
     return StackedProduct("all", named, Arithmetic(PrecisionContext(None, compute_dtype)))
 
 
 @given(DTYPES.flatmap(lambda dtype: stacks(compute_dtype=dtype)))
-def test_the_matrix_holds_the_rows_of_each_linear_in_order_wherever_they_lie(stack: StackedProduct) -> None:
+def test_the_matrix_holds_the_rows_of_each_linear_in_order_wherever_they_lie(
+    stack: StackedProduct,
+) -> None:
     dtype, stored = stack.context.compute_dtype, stack.weights[0].dtype
     parameters = [*stack.weights, *stack.biases]
-    expected, before = torch.cat([weight.detach() for weight in stack.weights]), [p.detach().clone() for p in parameters]
+    expected, before = (
+        torch.cat([weight.detach() for weight in stack.weights]),
+        [p.detach().clone() for p in parameters],
+    )
     apart = stack.matrix()
     stack.lay_together()
     for matrix in (apart, stack.matrix()):
         assert matrix.dtype == dtype and matrix.is_contiguous() and not matrix.requires_grad
         assert torch.equal(matrix, expected.to(dtype))
     assert (stack.matrix().data_ptr() == stack.weights[0].data_ptr()) == (dtype == stored)
-    for parameter, same, value in zip([*stack.weights, *stack.biases], parameters, before, strict=True):
+    for parameter, same, value in zip(
+        [*stack.weights, *stack.biases], parameters, before, strict=True
+    ):
         assert parameter is same and torch.equal(parameter, value)
 
 
@@ -51,7 +63,9 @@ def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
 ) -> None:
     stack.lay_together()
     before, columns = nn.Linear(3, 3), stack.linears[0].in_features
-    attach_main_gradients(nn.ModuleList([before, *stack.linears]), main, [[before.weight], stack.weights])
+    attach_main_gradients(
+        nn.ModuleList([before, *stack.linears]), main, [[before.weight], stack.weights]
+    )
     assert stack.main_gradient.data_ptr() == stack.weights[0].main_grad.data_ptr()
     expected = torch.zeros(stack.main_gradient.shape)
     for tokens in microbatches:
@@ -64,11 +78,16 @@ def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
 
 
 @given(stacks(st.just(torch.float32)), st.booleans())
-def test_gradients_that_do_not_lie_together_are_returned_to_autograd(stack: StackedProduct, attached: bool) -> None:
+def test_gradients_that_do_not_lie_together_are_returned_to_autograd(
+    stack: StackedProduct, attached: bool
+) -> None:
     """As over several processes, and where nobody said which parameters are stacked."""
     if attached:
         attach_main_gradients(nn.ModuleList(stack.linears), torch.float32)
-    x, dy = torch.randn(2, stack.linears[0].in_features), torch.randn(2, sum(map(len, stack.weights)))
+    x, dy = (
+        torch.randn(2, stack.linears[0].in_features),
+        torch.randn(2, sum(map(len, stack.weights))),
+    )
     returned, wanted = stack.weight_gradients(dy, x), split(stack, dy.t() @ x)
     for weight, gradient, expected in zip(stack.weights, returned, wanted, strict=True):
         assert attached or gradient is not None

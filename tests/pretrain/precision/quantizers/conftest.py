@@ -43,7 +43,9 @@ def finite_bf16(all_bf16: Tensor) -> Tensor:
     normals = torch.randn(NORMALS // 1024 * 1024 + 1024, generator=torch.Generator().manual_seed(1))
     normals[::977] *= 1000
     normals[::1013] = 0
-    return torch.cat([normals.bfloat16(), all_bf16.masked_fill(~all_bf16.isfinite(), 0)]).view(-1, 1024)
+    return torch.cat([normals.bfloat16(), all_bf16.masked_fill(~all_bf16.isfinite(), 0)]).view(
+        -1, 1024
+    )
 
 
 @pytest.fixture(scope="session")
@@ -58,6 +60,8 @@ def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
         differ = (bits[0] != bits[1]) & ~(ours.isnan() & theirs.isnan())
         first = differ.nonzero()[:5].tolist()
         shown = [(place, ours[tuple(place)].item(), theirs[tuple(place)].item()) for place in first]
-        assert not differ.any(), f"{differ.sum()} of {differ.numel()} differ; first (place, ours, theirs): {shown}"
+        assert not differ.any(), (
+            f"{differ.sum()} of {differ.numel()} differ; first (place, ours, theirs): {shown}"
+        )
 
     return check

@@ -44,7 +44,9 @@ def scale_of(values: np.ndarray, maximum: float, overflow: float) -> np.float32:
     return np.float32(2.0 ** (math.frexp(scale)[1] - 1))
 
 
-def assert_slice_by_slice(quantized: Quantized, x: Tensor, assert_same_bits: Callable, **options: bool) -> None:
+def assert_slice_by_slice(
+    quantized: Quantized, x: Tensor, assert_same_bits: Callable, **options: bool
+) -> None:
     codes, decode = slice_by_slice(x, quantized.grid, **options)
     assert_same_bits(quantized.codes, codes)
     assert_same_bits(quantized.block_scale.expand_as(codes), decode)
@@ -70,7 +72,9 @@ def test_two_million_values_are_quantized_as_slice_by_slice(
     two_dimensional: bool, many_values: Tensor, assert_same_bits: Callable
 ):
     options = {"two_dimensional": two_dimensional}
-    assert_slice_by_slice(blocks.quantize_fp8(many_values, E4M3, **options), many_values, assert_same_bits, **options)
+    assert_slice_by_slice(
+        blocks.quantize_fp8(many_values, E4M3, **options), many_values, assert_same_bits, **options
+    )
 
 
 @settings(deadline=None, max_examples=60)
@@ -88,7 +92,9 @@ def test_any_shape_dtype_and_stride_is_quantized_as_slice_by_slice(
     two_dimensional: bool,
 ):
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator) * torch.exp(8 * torch.randn(shape[0], 1, generator=generator))
+    x = torch.randn(shape, generator=generator) * torch.exp(
+        8 * torch.randn(shape[0], 1, generator=generator)
+    )
     x = (x.t() if transposed else x).to(dtype)
     options = {"two_dimensional": two_dimensional}
     assert_slice_by_slice(blocks.quantize_fp8(x, grid, **options), x, assert_same_bits, **options)

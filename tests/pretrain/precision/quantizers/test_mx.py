@@ -47,21 +47,32 @@ def check(assert_same_bits: SameBits) -> Check:
         assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
         decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
         assert_same_bits(blocks_of(quantized.block_scale), decoded.expand(codes.shape))
-        in_bytes = blocks_of(quantized.block_scale)[..., :1].view(torch.int32) >> 23  # as they lie in memory
+        # as they lie in memory
+        in_bytes = blocks_of(quantized.block_scale)[..., :1].view(torch.int32) >> 23
         assert np.array_equal(in_bytes.numpy(), scales)
 
     return check
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_two_million_values_have_the_codes_and_scales_that_numpy_finds(check: Check, finite_bf16: Tensor, grid: Grid) -> None:
+def test_two_million_values_have_the_codes_and_scales_that_numpy_finds(
+    check: Check, finite_bf16: Tensor, grid: Grid
+) -> None:
     check(finite_bf16, grid)
 
 
 def test_fp32_values_a_bit_from_where_the_scale_changes_have_numpys_scales(check: Check) -> None:
     """Blocks [n, 32] whose amax is 448 * 2^k, one ulp more or less; over all k, subnormals too."""
-    exact = torch.tensor([448.0 * 2.0**k for k in range(-150, 119) if 448.0 * 2.0**k < 3e38], dtype=torch.float64).float()
-    amax = torch.cat([exact, torch.nextafter(exact, torch.tensor(torch.inf)), torch.nextafter(exact, torch.tensor(0.0))])
+    exact = torch.tensor(
+        [448.0 * 2.0**k for k in range(-150, 119) if 448.0 * 2.0**k < 3e38], dtype=torch.float64
+    ).float()
+    amax = torch.cat(
+        [
+            exact,
+            torch.nextafter(exact, torch.tensor(torch.inf)),
+            torch.nextafter(exact, torch.tensor(0.0)),
+        ]
+    )
     check(amax[:, None] * torch.linspace(-1, 1, blocks.MX_BLOCK), E4M3)
 
 
@@ -76,7 +87,9 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check)
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16: Tensor, grid: Grid) -> None:
+def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(
+    finite_bf16: Tensor, grid: Grid
+) -> None:
     quantized = blocks.quantize_mx(finite_bf16, grid)
     operand = blocks_of(quantized.operand)
     amax = blocks_of(finite_bf16.float().abs()).amax(dim=-1)
@@ -88,9 +101,13 @@ def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(finite_bf16
 
 @given(
     values=npst.array_shapes(min_dims=1, max_dims=3, max_side=3).flatmap(
-        lambda shape: npst.arrays(np.float32, (*shape[:-1], 32 * shape[-1]), elements=st.floats(width=32, allow_nan=False))
+        lambda shape: npst.arrays(
+            np.float32, (*shape[:-1], 32 * shape[-1]), elements=st.floats(width=32, allow_nan=False)
+        )
     ),
     grid=st.sampled_from([E4M3, E5M2, E2M1]),
 )
-def test_any_shape_and_any_values_agree_with_numpy(check: Check, values: np.ndarray, grid: Grid) -> None:
+def test_any_shape_and_any_values_agree_with_numpy(
+    check: Check, values: np.ndarray, grid: Grid
+) -> None:
     check(torch.from_numpy(values), grid)

@@ -28,7 +28,8 @@ def values(finite_bf16: Tensor) -> Tensor:
     rows[5, ::2] = -0.0
     rows[7, 100:200] = 0
     rows[11] = 2.0**-130  # subnormal in FP32 and BF16
-    rows[13:15] = torch.arange(-1024.0, 1024.0).view(2, 1024) * 0.25  # ties, where the scales are powers of two
+    # ties, where the scales are powers of two
+    rows[13:15] = torch.arange(-1024.0, 1024.0).view(2, 1024) * 0.25
     return rows.bfloat16().contiguous()
 
 
@@ -55,7 +56,10 @@ def check(assert_same_bits: SameBits) -> Check:
         values = x.float().unflatten(-1, (-1, blocks.NVFP4_BLOCK)).numpy()
         codes, scales = in_numpy(values, np.abs(values).max())
         assert_same_bits(quantized.codes, torch.from_numpy(codes).reshape(x.shape))
-        assert_same_bits(quantized.block_scale, torch.from_numpy(scales).repeat_interleave(blocks.NVFP4_BLOCK, dim=-1))
+        assert_same_bits(
+            quantized.block_scale,
+            torch.from_numpy(scales).repeat_interleave(blocks.NVFP4_BLOCK, dim=-1),
+        )
 
     return check
 
@@ -66,22 +70,35 @@ def test_the_hadamard_transform_of_two_million_values_is_transformer_engines(
     module = te_reference("reference_nvfp4")
     reference = module.NVFP4QuantizerRef(dtype=None, with_rht=True)
     x = finite_bf16[: finite_bf16.shape[0] // 16 * 16]
-    assert torch.equal(blocks.hadamard(x).view(torch.int16), reference._apply_rht(x).view(torch.int16))
+    assert torch.equal(
+        blocks.hadamard(x).view(torch.int16), reference._apply_rht(x).view(torch.int16)
+    )
     transposed = reference._apply_rht(x.t().contiguous())
-    assert torch.equal(blocks.hadamard(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16))
+    assert torch.equal(
+        blocks.hadamard(x.t()).contiguous().view(torch.int16), transposed.view(torch.int16)
+    )
 
 
 @pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=["rows", "squares"])
 def test_two_million_values_have_transformer_engines_codes_and_scales(
-    te_reference: Callable[[str], ModuleType], assert_same_bits: SameBits, values: Tensor, tile: tuple[int, int]
+    te_reference: Callable[[str], ModuleType],
+    assert_same_bits: SameBits,
+    values: Tensor,
+    tile: tuple[int, int],
 ) -> None:
     module = te_reference("reference_nvfp4")
     options = {"rowwise": True, "columnwise": False, "quant_tile_shape": tile}
-    theirs = module.NVFP4QuantizerRef(dtype=module.reference_utils.Fp4Formats.E2M1, **options).quantize(values)
+    theirs = module.NVFP4QuantizerRef(
+        dtype=module.reference_utils.Fp4Formats.E2M1, **options
+    ).quantize(values)
     quantized = blocks.quantize_nvfp4(values, two_dimensional=tile == (16, 16))
     assert_same_bits(quantized.codes, module.cast_from_fp4x2(theirs.data, torch.float32))
-    assert_same_bits(quantized.block_scale, theirs.scale.float().repeat_interleave(blocks.NVFP4_BLOCK, dim=-1))
-    assert_same_bits(quantized.tensor_scale, (theirs.global_amax_row.double() / 2688).float().squeeze())
+    assert_same_bits(
+        quantized.block_scale, theirs.scale.float().repeat_interleave(blocks.NVFP4_BLOCK, dim=-1)
+    )
+    assert_same_bits(
+        quantized.tensor_scale, (theirs.global_amax_row.double() / 2688).float().squeeze()
+    )
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
@@ -106,7 +123,9 @@ def test_an_infinity_or_a_nan_shows_in_the_tensor_scale() -> None:
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
-def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(values: Tensor, two_dimensional: bool) -> None:
+def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(
+    values: Tensor, two_dimensional: bool
+) -> None:
     quantized = blocks.quantize_nvfp4(values[:1600], two_dimensional=two_dimensional)
     assert torch.equal(quantized.operand, quantized.operand_in(torch.bfloat16).float())
     mantissas = torch.frexp(quantized.operand).mantissa * 2**6
@@ -116,7 +135,9 @@ def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(values: Ten
 @given(
     values=npst.array_shapes(min_dims=1, max_dims=3, max_side=3).flatmap(
         lambda shape: npst.arrays(
-            np.float32, (*shape[:-1], 16 * shape[-1]), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+            np.float32,
+            (*shape[:-1], 16 * shape[-1]),
+            elements=st.floats(width=32, allow_nan=False, allow_infinity=False),
         )
     )
 )

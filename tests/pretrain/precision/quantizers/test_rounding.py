@@ -14,7 +14,11 @@ from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid
 from pretrain.precision.quantizers.tensor import round_stochastically, round_to_grid
 
 GRIDS = [E4M3, E5M2, E2M1]
-NUMPY = {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2, "E2M1": ml_dtypes.float4_e2m1fn}
+NUMPY = {
+    "E4M3": ml_dtypes.float8_e4m3fn,
+    "E5M2": ml_dtypes.float8_e5m2,
+    "E2M1": ml_dtypes.float4_e2m1fn,
+}
 by_name = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
@@ -36,15 +40,24 @@ def many_values(all_bf16: Tensor) -> Tensor:
     patterns = torch.arange(-(2**31), 2**31, 1999).to(torch.int32).view(torch.float32)
     ties = [with_neighbours((values_of(grid)[1:] + values_of(grid)[:-1]) / 2) for grid in GRIDS]
     on_grid = [with_neighbours(values_of(grid)) for grid in GRIDS]
-    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 464.0, -464.0, 61440.0, 5.0, 7.0])
+    special = torch.tensor(
+        [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 464.0, -464.0, 61440.0, 5.0, 7.0]
+    )
     values = torch.cat([patterns, all_bf16.float(), *ties, *on_grid, special])
     return values
 
 
 @by_name
-def test_rounding_is_ml_dtypes_cast_of_the_clamped_value(grid: Grid, many_values: Tensor, assert_same_bits: Callable):
+def test_rounding_is_ml_dtypes_cast_of_the_clamped_value(
+    grid: Grid, many_values: Tensor, assert_same_bits: Callable
+):
     values = many_values[~many_values.isnan()]
-    cast = values.clamp(-grid.maximum, grid.maximum).numpy().astype(NUMPY[grid.name]).astype(np.float32)
+    cast = (
+        values.clamp(-grid.maximum, grid.maximum)
+        .numpy()
+        .astype(NUMPY[grid.name])
+        .astype(np.float32)
+    )
     assert_same_bits(round_to_grid(values, grid), torch.from_numpy(cast))
 
 
@@ -53,7 +66,12 @@ def test_nan_stays_and_zeros_keep_their_sign(grid: Grid):
     x = torch.tensor([torch.nan, 0.0, -0.0, 1e-40, -1e-40])
     for rounded in (round_to_grid(x, grid), round_stochastically(x, grid, torch.full((5,), 0.5))):
         assert rounded[0].isnan()
-        assert rounded[1:].tolist() == [0, 0, 0, 0] and rounded[1:].signbit().tolist() == [False, True, False, True]
+        assert rounded[1:].tolist() == [0, 0, 0, 0] and rounded[1:].signbit().tolist() == [
+            False,
+            True,
+            False,
+            True,
+        ]
 
 
 @by_name

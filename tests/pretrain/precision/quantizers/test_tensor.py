@@ -25,12 +25,16 @@ AMAX = st.one_of(st.floats(0, width=32), st.sampled_from([0.0, 1e-45, 1e-37, 1.0
 def every_amax() -> Tensor:
     """Every 997th FP32 bit pattern from zero through subnormals to infinity and NaN: 2.2 million."""
     patterns = torch.arange(0, 2**31, 997).to(torch.int32).view(torch.float32)
-    return torch.cat([patterns, torch.tensor([torch.inf, torch.nan, 448.0, 57344.0, 1.3165537e-36])])
+    return torch.cat(
+        [patterns, torch.tensor([torch.inf, torch.nan, 448.0, 57344.0, 1.3165537e-36])]
+    )
 
 
 @by_grid
 @by_power_of_two
-def test_the_scale_is_the_rule_in_fp32_arithmetic(grid: Grid, power_of_two: bool, every_amax: Tensor, assert_same_bits: Callable):
+def test_the_scale_is_the_rule_in_fp32_arithmetic(
+    grid: Grid, power_of_two: bool, every_amax: Tensor, assert_same_bits: Callable
+):
     amax = every_amax.numpy()
     with np.errstate(all="ignore"):
         scale = np.float32(grid.maximum) / amax
@@ -38,10 +42,15 @@ def test_the_scale_is_the_rule_in_fp32_arithmetic(grid: Grid, power_of_two: bool
     if power_of_two:
         scale = np.ldexp(np.float32(1), np.frexp(scale)[1] - 1)
     scale[(amax == 0) | ~np.isfinite(amax)] = 1
-    assert_same_bits(tensor.scale_from_amax(every_amax, grid.maximum, power_of_two=power_of_two), torch.from_numpy(scale))
+    assert_same_bits(
+        tensor.scale_from_amax(every_amax, grid.maximum, power_of_two=power_of_two),
+        torch.from_numpy(scale),
+    )
 
 
-def test_the_decode_scale_is_the_fp32_reciprocal_subnormal_ones_too(every_amax: Tensor, assert_same_bits: Callable):
+def test_the_decode_scale_is_the_fp32_reciprocal_subnormal_ones_too(
+    every_amax: Tensor, assert_same_bits: Callable
+):
     scales = every_amax[every_amax > 0]
     with np.errstate(over="ignore"):
         reciprocals = np.float32(1) / scales.numpy()
@@ -52,12 +61,20 @@ def test_the_decode_scale_is_the_fp32_reciprocal_subnormal_ones_too(every_amax: 
 @by_grid
 @by_power_of_two
 def test_current_scaling_is_transformer_engines_reference(
-    grid: Grid, power_of_two: bool, finite_bf16: Tensor, te_reference: Callable, assert_same_bits: Callable
+    grid: Grid,
+    power_of_two: bool,
+    finite_bf16: Tensor,
+    te_reference: Callable,
+    assert_same_bits: Callable,
 ):
     """The reference leaves infinities and an overflowing scale of BF16 to the kernels, so neither is among these values."""
-    reference = te_reference("reference_current_scaling").CurrentScalingQuantizerRef(TORCH[grid.name], pow_2_scales=power_of_two)
+    reference = te_reference("reference_current_scaling").CurrentScalingQuantizerRef(
+        TORCH[grid.name], pow_2_scales=power_of_two
+    )
     theirs = reference.quantize(finite_bf16)
-    scale = tensor.scale_from_amax(tensor.absolute_maximum(finite_bf16), grid.maximum, power_of_two=power_of_two)
+    scale = tensor.scale_from_amax(
+        tensor.absolute_maximum(finite_bf16), grid.maximum, power_of_two=power_of_two
+    )
     ours = tensor.quantize(finite_bf16, scale, grid)
     assert_same_bits(ours.codes, theirs.data.float())
     assert_same_bits(ours.codes.t(), theirs.data_t.float())
@@ -67,15 +84,23 @@ def test_current_scaling_is_transformer_engines_reference(
 # Delayed scaling's history
 
 
-def one_column(history: list[float], scale: float, maximum: float, margin: int, algorithm: str) -> tuple[list[float], float]:
+def one_column(
+    history: list[float], scale: float, maximum: float, margin: int, algorithm: str
+) -> tuple[list[float], float]:
     """TE's fused kernel for one scale, in scalar steps."""
     newest = history[0]
     if newest == 0:
         return history, scale
-    largest = max((value for value in history if not math.isnan(value)), default=0.0) if algorithm == "max" else newest
+    largest = (
+        max((value for value in history if not math.isnan(value)), default=0.0)
+        if algorithm == "max"
+        else newest
+    )
     if math.isfinite(largest) and largest > 0:
         with np.errstate(over="ignore"):
-            scale = min(float(np.float32(maximum * 2.0**-margin) / np.float32(largest)), float(FP32_MAX))
+            scale = min(
+                float(np.float32(maximum * 2.0**-margin) / np.float32(largest)), float(FP32_MAX)
+            )
     return [0.0, *history[2:], newest][: len(history)], scale
 
 
@@ -99,5 +124,7 @@ def test_a_step_moves_the_history_and_sets_the_scale_as_the_fused_kernel(
     moved, updated = tensor.update_scale(history, scale, maximum, margin, algorithm)
     columns = zip(history.t().tolist(), scale.tolist(), strict=True)
     expected = [one_column(column, old, maximum, margin, algorithm) for column, old in columns]
-    torch.testing.assert_close(moved.t(), torch.tensor([column for column, _ in expected]), rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(
+        moved.t(), torch.tensor([column for column, _ in expected]), rtol=0, atol=0, equal_nan=True
+    )
     assert torch.equal(updated, torch.tensor([new for _, new in expected]))

@@ -1,0 +1,46 @@
+"""The NumPy quantizers of parity, which share no code with the formats, make the same codes."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.settings import PRECISIONS
+from pretrain.verify.reference_quantizer import foreign_codes
+from tests.pretrain.conftest import active_in
+
+QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantized]
+
+
+@st.composite
+def operands(draw: st.DrawFn) -> torch.Tensor:
+    """BF16 [128, 256] with ties, zeros, outliers and blocks of very different size."""
+    random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    spread = draw(st.sampled_from([0.0, 2.0, 8.0]))
+    values = random.standard_normal((128, 256)) * np.exp2(spread * random.standard_normal((128, 1)))
+    values[random.random(values.shape) < draw(st.sampled_from([0.0, 0.3]))] = 0.0
+    values *= 2.0 ** draw(st.integers(-40, 40))
+    return torch.from_numpy(values).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+@given(operands(), st.sampled_from(get_args(Role)), st.sampled_from(get_args(Along)))
+def test_codes_of_a_format_are_those_of_the_reference(
+    name: str, x: torch.Tensor, role: Role, along: Along
+) -> None:
+    active = active_in(name, "emulation")
+    scale = None
+    if active.precision.keeps_history:
+        scale = active.precision.grid(active.settings, role).maximum / x.abs().amax().float() / 3
+    assert foreign_codes(active, role, along, x, scale) == 0
+
+
+def test_operands_that_are_not_finite_are_no_match() -> None:
+    x = torch.full((128, 128), float("nan"))
+    assert np.isnan(foreign_codes(active_in("mxfp8", "emulation"), "input", "features", x, None))
