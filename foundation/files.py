@@ -1,4 +1,4 @@
-"""Write files that survive a crash, hash them, compare them with their records, and lock folders."""
+"""Write files that survive a crash, hash them, compare them with records, and lock folders."""
 
 from __future__ import annotations
 

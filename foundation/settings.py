@@ -135,7 +135,7 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that an annotation allows: the members of nested unions, or the type itself."""
+    """Return the types that an annotation allows: members of nested unions, or the type itself."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
@@ -175,7 +175,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     """
     if not text.strip():
         raise InputError(
-            f"command line: `{key}=` is empty; write a value, `{key}=null` for none, or leave it out"
+            f"command line: `{key}=` is empty; write a value, `{key}=null` for none, "
+            "or leave it out"
         )
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
