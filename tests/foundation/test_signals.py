@@ -10,9 +10,9 @@ import pytest
 
 from foundation.signals import REPEAT_SECONDS
 
-# A training loop that saves until its stdin is closed. Its clock advances between two signals by the
-# seconds in its argument. It polls stdin: if a signal arrives just before a blocking read, Python
-# runs the handler after the read, which would not end here.
+# A training loop that saves until its stdin is closed. Its clock advances between two signals by
+# the seconds in its argument. It polls stdin: if a signal arrives just before a blocking read,
+# Python runs the handler after the read, which would not end here.
 LOOP = """
 import itertools, select, sys, time
 from types import SimpleNamespace
