@@ -6,8 +6,8 @@ from __future__ import annotations
 class InputError(Exception):
     """Error in something that the user supplied: a setting, a file, a command line or a machine.
 
-    The message names the file or the key, says what is wrong and what to do. The command line
-    prints the message alone and exits with `status`. Any other exception except OSError is a bug of
+    The message names the file or the key, the mistake, and a remedy. The command line prints the
+    message alone and exits with `status`. Any other exception except OSError is a bug of
     this project and keeps its traceback.
     """
 

@@ -81,7 +81,7 @@ _MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")
 
 
 def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
-    """Return the dotted key of a pydantic error and what is wrong with its value.
+    """Return the dotted key of a pydantic error and the mistake in its value.
 
     The key has no names of union members, which pydantic puts into the location.
     """

@@ -6,8 +6,9 @@ and copies of folders may be incomplete, so every byte is hashed again before it
 A save copies the tensors to host memory, and a thread writes the copies while training continues.
 The thread must not use the process group: its collectives belong to the training thread and must
 come in the same order on all ranks. The thread of each rank writes and flushes its own files.
-Between two steps, ranks exchange what they have written (`Checkpoints.settle`). When all ranks have
-written, the first rank's thread writes the state and then the manifest, and renames the folder.
+Between two steps, ranks exchange the records of their files (`Checkpoints.settle`). When all ranks
+have written, the first rank's thread writes the state and then the manifest, and renames the
+folder.
 """
 
 from __future__ import annotations
@@ -199,7 +200,7 @@ class Checkpoints:
 
     @property
     def failed(self) -> bool:
-        """Whether this process's part of the running save has failed. Not collective.
+        """True if this process's part of the running save has failed. Not collective.
 
         `wait` raises the failure.
         """
@@ -452,9 +453,9 @@ class Staging:
 def free_memory() -> int:
     """Return the bytes of memory that this process may still use.
 
-    They are the free bytes of the machine or, if that is less, what the tightest control group of
-    the process leaves. SLURM, Docker and Kubernetes limit jobs by control groups and kill a job
-    that exceeds its limit.
+    They are the free bytes of the machine or, if that is less, the bytes that the tightest control
+    group of the process leaves. SLURM, Docker and Kubernetes limit jobs by control groups and kill
+    a job that exceeds its limit.
     """
     free = psutil.virtual_memory().available
     with suppress(OSError):  # not Linux

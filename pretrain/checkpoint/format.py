@@ -108,7 +108,7 @@ def newest_in(source: Path) -> Path:
 
 
 def partial_folder(final: Path) -> Path:
-    """Return the folder in which the checkpoint `final` is written."""
+    """Return the folder where the checkpoint `final` is written before it is complete."""
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 
@@ -252,7 +252,7 @@ def lay_out(
     offers: list[dict[str, ShardBlock]],
     checksums: Mapping[str, int | None],
 ) -> dict[str, TensorEntry]:
-    """Decide which rank writes which block to which file, and return the index of the tensors.
+    """Assign the blocks of all tensors to ranks and files, and return the index of the tensors.
 
     Each distinct block is written by one of the ranks that hold it. Blocks are assigned in order of
     size, the largest first, each to the rank with the fewest bytes so far (LPT scheduling). A rank

@@ -31,7 +31,7 @@ class TrainState:
 
     @property
     def finished(self) -> bool:
-        """Whether the run has reached its horizon."""
+        """True if the run has reached its horizon."""
         return self.step >= self.steps
 
     @property

@@ -37,7 +37,7 @@ _explaining_accelerate = partial(
 
 
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
-    """Return the Accelerator of a launch, and notices of what was corrected in the launch."""
+    """Return the Accelerator of a launch, and notices about corrected settings of the launch."""
     if recipe.deterministic:
         compute_in_a_fixed_order()
     launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
@@ -256,7 +256,7 @@ def refused_together(make: Callable[[], T]) -> T:
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite contiguous `tensors` with those of the first rank. Collective.
+    """Overwrite contiguous `tensors` with the tensors of the first rank. Collective.
 
     Files and libraries of other machines may differ.
     """

@@ -8,7 +8,7 @@ product may add to `main_grad` itself; it then returns no gradient for that weig
 All main gradients of a model are in one allocation. A run that does not fit into memory fails at
 its start, and clearing the gradients is one write. A cleared gradient holds -0.0, which changes no
 bits when something is added. A sum of only -0.0 has had nothing added, because products start from
-+0.0. The main gradients are stored about in the order in which backward finishes them. Finished
++0.0. The main gradients are stored about in the order of backward. Finished
 gradients are therefore contiguous, and ranks exchange them while backward is still running
 (`RankSums`).
 

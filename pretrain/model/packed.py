@@ -187,8 +187,8 @@ def forward_backward(
         model: The model, with cleared gradients.
         batches: The microbatches of this rank.
         accelerator: The run's Accelerator.
-        around_first: Context manager entered for the first microbatch, in which weights are
-            quantized. It observes the microbatch.
+        around_first: Context manager that observes the first microbatch. Weights are quantized in
+            this microbatch.
         first_apart: Exchange no gradients before `around_first` is left, even if the step has only
             one microbatch.
     """

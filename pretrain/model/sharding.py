@@ -86,7 +86,7 @@ class _Group:
 
     @property
     def is_accumulating(self) -> bool:
-        """Whether the main gradients hold something that is not reduced yet."""
+        """True if the main gradients hold values that are not reduced yet."""
         return any(param.unsharded_accumulated_grad is not None for param in self.trained)
 
 

@@ -222,7 +222,7 @@ def _update(
     """Update one parameter in place and return the number of lost updates, an int64 scalar.
 
     The algorithm is algorithm 2 of Loshchilov and Hutter (arXiv:1711.05101). The operations and
-    their order are those of `torch.optim.adam._single_tensor_adam`, in FP32 whatever is stored.
+    their order match `torch.optim.adam._single_tensor_adam`, in FP32 whatever is stored.
     FP32 masters get the same bits as from `torch.optim.AdamW`. BF16 moments and BF16 weights
     without remainder are rounded once, when they are written. The Triton kernel rounds in the same
     places.

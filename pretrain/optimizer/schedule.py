@@ -2,8 +2,8 @@
 
 Steps count from 0 in this file, and from 1 in everything that a user sees. No step has a learning
 rate of zero, because it would be wasted: warm-up begins at 1 / warmup of the peak, and decay would
-reach its end at step `total_steps`, which is not trained. After warm-up the values are those of
-`transformers.get_wsd_schedule` and of torch's CosineAnnealingLR and LinearLR.
+reach its end at step `total_steps`, which is not trained. After warm-up the values equal
+`transformers.get_wsd_schedule` and torch's CosineAnnealingLR and LinearLR.
 """
 
 from __future__ import annotations

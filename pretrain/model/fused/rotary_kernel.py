@@ -11,8 +11,8 @@ scaling, whose scale is known in advance, it writes FP8 codes by rows and by col
 may not fuse multiplications with additions, so that both forms have the same bits.
 
 With head norms a program computes many tiles and sums the gradients of the norms' weights. torch
-adds the sums of all programs, in an order that depends on shapes only. Therefore only as many
-programs are started as the GPU can run at once.
+adds the sums of all programs, in an order that depends on shapes only. Therefore no more
+programs are started than the GPU can run at once.
 """
 
 from __future__ import annotations
@@ -472,8 +472,8 @@ def quantized_rotate_backward(
     """Return the gradient of `qkv` in FP8, and the gradients of the norms' weights.
 
     The gradient of `qkv` is rounded to BF16 and has the codes that the usages of `quantizer` ask
-    for. The gradients of the norms' weights have the bits of `rotate_backward`. `gradients` are
-    those of queries, keys and values.
+    for. The gradients of the norms' weights have the bits of `rotate_backward`. `gradients` has
+    the gradients of queries, keys and values.
     """
     dqkv, written = allocate(
         quantizer,

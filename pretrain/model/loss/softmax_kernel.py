@@ -6,8 +6,8 @@ that torch.compile generates from the formula takes 1.8 times as long.
 
 If FP8 products follow, the gradient is written as codes, by rows and transposed. The scales are
 known after the first pass: the largest gradient of a token is at its label, because the others sum
-to the same magnitude. Values are rounded to BF16 first, so the codes are those of a gradient that
-was written in BF16 and then quantized.
+to the same magnitude. Values are rounded to BF16 first, as if the gradient had been written in
+BF16 and then quantized.
 
 Each row has its own scale, so that the entry at its label is exact. docs/log.md (21 November 2026)
 has the cost of one scale for all rows. The transpose must have one scale, because its product sums
