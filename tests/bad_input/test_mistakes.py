@@ -157,7 +157,7 @@ COMMANDS = {
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
     "matrix {here}/matrix.yaml": "recipe",
-    "flops {here}/folder.yaml": "{here}/folder.yaml: no YAML that can be read: Is a directory",
+    "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",

@@ -140,12 +140,12 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
 
-# ── Folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Folders ──
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
-def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_memory(
+def test_under_fsdp2_only_the_first_rank_holds_the_weights(
     kind: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
     changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[
@@ -183,7 +183,7 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
-def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(
+def test_a_key_that_only_the_layers_read_is_accepted(
     kind: str,
 ) -> None:
     config = model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
@@ -198,7 +198,7 @@ def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_li
 
 
 @pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
-def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(
+def test_a_key_of_transformers_that_no_layer_reads_is_rejected(
     key: str,
 ) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
