@@ -27,10 +27,10 @@ from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.settings import label
 from pretrain.settings.config import (
+    as_path_part,
     begin_of,
-    filled_in,
+    fill_in,
     flatten,
-    in_a_name,
     load_recipe,
     parse_overrides,
     settings_without,
@@ -244,7 +244,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
                 raise InputError(
                     "`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`"
                 )
-            run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
+            run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
             # of each key
             last = {text.partition("=")[0]: text for text in [*own_overrides, f"run_dir={run_dir}"]}
             arguments = tuple(last.values())
@@ -303,7 +303,7 @@ def _name_of(values: Values) -> str:
     """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`."""
     parts = []
     for key, value in values.items():
-        text = in_a_name(label(value, in_a_path=True) if key == "precision" else value)
+        text = as_path_part(label(value, in_a_path=True) if key == "precision" else value)
         parts.append(text if key in _WITHOUT_KEY else f"{key.rpartition('.')[-1]}={text}")
     return "-".join(parts)
 

@@ -38,7 +38,7 @@ from pretrain.compare.matrix_file import (
 from pretrain.compare.matrix_run import Outcome, command_of, run_all, say, stopped
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
-from pretrain.settings.config import filled_in, flatten, parse_overrides
+from pretrain.settings.config import fill_in, flatten, parse_overrides
 
 LEAST_STEPS = WARM_UP_STEPS + 3  # for a median that means something
 
@@ -99,7 +99,7 @@ class Search:
 
     @property
     def folder(self) -> Path:
-        return Path(filled_in(self.settings.run_dir, {"name": self.settings.name}))
+        return Path(fill_in(self.settings.run_dir, {"name": self.settings.name}))
 
     @property
     def values(self) -> Values:
