@@ -208,7 +208,8 @@ class Search:
 
     def _command(self) -> str:
         """Return the command that trains the recipe with the best configuration."""
-        keys = {*self.values, *parse_overrides(self.overrides)}
+        overridden = dict(parse_overrides(self.overrides))
+        keys = self.values.keys() | overridden.keys()
         overrides = [
             text for text in self.chosen[-1].cell.overrides if text.partition("=")[0] in keys
         ]

@@ -123,6 +123,14 @@ def test_an_unstable_cell_is_never_the_best(last_step, reason, phases_file, fini
     assert rows["microbatch=1"][-1] == "**best**" and reason in rows["microbatch=8"][-1]
 
 
+def test_the_command_keeps_the_overrides_of_the_command_line(phases_file):
+    search = load_phases(phases_file(BATCH), ["seed=7", "optimizer.betas=[0.9,0.9]"])
+    [matrix] = search.check()
+    search.chosen = [Measured("batch", matrix.cells[0], {}, "")]
+    command = search.report().splitlines()[-1]
+    assert "seed=7 'optimizer.betas=[0.9,0.9]' batch.microbatch=1" in command
+
+
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("recipes/phases/*.yaml")), ids=lambda path: path.stem
 )
