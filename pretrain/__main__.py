@@ -54,7 +54,7 @@ RUNS = {
     ),
     "phases": (
         "pretrain.compare.phases",
-        "search a fast and stable configuration, one group of settings at a time",
+        "search for a fast and stable configuration, one group of settings at a time",
     ),
 }
 # Commands of `python -m packing`, whose `main` expects the command as its first argument.
@@ -108,7 +108,7 @@ def _run(arguments: list[str]) -> int:
 
 def usage() -> str:
     """Return the help of the program, with one line per command."""
-    lines = [f"  {name:<9} {description}" for name, (_, description) in COMMANDS.items()]
+    lines = [f"  {name:<10} {description}" for name, (_, description) in COMMANDS.items()]
     return "\n".join(
         [
             "usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...",

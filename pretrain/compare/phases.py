@@ -1,4 +1,4 @@
-"""Search a fast and stable configuration in phases: `python -m pretrain phases PHASES.yaml`.
+"""Search for a fast and stable configuration in phases: `python -m pretrain phases PHASES.yaml`.
 
 A phase is a small matrix over a few settings. It is measured on top of the fastest cell of the
 phases before it, so three phases of four cells take 12 runs instead of 64. The search ends at the
