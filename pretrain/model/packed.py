@@ -48,7 +48,9 @@ class PackedLanguageModel(nn.Module):
         self.routing = Routing.of(hf) if is_mixture(hf) else None  # None where there are no experts
         if self.routing is not None:
             self.routing.in_fp32()
-        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
+        head = hf.get_output_embeddings()
+        name = next(name for name, module in hf.named_modules() if module is head)
+        hf.set_output_embeddings(LossHead.replacing(head, loss, self.context, name))
         # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS. A
         # pack's padding is a document of its own without labels, so it needs no mask.
         hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None

@@ -21,9 +21,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear
 from pretrain.model.fused.formulas import HeadNorms, Heads
-from pretrain.precision.product import Backend
+from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
@@ -115,11 +115,11 @@ class FusedLayers:
     arithmetic: Arithmetic
 
     @property
-    def products(self) -> list[StackedProduct]:
+    def products(self) -> list[StackedLinear]:
         return [product for layer in self.layers.values() for product in layer.products]
 
     @property
-    def members(self) -> dict[str, StackedProduct]:
+    def members(self) -> dict[str, StackedLinear]:
         """The linears that no module computes any more, and the products that do."""
         return {member: product for product in self.products for member in product.members}
 
@@ -149,9 +149,9 @@ class FusedLayer:
         name: str,
         arithmetic: Arithmetic,
         *,
-        low_precision: Mapping[Backend, Collection[str]],
+        low_precision: Mapping[GemmEngine, Collection[str]],
     ) -> None:
-        """`layer`, called `name` in its model. `low_precision`: by each backend that may compute it, which of its linears are in
+        """`layer`, called `name` in its model. `low_precision`: by each engine that may compute it, which of its linears are in
         low precision; the others are in the context's compute dtype."""
         self.unfused, self.arithmetic = layer.forward, arithmetic
         self.attention, self.norms = (
@@ -164,8 +164,8 @@ class FusedLayer:
         for joined, stack in zip(_STACKS, parts.stacks, strict=True):
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
             first = next(iter(linears))  # of one stack all are in low precision, or none
-            backends = [backend for backend, low in low_precision.items() if first in low]
-            products.append(StackedProduct(f"{name}.{joined}", linears, arithmetic, backends))
+            engines = [engine for engine, low in low_precision.items() if first in low]
+            products.append(StackedLinear(f"{name}.{joined}", linears, arithmetic, engines))
             products[-1].lay_together()
         self.products = self.qkv, self.output, self.gate_up, self.down = tuple(products)
 
@@ -260,12 +260,11 @@ class NormedAttention(torch.autograd.Function):
         sin: Tensor,
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
-        arithmetic, product = layer.arithmetic, layer.qkv
-        product.begin(x)
-        ctx.layer, ctx.documents = layer, documents
-        ctx.is_first_in_forward = arithmetic.library.is_first_in_forward()
+        arithmetic, product = layer.arithmetic, layer.qkv.start(x)
+        ctx.layer, ctx.product, ctx.documents = layer, product, documents
+        ctx.is_first_in_forward = arithmetic.gemm_class.is_first_in_forward()
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
-        qkv = product.forward(normed)
+        qkv = product.project(normed)
         results = arithmetic.rotation(layer.heads).rotate(
             qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype)
         )
@@ -284,7 +283,7 @@ class NormedAttention(torch.autograd.Function):
         layer, arithmetic, product, heads = (
             ctx.layer,
             ctx.layer.arithmetic,
-            ctx.layer.qkv,
+            ctx.product,
             ctx.layer.heads,
         )
         *gradients, residual = gradients
@@ -306,7 +305,7 @@ class NormedAttention(torch.autograd.Function):
         of_weights = product.weight_gradients(dqkv, normed)
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
         if ctx.is_first_in_forward:
-            arithmetic.library.finish_backward()
+            arithmetic.gemm_class.finish_backward()
         of_head_norms = of_head_norms[: len(layer.head_norms)]
         return None, None, dx, None, None, of_norm, *of_head_norms, *of_weights, *of_biases
 
@@ -318,22 +317,18 @@ class OutputAndMLP(torch.autograd.Function):
     def forward(
         ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
     ) -> Tensor:
-        arithmetic, output, gate_up, down = (
-            layer.arithmetic,
-            layer.output,
-            layer.gate_up,
-            layer.down,
-        )
-        ctx.layer = layer
-        output.begin(attended)
-        operand = output.operand("input", attended)
-        x = output.forward(operand, residual)
-        gate_up.begin(x)
+        arithmetic = layer.arithmetic
+        output = layer.output.start(attended)
+        operand = output.quantize("input", attended)
+        x = output.project(operand, residual)
+        gate_up = layer.gate_up.start(x)
         normed, rstd = arithmetic.norm(x, layer.norms[1], gate_up)
-        hidden = gate_up.forward(normed)
-        down.begin(hidden)
+        hidden = gate_up.project(normed)
+        down = layer.down.start(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
-        y = down.forward(activated, x)
+        ctx.layer = layer
+        ctx.products = output, gate_up, down
+        y = down.project(activated, x)
         # after the products: it takes operands apart
         arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
         return y
@@ -342,9 +337,9 @@ class OutputAndMLP(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
         layer, arithmetic = ctx.layer, ctx.layer.arithmetic
-        output, gate_up, down = layer.output, layer.gate_up, layer.down
+        output, gate_up, down = ctx.products
         operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
-        quantized = down.operand("grad_output", dy)
+        quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
         del d_activated, hidden, kept
@@ -355,7 +350,7 @@ class OutputAndMLP(torch.autograd.Function):
         del d_hidden, normed
         dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
         del d_normed, x
-        quantized = output.operand("grad_output", dx)
+        quantized = output.quantize("grad_output", dx)
         d_attended = output.input_gradient(quantized)
         output_weights = output.weight_gradients(quantized, operand)
         return None, d_attended, dx, *output_weights, of_norm, *gate_up_weights, *down_weights

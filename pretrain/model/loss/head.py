@@ -33,13 +33,8 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
-from pretrain.precision.product import (
-    LinearCall,
-    PrecisionContext,
-    Product,
-    TakesTurns,
-    summing_where,
-)
+from pretrain.precision.gemm import Gemm
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, summing_where
 from pretrain.precision.searched import add_product_, linear
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
@@ -72,10 +67,11 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
             )
 
 
-class LossHead(TakesTurns, nn.Linear):
+class LossHead(nn.Linear):
     """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced. It
     computes in the hidden states' dtype, or in the low precision whose turn it is; the weight may have another."""
 
+    state: LinearState
     settings: LossSettings
     chunk: int  # tokens whose logits exist at once
     penalty: Penalty | None
@@ -83,10 +79,16 @@ class LossHead(TakesTurns, nn.Linear):
 
     @classmethod
     def replacing(
-        cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None
+        cls,
+        linear: nn.Linear,
+        settings: LossSettings,
+        context: PrecisionContext | None = None,
+        name: str = "lm_head",
     ) -> LossHead:
-        """A head on the very same Parameters, so a weight tied to the embedding stays tied. Of the `context`'s backends none
-        computes it yet."""
+        """Return a head on the same Parameters, so a weight tied to the embedding stays tied.
+
+        `name` is the head's in its model. No engine of `context` computes the head yet.
+        """
         if settings.kind == "cce" and linear.bias is not None:
             raise InputError(
                 "`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked"
@@ -96,7 +98,7 @@ class LossHead(TakesTurns, nn.Linear):
         )
         head.weight, head.bias = linear.weight, linear.bias
         head.settings, head.chunk = settings, settings.tokens_at_once
-        head.context, head.products = context or PrecisionContext(None, linear.weight.dtype), {}
+        head.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
         head.penalty = (
             Penalty(settings.penalty, settings.penalty_weight) if settings.penalty else None
         )
@@ -110,7 +112,7 @@ class LossHead(TakesTurns, nn.Linear):
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
         low, hidden, labels, operands = (
-            self.low,
+            self.state.low,
             hidden.flatten(0, -2),
             labels.flatten(),
             (self.weight, self.bias),
@@ -122,14 +124,11 @@ class LossHead(TakesTurns, nn.Linear):
         ):
             trained, parts = ChunkedLoss.apply(hidden, *operands, labels, self, low)
         else:
-            operands = in_dtype(self.context.compute_dtype if low else hidden.dtype, *operands)
+            dtype = self.state.context.compute_dtype if low else hidden.dtype
+            operands = in_dtype(dtype, *operands)
 
             def losses(rows: slice) -> Tensor:
-                logits = (
-                    low(hidden[rows], *operands, self.context)
-                    if low
-                    else F.linear(hidden[rows], *operands)
-                )
+                logits = (self.state if low else F.linear)(hidden[rows], *operands)
                 return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
 
             trained, parts = self.add_up(losses, labels, low)
@@ -139,7 +138,7 @@ class LossHead(TakesTurns, nn.Linear):
         return trained if self.training else parts[0]
 
     def add_up(
-        self, losses: Callable[[slice], Tensor], labels: Tensor, low: Product | None
+        self, losses: Callable[[slice], Tensor], labels: Tensor, low: Gemm | None
     ) -> tuple[Tensor, Tensor]:
         """The sum that is trained, FP32, and what it is made of, FP32 [1 or 2]: the sum of cross-entropies and, where there are
         any, of penalties without their weight. `losses`: FP32 [n] of the tokens of a chunk, or [2, n] with penalties under them.
@@ -184,7 +183,7 @@ class ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         head: LossHead,
-        low: Product | None,
+        low: Gemm | None,
     ) -> tuple[Tensor, Tensor]:
         # Allocated for each microbatch: kept from one to the next they would save no time, and stand beside the workspace of the
         # layers' backward at the peak. The weight's is not filled, as the first chunk overwrites it.
@@ -225,31 +224,29 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _differentiating(
-    head: LossHead, low: Product | None, dtype: torch.dtype
+    head: LossHead, low: Gemm | None, dtype: torch.dtype
 ) -> AbstractContextManager[Callable[..., Tensor]]:
     """What computes the chunks of one training forward: a function that returns the losses of a chunk of tokens, with its part of
     the gradients written. The `first` chunk overwrites the weight's sum, which holds nothing yet. `dtype`: of hidden states."""
-    if low and low.supports_fused_loss and not head.penalty:
+    context = head.state.context
+    if low and low.supports_fused_loss and not (context.backend.forward_in_bf16 or head.penalty):
         from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
 
-        return fused_head(low, head.weight, head.context)
-    weight, bias = in_dtype(head.context.compute_dtype if low else dtype, head.weight, head.bias)
+        return fused_head(low, head.weight, context)
+    weight, bias = in_dtype(context.compute_dtype if low else dtype, head.weight, head.bias)
 
     def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         d_hidden, d_weight, d_bias = gradients
         if low:
-            call = LinearCall(
-                low,
-                head.context,
-                refresh=head.context.first_microbatch and first,
-                differentiable=True,
+            linear_pass = LinearPass(
+                low, context, refresh=context.first_microbatch and first, differentiable=True
             )
-            logits, saved = call.forward(hidden.to(weight.dtype), weight, bias)
+            logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)
         losses = token_losses(logits, labels, head.penalty, with_gradient=True)
         if low:
-            d_hidden.copy_(call.backward(logits, saved, d_weight, overwrite=first)[0])
+            d_hidden.copy_(linear_pass.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
             torch.mm(logits, weight, out=d_hidden)
             add_product_(d_weight, logits.t(), hidden, overwrite=first)
