@@ -56,7 +56,17 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.memory import explaining_errors
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import evaluate, export, keeping, planner, recording, resume, streaming, trials
+from pretrain.run import (
+    evaluate,
+    export,
+    keeping,
+    planner,
+    recording,
+    resume,
+    resume_point,
+    streaming,
+    trials,
+)
 from pretrain.run.running import Run, follow_the_schedule
 from pretrain.settings.launch import with_precision
 from pretrain.verify.gap import GapMeter
@@ -102,7 +112,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             return 0
         with closing(run.checkpoints):
             # what the weights knew before
-            if run.begins and job.recipe.model.weights_source is not None:
+            if run.is_new and job.recipe.model.weights_source is not None:
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
             stopped_by = train(run)
@@ -169,7 +179,7 @@ def build(
     """The run, ready for its next step; None where it had ended before. TrainingHalted where parity fails. Collective."""
     health, log = Health(job.recipe.health), job.recipe.log
     require_shared(folder.path)
-    job, checkpoints, source = resume.where_to_resume(
+    job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
@@ -200,7 +210,7 @@ def build(
         checkpoints=checkpoints,
         constants=keeping.constants_of(job, source, accelerator),
         state=state,
-        begins=source is None or source.begins,
+        is_new=source is None or source.is_branch,
         resumed_step=state.step,
         has_masks=job.data.has_masks,
         health=health,
@@ -216,7 +226,7 @@ def build(
     )
     if source:
         resume.resume_precision(run, source)
-    parity = trials.find_parity(run) if job.recipe.parity and run.begins else []
+    parity = trials.find_parity(run) if job.recipe.parity and run.is_new else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)
     if parity:

@@ -27,7 +27,7 @@ from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.settings import label
 from pretrain.settings.config import (
-    begin_of,
+    branch_checkpoint,
     filled_in,
     flatten,
     in_a_name,
@@ -249,7 +249,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             last = {text.partition("=")[0]: text for text in [*own_overrides, f"run_dir={run_dir}"]}
             arguments = tuple(last.values())
             recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
-            begin_of(recipe)
+            branch_checkpoint(recipe)
             check_launch(recipe, processes)
             if other := next((each for each in cells if each.run_dir == Path(run_dir)), None):
                 raise InputError(

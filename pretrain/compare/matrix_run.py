@@ -26,7 +26,7 @@ from foundation.units import duration
 from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.metrics.run_folder import check_ours
-from pretrain.settings.config import begin_of
+from pretrain.settings.config import branch_checkpoint
 
 POLL_SECONDS = 0.2
 SHOWN_LOG_LINES = 12
@@ -165,7 +165,11 @@ def stopped(stop: StopRequest) -> int:
 def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
     """The first that may start: one that begins with a checkpoint which is not there yet waits for the cells that are running,
     of which one may make it. Where none is (`alone`), it says what it lacks."""
-    ready = (cell for cell in waiting if (begin := begin_of(cell.recipe)) is None or begin.exists())
+    ready = (
+        cell
+        for cell in waiting
+        if (branch_from := branch_checkpoint(cell.recipe)) is None or branch_from.exists()
+    )
     return next(ready, waiting[0] if waiting and alone else None)
 
 

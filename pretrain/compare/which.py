@@ -55,7 +55,7 @@ from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds
 from pretrain.metrics.run_folder import SUMMARY_FILE, RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS
 from pretrain.precision.settings import PRECISIONS
-from pretrain.settings.config import begin_of, load_recipe, parse_overrides
+from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
 GPU_IS_FREE = 2.0  # GiB in use, or less: the driver's own
@@ -81,9 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
-    options.begin_with = (begin := options.begin_with or begin_of(recipe)) and os.path.abspath(
-        begin
-    )
+    branch_from = options.begin_with or branch_checkpoint(recipe)
+    options.begin_with = branch_from and os.path.abspath(branch_from)
     check(options, recipe)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")
     question = Question(recipe, options.recipe, tuple(options.overrides), accelerate, folder)

@@ -22,7 +22,7 @@ from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
-from pretrain.run.resume import ResumePoint
+from pretrain.run.resume_point import ResumePoint
 from pretrain.run.running import Run
 
 

@@ -54,9 +54,7 @@ class Run:
     checkpoints: Checkpoints
     constants: Mapping[str, Any]  # what all its checkpoints say alike
     state: TrainState
-    # here, with no step or with another run's; False where it goes on from a checkpoint that it
-    # resumes
-    begins: bool
+    is_new: bool  # starts without a checkpoint or branches; False if it resumes its own
     resumed_step: int
     has_masks: bool  # of its packs: not every token has a label
     health: Health

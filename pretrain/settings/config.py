@@ -124,14 +124,12 @@ def run_dir_of(recipe: Recipe) -> Path:
     return Path(filled_in(recipe.run_dir, _fields_of(recipe)))
 
 
-def begin_of(recipe: Recipe) -> Path | None:
-    """The checkpoint of another run with which it begins, {keys} filled in; None where there is none."""
-    begin_with = recipe.train.begin_with
-    return (
-        None
-        if begin_with is None
-        else Path(filled_in(begin_with, _fields_of(recipe), "train.begin_with"))
-    )
+def branch_checkpoint(recipe: Recipe) -> Path | None:
+    """Return the path in `train.begin_with` with its {keys} filled in, or None if it is not set."""
+    path = recipe.train.begin_with
+    if path is None:
+        return None
+    return Path(filled_in(path, _fields_of(recipe), "train.begin_with"))
 
 
 def _fields_of(recipe: Recipe) -> dict[str, Any]:
