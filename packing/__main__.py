@@ -25,10 +25,11 @@ from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
-from packing.prepare import check_counts, prepare, summary
+from packing.follow import follow
+from packing.prepare import prepare, summary
 from packing.records import TextTemplate
 from packing.settings import DataSettings
-from packing.sources import Counts, open_source, read_chunk
+from packing.sources import Counts, open_source, read_chunk, require_documents
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
@@ -57,7 +58,9 @@ def _parser() -> CommandParser:
     parser.remedy = (
         "settings are key=value before all options, as data.source=my_text; --help lists these"
     )
-    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
+    commands = parser.add_subparsers(
+        required=True, metavar="tokenizer | prepare | follow | inspect"
+    )
 
     tokenizer = commands.add_parser(
         "tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents"
@@ -88,6 +91,18 @@ def _parser() -> CommandParser:
         help="RECIPE.yaml, whose data section counts, then key=value to override it",
     )
     prepare.set_defaults(run=_prepare)
+
+    follow = commands.add_parser(
+        "follow", help="pack a stream while a run trains on it (data.streaming)"
+    )
+    follow.add_argument("recipe", nargs="*", help="as for prepare")
+    follow.add_argument(
+        "--parent",
+        type=int,
+        metavar="PROCESS",
+        help="end with this parent process, and not with the run; the launcher sets it",
+    )
+    follow.set_defaults(run=_follow)
 
     inspect = commands.add_parser("inspect", help="show Arrow, MDS or token .bin packs")
     inspect.add_argument("path", type=Path)
@@ -133,7 +148,7 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
                 line.update(sum(map(len, texts)))
                 if line.n >= _MOST_TEXT:
                     return
-        check_counts(settings, counts)
+        require_documents(settings, counts)
 
     tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
@@ -142,6 +157,19 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace) -> None:
     print(prepare(_data_settings(options.recipe)))
+
+
+def _follow(options: argparse.Namespace) -> None:
+    settings = _data_settings(options.recipe)
+    if settings.stream is None:
+        raise InputError(
+            "data.streaming: is not a mapping, so no packs are made while a run trains; set it, as "
+            "in data.streaming.disk_gb=20, or use prepare"
+        )
+    prepare(settings)
+    say(f"{settings.packs}: making parts ahead of the run that reads them")
+    follow(settings, options.parent)
+    say(f"{settings.packs}: the run has ended")
 
 
 def _data_settings(arguments: Sequence[str]) -> DataSettings:

@@ -149,12 +149,20 @@ class Prefetch(AbstractContextManager, Iterator[T]):
     a `with` block and iterating to the end all return once the thread has ended; what was not consumed is dropped.
     """
 
-    def __init__(self, build: Callable[[int], T], numbers: Iterable[int], pin_memory: bool) -> None:
+    def __init__(
+        self,
+        build: Callable[[int], T],
+        numbers: Iterable[int],
+        pin_memory: bool,
+        stop_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`stop_waiting`: ends a `build` that waits for packs. `close` calls it."""
         # how long the last `next` waited for its result, and `ready` before it
         self.data_wait_ms = 0.0
         self._waited_ms = 0.0  # by `ready`, since then
         self._build = build
         self._numbers = iter(numbers)
+        self._stop_waiting = stop_waiting
         setup = None
         # pinning goes through a thread's device, and by default every rank would take memory of the
         # first
@@ -206,6 +214,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         """Drop what was not consumed and wait for the thread to end; closing twice is harmless."""
         self._numbers = iter(())
         self._pending.clear()
+        self._stop_waiting()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __exit__(self, *exception: object) -> None:
@@ -287,7 +296,7 @@ class BatchStream(Batching):
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
         """Steps `start` to `stop` (exclusive), built ahead by a thread. Use it in a `with` block, or iterate to the end."""
-        return Prefetch(self.step, range(start, stop), self.pin_memory)
+        return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
 
 
 def read_pack(

@@ -131,6 +131,9 @@ class Order:
             within, count, splitmix64(key + epoch.astype(np.uint64))
         )
 
+    def stop_waiting(self) -> None:
+        """Stop a thread that waits for packs of this order. Packs that exist are not waited for."""
+
     def epoch_of(self, step: int) -> float:
         """Packs consumed when `step` starts, by how many there are. The epochs of several sources differ: `figures`."""
         return self.places_of_step(step).start / sum(self.mixture.counts)

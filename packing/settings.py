@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -203,3 +204,18 @@ def _filled(common: dict[str, Any], own: Any) -> Any:
     if any(own.get(key) is not None for key in _RECORD):
         keys -= {*_RECORD, *(() if own.get("messages") else ("chat_template",))}
     return {key: common[key] for key in keys} | own
+
+
+# The settings that decide which tokens a source has, and to which packs they go.
+TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
+LAYOUT_KEYS = ("length", "packing", "held_out")
+
+
+def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return `name: before -> now` for every key whose value differs."""
+    names = dict.fromkeys([*before, *now])
+    return "; ".join(
+        f"{name}: {before.get(name)} -> {now.get(name)}"
+        for name in names
+        if before.get(name) != now.get(name)
+    )

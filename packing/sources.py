@@ -26,6 +26,7 @@ import pyarrow as pa
 from foundation.errors import InputError
 from foundation.files import hash_of
 from foundation.reading import one_line, refusing
+from foundation.units import plural
 from packing.arrow import MANIFEST
 from packing.records import UNTRAINED, Records
 from packing.settings import HUB_NAME, DataSettings, split_revision
@@ -449,6 +450,19 @@ class Counts:
         *numbers, first_skipped, unread = zip(astuple(self), astuple(other), strict=True)
         names = sorted({*unread[0], *unread[1]})[:30]  # some records have keys without end
         return Counts(*map(sum, numbers), first_skipped[0] or first_skipped[1], tuple(names))
+
+
+def require_documents(settings: DataSettings, counts: Counts) -> None:
+    """Raise InputError if a source holds no text."""
+    if counts.documents:
+        return
+    skipped = ""
+    if counts.skipped:
+        skipped = f" and {counts.skipped:,} malformed (first: {counts.first_skipped})"
+    raise InputError(
+        f"data.source: {settings.source}: holds no text: "
+        f"{plural(counts.empty, 'empty record')}{skipped}"
+    )
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ RUNS = {
 PACKS = {
     "tokenizer": ("packing.__main__", "text to a tokenizer"),
     "prepare": ("packing.__main__", "text to packs"),
+    "follow": ("packing.__main__", "text to packs, while a run trains on them"),
     "inspect": ("packing.__main__", "what packs hold: counts, lengths, text"),
 }
 COMMANDS = RUNS | PACKS

@@ -27,6 +27,7 @@ from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.running import Run
+from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
 # Settings that scales of gradients depend on: the largest code, the loss, and by how many tokens it is divided.
@@ -36,20 +37,11 @@ SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 # ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def begin_stream(source: ResumePoint | None, job: Job) -> None:
-    """Have packs made from where `source` was in the stream; from its beginning where there is no source, or one of another
-    stream. Does nothing for packs that were prepared."""
-    if job.data.stream is not None:
-        continues = source is not None and not source.is_of_another_stream(job)
-        job.data.stream.begin(source.record.get("stream", {}) if continues else None)
-
-
 def restore(
     source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Put the run's memory and its stream into the state of `source`; returns the counters, and notes for the user. Collective;
+    """Put the run's memory into the state of `source`; returns the counters, and notes for the user. Collective;
     `Checkpoints.abandon_newer` is left to do."""
-    begin_stream(source, job)
     state = TrainState(
         **{
             **source.record["progress"],
@@ -215,6 +207,7 @@ def roll_back(run: Run, reason: str) -> None:
         record = checkpoints.read_state(path)
     run.assembly.context.forget()
     source = ResumePoint(path, record, [], is_branch=not checkpoints.owns(path))
+    continue_stream(run.job, source)
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)

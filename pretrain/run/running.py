@@ -13,7 +13,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
@@ -63,7 +62,6 @@ class Run:
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
-    stream: StreamedPacks | None = None  # of packs that are made meanwhile
     gap: GapMeter | None = None  # of a run that measures it
     # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
     best: Record | None = None
