@@ -20,10 +20,11 @@ from packing.arrow import (
     checked_index,
     read_manifest,
 )
+from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
-from packing.other_formats import INDEX, MDSPacks, TokenBin
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.stream import StreamedPacks
+from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split

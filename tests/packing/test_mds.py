@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.arrow import Packs
-from packing.other_formats import decoder, read_index
+from packing.mds import decoder, read_index
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_columns import number_documents

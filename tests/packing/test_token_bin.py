@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing.other_formats import TokenBin
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.token_bin import TokenBin
 from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
