@@ -3,7 +3,8 @@
 What a part holds follows from the place in the source where it starts, never from who makes it,
 when, or how often. So passed parts may be deleted. A run that goes back, or that continues on
 another machine, has them made again from the place that its checkpoint names. Files are sought to
-that place, archives are unpacked up to it, and a dataset of the hub starts with the file that has it.
+that place, archives are unpacked up to it, and a dataset of the hub starts with the file that has
+it.
 """
 
 from __future__ import annotations

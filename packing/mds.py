@@ -1,10 +1,10 @@
 """Read MosaicML streaming's MDS shards: version 2, raw or zstd, every encoding that packs can use.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
-the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32), a
-copy of its configuration, and the samples. A sample is the sizes of its variable-size columns (uint32
-each), and then the values of all columns in the order of `column_names`. The name of a scalar is
-ambiguous (see docs/data.md); the declared size decides.
+the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32),
+a copy of its configuration, and the samples. A sample is the sizes of its variable-size columns
+(uint32 each), and then the values of all columns in the order of `column_names`. The name of a
+scalar is ambiguous (see docs/data.md); the declared size decides.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8,
 }
 # The dtypes of arrays whose encoding does not name one, by the first byte of the value.
 _VALUE_DTYPES = {
-    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
-    64: "uint64", 65: "int64", 66: "float64",
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
+    34: "float32", 64: "uint64", 65: "int64", 66: "float64",
 }  # fmt: skip
 
 
@@ -53,8 +53,8 @@ _VALUE_DTYPES = {
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
     """Return the function that decodes the bytes of a value.
 
-    It returns a NumPy scalar, a read-only array, or the bytes for an encoding without tokens. `size`
-    is the declared number of bytes, or None if each sample states it.
+    It returns a NumPy scalar, a read-only array, or the bytes for an encoding without tokens.
+    `size` is the declared number of bytes, or None if each sample states it.
     """
     name, _, arguments = encoding.partition(":")
     if name in _SCALARS:

@@ -1,4 +1,4 @@
-"""Make the packs of one source: tokenise in worker processes, lay out the documents, write packs."""
+"""Make packs of one source: tokenise in worker processes, lay out documents, write packs."""
 
 from __future__ import annotations
 

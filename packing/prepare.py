@@ -2,9 +2,9 @@
 
 Of a stream only the first part is prepared; `packing.follow` makes the others while the run trains.
 
-Tokenising takes nearly all the time, so tokens are kept in `.<packs>.tokens/` until they are packed.
-A later call continues from there. The packs depend neither on interruptions nor on the number of
-processes.
+Tokenising takes nearly all the time, so tokens are kept in `.<packs>.tokens/` until they are
+packed. A later call continues from there. The packs depend neither on interruptions nor on the
+number of processes.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 def _make_alone(
     part: DataSettings, settings: DataSettings, progress: bool
 ) -> dict[str, Any] | None:
-    """Make the packs of `part` under a lock. Return their manifest, or None if they exist by then."""
+    """Make the packs of `part` under a lock. Return their manifest, or None if they exist."""
     lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
 
     def wait_for(holder: str) -> None:

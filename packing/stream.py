@@ -2,7 +2,7 @@
 
     packs/
       part-00000000/    stays on the disk: it has the held-out documents
-      part-00000003/    packs as `prepare` writes them; the manifest says where they start in the source
+      part-00000003/    packs as `prepare` writes them, and where they start in the source
       part-00000004/
       position.json     where the run reads, written by the run
       packer.log        output of the packer that the run has started
@@ -256,7 +256,7 @@ class StreamedPacks(Packs):
         return {name: source.record for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:
-        """Close the parts before `places`, which the next step reads in the stream of all sources."""
+        """Close the parts before `places` of the stream of all sources; the next step reads these."""
         starts = self.mixture.packs_before(places.start)
         ends = self.mixture.packs_before(places.stop)
         for (name, source), start, end in zip(self.sources.items(), starts, ends, strict=True):
@@ -338,7 +338,7 @@ class StreamOrder(Order):
         return figures
 
     def _parts_before(self, step: int) -> dict[str, Part]:
-        """Return the part of each source that has the last pack before `step`, or its first part."""
+        """Return the part of each source with the last pack before `step`, or its first part."""
         counts = self.mixture.packs_before(self.places_of_step(step).start)
         return {
             name: source.part_of(max(int(count) - 1, 0), self._wait)

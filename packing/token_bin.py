@@ -1,7 +1,7 @@
 """Read flat token files, as nanoGPT writes them.
 
-A .bin file has token ids one after another, uint16 or uint32, without any sign of where documents or
-packs start. A folder has `train.bin`, and possibly `val.bin`.
+A .bin file has token ids one after another, uint16 or uint32, without any sign of where documents
+or packs start. A folder has `train.bin`, and possibly `val.bin`.
 """
 
 from __future__ import annotations

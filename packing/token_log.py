@@ -1,4 +1,4 @@
-"""Keep tokenised documents on the disk until they are packed, so that a kill costs seconds of work."""
+"""Keep tokenised documents on the disk until they are packed: a kill costs seconds of work."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PROGRESS = "progress.json"
 
 
 class TokenLog(AbstractContextManager):
-    """The tokens of a source in `folder`: two files that only grow, and a record of their valid sizes.
+    """The tokens of a source in `folder`: two files that grow, and a record of their valid sizes.
 
     Every few seconds, and at the end of the `with` block, the files are flushed and the record is
     replaced. Bytes beyond the recorded sizes are cut off when the log is opened again.

@@ -1,7 +1,7 @@
 """Find the checkpoint that a run continues from, and refuse one that does not fit its recipe.
 
-There are two kinds. A resumed checkpoint belongs to the same training: the run folder's newest one, or
-the one that --resume names. A branch starts a new training from another run's checkpoint, which
+There are two kinds. A resumed checkpoint belongs to the same training: the run folder's newest one,
+or the one that --resume names. A branch starts a new training from another run's checkpoint, which
 `train.begin_with` names. A run that has a checkpoint of its own never branches again.
 """
 
@@ -189,8 +189,8 @@ def find_checkpoint(
     `requested` is "auto" for the newest intact checkpoint of the run folder, a checkpoint, or a run
     folder, whose newest one is taken. Collective.
 
-    Raises InputError if a named checkpoint does not exist, and if every checkpoint of the run folder
-    is damaged: a new run in their place would bury what may still be rescued.
+    Raises InputError if a named checkpoint does not exist, and if every checkpoint of the run
+    folder is damaged: a new run in their place would bury what may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is None and checkpoints.damaged:
@@ -302,8 +302,8 @@ def require_same_stream(source: ResumePoint, job: Job) -> None:
 def require_steps_to_train(source: ResumePoint, job: Job, *, in_run_folder: bool) -> None:
     """Raise InputError if no step follows the checkpoint, or if its tokens do not count steps.
 
-    A run folder's own checkpoint may be at the horizon: its run has ended there. A horizon in tokens
-    needs steps of one size.
+    A run folder's own checkpoint may be at the horizon: its run has ended there. A horizon in
+    tokens needs steps of one size.
     """
     plan = job.plan
     tokens = source.record["progress"]["tokens"]

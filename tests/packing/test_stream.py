@@ -1,4 +1,4 @@
-"""Packs that are made while a run trains: the same whoever makes them and how often, on a disk that is bounded."""
+"""Packs that are made while a run trains: always the same, on a bounded disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: found, compared with the recipe, refused or accepted."""
+"""The checkpoint that a run continues from: found, compared with the recipe, and judged."""
 
 from __future__ import annotations
 
