@@ -24,10 +24,11 @@ from foundation.errors import InputError
 from foundation.files import is_locked, locked
 from foundation.progress import Progress, say
 from packing.arrow import FIRST, MANIFEST
+from packing.chunks import Counts, Place, Tokens, require_documents
 from packing.pack import Arranged
 from packing.pack_maker import PackMaker, usable_cores
 from packing.settings import DataSettings
-from packing.sources import CHUNK_BYTES, Counts, Place, Tokens, require_documents
+from packing.sources import CHUNK_BYTES
 from packing.store import training_parts
 from packing.stream import (
     LOOK,

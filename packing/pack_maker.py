@@ -20,10 +20,11 @@ from typing import Any
 from foundation.errors import InputError
 from foundation.progress import say
 from packing.arrow import PackWriter
+from packing.chunks import Chunk, Tokens, tokenize
 from packing.pack import Arranged
 from packing.records import CHAT_TEMPLATE, ChatColumns, Records, records_of
 from packing.settings import LAYOUT_KEYS, TOKEN_KEYS, DataSettings
-from packing.sources import Chunk, Tokens, open_source, tokenize
+from packing.sources import open_source
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")

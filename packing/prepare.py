@@ -21,11 +21,12 @@ from foundation.files import locked
 from foundation.progress import Progress, say
 from foundation.reading import refusing
 from packing.arrow import MANIFEST, read_manifest
+from packing.chunks import require_documents
 from packing.follow import make_first_part
 from packing.pack_maker import PackMaker, content_settings, usable_cores
 from packing.records import records_of
 from packing.settings import DataSettings, describe_changes
-from packing.sources import open_source, require_documents
+from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
 from packing.stream import LOOK
 from packing.token_log import TokenLog

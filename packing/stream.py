@@ -256,7 +256,7 @@ class StreamedPacks(Packs):
         return {name: source.record for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:
-        """Close the parts before `places` of the stream of all sources; the next step reads these."""
+        """Close the parts before `places`, which the next step reads in the stream of all packs."""
         starts = self.mixture.packs_before(places.start)
         ends = self.mixture.packs_before(places.stop)
         for (name, source), start, end in zip(self.sources.items(), starts, ends, strict=True):

@@ -13,8 +13,8 @@ import numpy as np
 from foundation.errors import InputError
 from foundation.files import fsync_tree, write_json
 from foundation.reading import load_object
+from packing.chunks import Counts, Place, Tokens
 from packing.settings import describe_changes
-from packing.sources import Counts, Place, Tokens
 
 _COMMIT_SECONDS = 5.0
 _TOKENS = "tokens.bin"  # uint32

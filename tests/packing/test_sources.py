@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.chunks import read_chunk
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
-from packing.sources import open_source, read_chunk
+from packing.sources import open_source
 
 
 def opened(source: Path | str, **more: Any) -> Any:
