@@ -16,7 +16,7 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -41,6 +41,8 @@ _MOST_TEXT = 10**9
 
 class _Recipe(Settings):
     """The section of a recipe that these commands read."""
+
+    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md has other trainers' names"
 
     data: DataSettings
 

@@ -21,7 +21,7 @@ from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import last_screen, read_finished
 from pretrain.model.distributed import describe_topology
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import decoder_layers, kept_from_source
 from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
@@ -46,7 +46,7 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
     """A console for `job` that has said what the launch was corrected in, and what is done in place of a missing precision."""
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in notices:
+    for text in [*notices, *kept_from_source(job.recipe.model)]:
         console.notice(text)
     # phases may share one
     for text in dict.fromkeys(active.notice for active in job.plan.actives if active.notice):
