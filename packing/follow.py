@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,6 @@ from packing.settings import DataSettings
 from packing.sources import CHUNK_BYTES
 from packing.store import training_parts
 from packing.stream import (
-    LOOK,
     RUN_LOCK,
     PartStart,
     StreamedPacks,
@@ -44,6 +43,7 @@ from packing.stream import (
 
 PACKER_LOCK = ".packer.lock"  # held by the process that makes parts
 _LEAST_CHUNK = 2**12  # bytes
+_LOOK = 0.2  # seconds between two looks for room on the disk
 
 
 def follow(settings: DataSettings, parent: int | None = None) -> None:
@@ -69,7 +69,7 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
             if run.has_ended():
                 return
             if not has_made:
-                time.sleep(LOOK)
+                time.sleep(_LOOK)
 
 
 class ReadingRun:
@@ -133,14 +133,16 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
             )
 
 
-def keep_parts(folder: Path, start: PartStart, known: Sequence[PartStart]) -> list[PartStart]:
+def keep_parts(folder: Path, start: PartStart, known: list[PartStart]) -> list[PartStart]:
     """Keep the parts that follow one another from `start` on, and the first; delete all others.
 
     Returns the starts of these parts and of the next one to make. `known` is the result of an
     earlier call, whose parts are not verified again. A damaged part is deleted.
     """
+    if start in known[:1]:
+        return known
     if start in known:
-        starts = list(known[known.index(start) :])
+        starts = known[known.index(start) :]
     else:
         starts = [start]
         with suppress(InputError):

@@ -39,7 +39,7 @@ from packing.settings import DataSettings
 POSITION = "position.json"
 RUN_LOCK = ".lock"  # held by the run that reads the stream
 ENDLESS = 2**62  # packs of a stream, whose number nobody knows
-LOOK = 0.05  # seconds between two looks for a part or for room on the disk
+LOOK = 0.05  # seconds between two looks for a part
 
 
 # ── Parts and positions on the disk ───────────────────────────────────────────────────────────────
@@ -77,7 +77,12 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
     path = part_folder(folder, start.number)
     if not (path / MANIFEST).exists():
         return None
-    packs = ArrowPacks(path)
+    try:
+        packs = ArrowPacks(path)
+    except InputError:
+        if (path / MANIFEST).exists():
+            raise
+        return None  # The packer has deleted it meanwhile.
     places = packs.manifest["statistics"]["stream"]
     if PartStart(**places["start"]) != start:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -15,11 +16,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from tests.conftest import ROOT, Finished, write_recipe
-from tests.golden.runs import steps_logged, steps_saved
+from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
 STEPS = 36
@@ -105,7 +107,7 @@ def waiting_for_packs(
 
 
 @pytest.mark.parametrize("packer_dies", [False, True])
-def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
+def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
     packer_dies: bool, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     run, packer = waiting_for_packs(recipe, tmp_path)
@@ -121,7 +123,7 @@ def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
     assert steps_saved(tmp_path / "run") == [steps_logged(tmp_path / "run")]
 
 
-def test_a_killed_run_ends_its_packer_and_resumes_with_the_same_curve(
+def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path)
@@ -142,7 +144,7 @@ def test_a_killed_run_ends_its_packer_and_resumes_with_the_same_curve(
     assert resumed.losses() == alone.losses()
 
 
-def test_a_packer_that_a_user_has_started_serves_the_run_and_ends_with_it(
+def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
     alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
     recipe = elsewhere(recipe, tmp_path)
@@ -162,8 +164,32 @@ def test_a_packer_that_a_user_has_started_serves_the_run_and_ends_with_it(
     assert finished.status == 0 and finished.losses() == alone.losses(), finished.output
 
 
+def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
+    recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+) -> None:
+    recipe = elsewhere(recipe, tmp_path) | {"checkpoint": {"every": 16}}
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    run_dir = tmp_path / "run"
+    parts: list[set[str]] = []  # names of those on the disk before the rollback
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        steps = steps_logged(run_dir) if (run_dir / "metrics.jsonl").exists() else 0
+        if steps == 30 and not parts:
+            parts.append({path.name for path in part_folders(tmp_path / "packs")})
+            return loss * math.inf
+        return loss
+
+    with losses_changed(poison):
+        finished = start_here(recipe, tmp_path, "health.on_nan=rollback")
+    assert finished.status == 0 and len(finished.losses()) == STEPS, finished.output
+    [event] = [record for record in finished.records() if record.get("event") == "rollback"]
+    assert event["resumed_from"] == 16 and event["left_out"] == 31 - 16
+    part_of_checkpoint = finished.steps()[15]["part"]
+    assert part_of_checkpoint > 0 and f"part-{part_of_checkpoint:08d}" not in parts[0]
+
+
 @pytest.mark.multi
-def test_a_streamed_run_resumes_with_the_same_curve_on_two_machines_with_empty_disks(
+def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
     alone: Finished, recipe: dict[str, Any], start_as_ranks: Callable, tmp_path: Path
 ) -> None:
     packs = Path(recipe["data"]["packs"])

@@ -177,7 +177,7 @@ def test_the_same_settings_find_their_packs_and_others_are_refused(
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
-def test_another_spelling_of_a_source_and_a_copy_of_its_tokenizer_are_the_same_settings(
+def test_a_source_spelled_otherwise_is_the_same_source(
     settings: DataSettings, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(settings, progress=False)

@@ -74,7 +74,7 @@ class PackerHere(ExitStack):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Nothing here cuts the power, and who waits for a part makes it himself."""
+    """Do not wait or flush: nothing cuts the power, and the packer works while it is asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "LOOK", 0)
         for name in ("fsync", "fsync_tree"):
@@ -84,14 +84,14 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
-    """Two sources."""
+    """Return a folder with two sources."""
     folder = tmp_path_factory.mktemp("streams")
     for name, size, count in (("web", 500, 90), ("code", 260, 60)):
         texts = [
-            text[begin : begin + size]
+            text[start : start + size]
             for text in documents
-            for begin in (0, 3000, 6000)
-            if text[begin:]
+            for start in (0, 3000, 6000)
+            if text[start:]
         ][:count]
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -112,14 +112,15 @@ def values(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
 
 
 def two_sources(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    both = [
+    sources = [
         {"source": str(folder / f"{name}.jsonl"), "weight": weight}
         for name, weight in (("web", 0.7), ("code", 0.3))
     ]
-    return {key: value for key, value in values.items() if key != "source"} | {"sources": both}
+    return {key: value for key, value in values.items() if key != "source"} | {"sources": sources}
 
 
 def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSettings:
+    """Prepare the first part of a stream, and return its settings."""
     data = DataSettings(**values | {"packs": packs, "streaming": values["streaming"] | streaming})
     prepare(data, progress=False)
     return data
@@ -128,7 +129,7 @@ def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSetti
 def packed_by(
     packer: Any, data: DataSettings, record: dict[str, Any] | None = None
 ) -> StreamedPacks:
-    """The packs that a run reads, from where a checkpoint was."""
+    """Return the packs that a run reads from the record of a checkpoint on."""
     packs = open_packs(data, "train")
     packs.packer = packer
     packs.start_at(record)
@@ -138,7 +139,7 @@ def packed_by(
 def steps(
     packs: StreamedPacks, first: int, last: int, *, ahead: PackerHere | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
-    """Of each step the packs that it trains on, and what a checkpoint after it says."""
+    """Yield the packs of each step, and the record of a checkpoint after it."""
     order = packs.order(STEP, seed=3)
     for number in range(first, last):
         packs.advance_to(order.places_of_step(number))
@@ -155,87 +156,85 @@ def part_folders(packs: Path) -> list[Path]:
 
 @settings(max_examples=3)
 @given(st.data())
-def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
+def test_a_resumed_stream_is_the_same_and_within_its_disk(
     values: dict[str, Any],
     folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
     draw: st.DataObject,
 ) -> None:
     sources = draw.draw(st.sampled_from([values, two_sources(values, folder)]))
-    window, disk = draw.draw(st.integers(1200, 4000)), draw.draw(st.floats(0.00024, 0.0006))
-    killed, last = draw.draw(st.integers(1, 19)), 20
+    window = draw.draw(st.integers(1200, 4000))
+    disk = draw.draw(st.floats(0.00024, 0.0006))
+    killed = draw.draw(st.integers(1, 19))
+    last = 20
     packs = tmp_path_factory.mktemp("drawn")
-    with PackerHere(whole := streamed(sources, packs / "whole", window=window)) as packing:
-        unbounded = packed_by(packing, whole)
-        expected = [read for read, _ in steps(unbounded, 0, last)]
+    unbounded = streamed(sources, packs / "unbounded", window=window)
+    with PackerHere(unbounded) as packer:
+        unbroken = packed_by(packer, unbounded)
+        expected = [read for read, _ in steps(unbroken, 0, last)]
 
-    with PackerHere(
-        data := streamed(sources, packs / "bounded", window=window, disk_gb=disk)
-    ) as packing:
-        first = packed_by(packing, data)
-        assert first.fingerprint == unbounded.fingerprint
-        before = list(steps(first, 0, killed, ahead=packing))
-        list(steps(first, killed, min(killed + 2, last)))  # which are lost
+    data = streamed(sources, packs / "bounded", window=window, disk_gb=disk)
+    with PackerHere(data) as packer:
+        first = packed_by(packer, data)
+        assert first.fingerprint == unbroken.fingerprint
+        before = list(steps(first, 0, killed, ahead=packer))
+        list(steps(first, killed, min(killed + 2, last)))  # These steps are lost.
         first.start_at(before[-1][1])  # as a rollback does, in the same process
         again = [read for read, _ in steps(first, killed, min(killed + 2, last))]
-    if draw.draw(st.booleans()):  # another machine, or all of it was passed long ago
+    if draw.draw(st.booleans()):  # as on another machine
         for part in part_folders(data.packs):
             shutil.rmtree(part)
     with PackerHere(data) as resumed:
         second = packed_by(resumed, data, before[-1][1])
         rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
-    assert [read for read, _ in before] + rest == expected and again == expected[
-        killed : killed + 2
-    ]
-    assert 0 < max(packing.most, resumed.most) <= disk * 1e9
+    assert [read for read, _ in before] + rest == expected
+    assert again == expected[killed : killed + 2]
+    assert 0 < max(packer.most, resumed.most) <= disk * 1e9
 
 
 @pytest.mark.parametrize("window", [3000, 10**6], ids=["a part of the text", "all of it"])
-def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(
+def test_held_out_documents_are_not_trained_on_in_later_epochs(
     window: int, values: dict[str, Any], tmp_path: Path
 ):
     data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window)
-    held_out = open_packs(data, "held_out")
-    of_evaluation = {
-        tuple(document)
-        for index in range(len(held_out))
-        for document in documents_in(held_out[index])
-    }
-    with PackerHere(data) as packing:
-        packs = packed_by(packing, data)
-        order, epochs = packs.order(1, seed=1), list[list[bytes]]()
-        trained: set[tuple[int, ...]] = set()
+    held_out_packs = open_packs(data, "held_out")
+    held_out = set()
+    for index in range(len(held_out_packs)):
+        held_out |= documents_in(held_out_packs[index])
+    epochs: list[list[bytes]] = [[], [], []]
+    trained: set[tuple[int, ...]] = set()
+    with PackerHere(data) as packer:
+        packs = packed_by(packer, data)
+        order = packs.order(1, seed=1)
         for step in itertools.count():
             packs.advance_to(order.places_of_step(step))
             pack = packs[int(order.packs_of_step(step)[0])]
-            if (epoch := int(order.epoch_of(step + 1))) == 3:
+            epoch = int(order.epoch_of(step + 1))
+            if epoch == len(epochs):
                 break
-            epochs += [[]] if epoch == len(epochs) else []
             epochs[epoch].append(pack.input_ids.tobytes())
-            trained |= {tuple(document) for document in documents_in(pack)}
-    assert of_evaluation and not trained & of_evaluation
+            trained |= documents_in(pack)
+    assert held_out and not trained & held_out
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1]
 
 
-def documents_in(pack: Any) -> list[list[int]]:
-    """Pieces of documents that are long enough to be of one only."""
+def documents_in(pack: Any) -> set[tuple[int, ...]]:
+    """Return the pieces of documents that are long enough to identify one."""
     pieces = np.split(pack.input_ids, np.cumsum(pack.lengths))[: len(pack.lengths)]
-    return [piece.tolist() for piece in pieces if len(piece) >= 16]
+    return {tuple(piece.tolist()) for piece in pieces if len(piece) >= 16}
 
 
-def test_text_that_has_changed_where_a_run_goes_on_is_refused(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_resume_with_changed_text_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     source = Path(shutil.copy(values["source"], tmp_path / "text.jsonl"))
     data = streamed(values | {"source": str(source)}, tmp_path / "packs")
-    with PackerHere(data) as packing:
-        *_, (_, record) = steps(packed_by(packing, data), 0, 30)
+    with PackerHere(data) as packer:
+        *_, (_, record) = steps(packed_by(packer, data), 0, 30)
     lines = source.read_text().splitlines(keepends=True)
     source.write_text("".join(line.replace("s", "z") for line in lines))
     for part in part_folders(data.packs):
         shutil.rmtree(part)
-    with PackerHere(data) as packing, pytest.raises(InputError, match="text has changed"):
-        list(steps(packed_by(packing, data, record), 30, 31))
+    with PackerHere(data) as packer, pytest.raises(InputError, match="text has changed"):
+        list(steps(packed_by(packer, data, record), 30, 31))
 
 
 # ── The packer as a process ───────────────────────────────────────────────────────────────────────
@@ -365,7 +364,7 @@ def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) 
     assert both == {"starts": {"web": start, "code": start}, "ends": {"web": 0, "code": 0}}
 
 
-def test_sources_whose_packs_are_filled_differently_are_packed_in_step(
+def test_sources_with_differently_full_packs_are_packed_in_step(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     """A source with half empty packs has twice the packs for its share of the tokens."""
