@@ -67,14 +67,14 @@ def _parser() -> CommandParser:
     )
 
     tokenizer = commands.add_parser(
-        "tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents"
+        "tokenizer", help="train a byte-level BPE; its end-of-text token, id 0, ends documents"
     )
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
     tokenizer.add_argument(
-        "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, as data.text=body"
+        "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, such as data.text=body"
     )
     tokenizer.add_argument(
-        "--vocabulary", type=int, required=True, metavar="N", help="bytes included"
+        "--vocabulary", type=int, required=True, metavar="N", help="number of tokens, with bytes"
     )
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument(
@@ -82,17 +82,17 @@ def _parser() -> CommandParser:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="as <|im_start|>; repeatable",
+        help="such as <|im_start|>; repeatable",
     )
     tokenizer.set_defaults(run=_train_tokenizer)
 
     prepare = commands.add_parser(
-        "prepare", help="tokenise text and pack it; goes on where it stopped"
+        "prepare", help="tokenise and pack text; continues after an interruption"
     )
     prepare.add_argument(
         "recipe",
         nargs="*",
-        help="RECIPE.yaml, whose data section counts, then key=value to override it",
+        help="RECIPE.yaml, of which the data section is read, then key=value over it",
     )
     prepare.set_defaults(run=_prepare)
 
@@ -104,13 +104,13 @@ def _parser() -> CommandParser:
         "--parent",
         type=int,
         metavar="PROCESS",
-        help="end with this parent process, and not with the run; the launcher sets it",
+        help="end with this parent process instead of the run; the launcher sets it",
     )
     follow.set_defaults(run=_follow)
 
-    inspect = commands.add_parser("inspect", help="show Arrow, MDS or token .bin packs")
+    inspect = commands.add_parser("inspect", help="describe Arrow, MDS or token .bin packs")
     inspect.add_argument("path", type=Path)
-    inspect.add_argument("--index", type=int, help="also show the text of this training pack")
+    inspect.add_argument("--index", type=int, help="also print the text of this training pack")
     inspect.add_argument(
         "--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)"
     )
@@ -134,14 +134,14 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
         )
     if settings.messages or settings.input_ids:
         raise InputError(
-            "command line: a tokenizer is learnt from `data.text`; "
+            "command line: a tokenizer is trained on `data.text`; "
             "name a column of text, or a template of columns"
         )
     fixed = 257 + len(options.special)
     if options.vocabulary <= fixed:
         raise InputError(
             f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and "
-            "--special; ask for more"
+            "--special; set a larger number"
         )
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
@@ -207,7 +207,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 
 
 def _data_of_recipe(recipe: str) -> dict[str, Any]:
-    """Return the data section of a recipe over those of its bases."""
+    """Return the data section of a recipe, laid over the sections of its bases."""
     if Path(recipe).is_dir():
         raise InputError(
             f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... "

@@ -72,7 +72,7 @@ class Packs:
         raise NotImplementedError
 
     def verify(self) -> None:
-        """Hash every file, also those that were checked when they were opened.
+        """Hash every file again.
 
         Raises InputError with the first file that is not as its writer recorded it.
         """

@@ -224,7 +224,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How packs become the microbatches of one rank."""
+    """The rule that turns packs into the microbatches of one rank."""
 
     microbatch: int  # packs in one forward pass
     rank: int

@@ -32,7 +32,7 @@ class Chunk:
     first: int  # number of the first record: lines count from 1, rows from 0
     payload: bytes
     after: Place  # the place behind the chunk
-    columns: tuple[str, ...] = ()  # all columns of a table; the payload has those that are read
+    columns: tuple[str, ...] = ()  # all columns of a table; the payload has the read ones
 
 
 def open_stream(path: Path) -> pa.NativeFile:

@@ -91,7 +91,7 @@ class ReadingRun:
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:
-    """Make parts in the order in which the run needs them, as far ahead as the disk may hold.
+    """Make parts in the order of their use, as far ahead as the disk may hold.
 
     Yields True after each part, and False while the next one waits for room. `makers` has one of
     each source by name. Parts that the run has passed are deleted.
@@ -133,16 +133,16 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
             )
 
 
-def keep_parts(folder: Path, start: PartStart, known: list[PartStart]) -> list[PartStart]:
+def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list[PartStart]:
     """Keep the parts that follow one another from `start` on, and the first; delete all others.
 
-    Returns the starts of these parts and of the next one to make. `known` is the result of an
-    earlier call, whose parts are not verified again. A damaged part is deleted.
+    Returns the starts of these parts and of the next one to make. `earlier` is the result
+    of the last call, whose parts are not verified again. A damaged part is deleted.
     """
-    if start in known[:1]:
-        return known
-    if start in known:
-        starts = known[known.index(start) :]
+    if start in earlier[:1]:
+        return earlier
+    if start in earlier:
+        starts = earlier[earlier.index(start) :]
     else:
         starts = [start]
         with suppress(InputError):

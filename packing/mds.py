@@ -232,8 +232,8 @@ class MDSPacks(JoinedPacks):
     ) -> None:
         """Open the shards. Without `length`, the first sample decides.
 
-        The EOS token of `tokenizer` ends a document if no column of the first sample says what a
-        document is.
+        The EOS token of `tokenizer` ends a document if no column of the first sample marks
+        documents.
         """
         shards = [shard for folder in folders for shard in read_index(folder)]
         if not shards:

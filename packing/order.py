@@ -36,7 +36,7 @@ def evenly(count: int, most: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Mixture:
-    """The rule by which each place in the endless stream of packs belongs to one source."""
+    """The rule that assigns each place in the endless stream of packs to one source."""
 
     names: tuple[str, ...]  # ("",) for a single source
     counts: tuple[int, ...]  # packs of each source
@@ -191,7 +191,7 @@ class MixedPacks(JoinedPacks):
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """Return the order in which a run trains on prepared `packs`; see `Order`."""
+    """Return the order of prepared `packs` in a training; see `Order`."""
     mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
     return Order(mixture, packs_per_step, seed, shift)
 

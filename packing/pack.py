@@ -84,7 +84,7 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
     document, start, stop = document[rests_first], start[rests_first], stop[rests_first]
 
     pack, packs = _best_fit_decreasing(stop - start, length)
-    # Packs are numbered in the order in which they were opened, longest documents first. A fixed
+    # Packs are numbered by the time of their first document, longest documents first. A fixed
     # permutation scatters them.
     pack = permute(np.arange(packs), packs, key=0)[pack]
     return _layout(length, (document, start, stop), pack, packs)
@@ -157,8 +157,8 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
     """Return the pack of each piece, and the number of packs.
 
     Pieces of one size are placed together. The tightest pack for a piece stays the tightest until
-    it is full, so it takes as many as fit. So does every pack with the same room. The result is
-    that of placing pieces one by one.
+    it is full, so it takes all pieces that fit. So does every pack with the same room. The result
+    is that of placing pieces one by one.
     """
     open_packs = _OpenPacks()
     pack_of = np.arange(len(sizes))
@@ -238,7 +238,7 @@ class Arranged:
             documents = {"train": np.array([0]), "held_out": np.array([1])}
         else:
             documents = split_documents(len(lengths), settings)
-        # The documents of each split, in the order in which they are packed.
+        # The documents of each split, in their order of packing.
         self._documents: dict[Split, np.ndarray] = documents
         # Index of the first token of each document: [documents] int64.
         self._starts = np.cumsum(lengths) - lengths
@@ -297,7 +297,7 @@ class Arranged:
 
 
 def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarray]:
-    """Return the documents of each split, as int64 indices, in the order in which they are packed.
+    """Return the documents of each split in their order of packing: [documents] int64.
 
     One permutation by `SEED` decides both: its first part is held out, and the rest is the training
     order. Raises InputError if no document would be left to train on.

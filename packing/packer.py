@@ -19,7 +19,7 @@ from packing.stream import POSITION, RUN_LOCK, check_disk
 
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
-# Variables with which a launcher asks its own processes to report their end.
+# Variables that make the processes of a launcher report their end.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 

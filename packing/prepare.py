@@ -147,7 +147,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     meanwhile, and if memory or disk run out.
     """
     folder = settings.packs.absolute().parent / f".{settings.packs.name}.tokens"
-    remedy = f"mend that and run this again: what is tokenised is kept in {folder}"
+    remedy = f"fix that and run this again: all tokens so far are kept in {folder}"
     with (
         PackMaker(settings, usable_cores()) as maker,
         refusing((OSError, MemoryError), str(settings.packs), remedy),

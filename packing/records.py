@@ -61,12 +61,12 @@ class Records:
     """Base class of the rules that turn a record into a document."""
 
     columns: tuple[str, ...]  # columns that a record must have
-    others: tuple[str, ...] = ()  # optional columns
+    optional: tuple[str, ...] = ()  # columns that are read if a record has them
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value and no effect."""
         names = {name for name, value in record.items() if value is not None}
-        return names - {*self.columns, *self.others}
+        return names - {*self.columns, *self.optional}
 
     def fill(self, record: dict[str, Any]) -> Any:
         """Return the document of a record that has all `columns`, or a false value if it is empty.
@@ -158,7 +158,7 @@ class ChatColumns(Records):
         return re.search(rf"\b{re.escape(word)}\b", self.template) is not None
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def optional(self) -> tuple[str, ...]:
         return (*_SYSTEM_COLUMNS, "tools") if self._names("tools") else _SYSTEM_COLUMNS
 
     def unread(self, record: dict[str, Any]) -> set[str]:
@@ -174,7 +174,7 @@ class ChatColumns(Records):
         Raises ValueError if the chat is malformed or has no answer.
         """
         chat = self._chat(record)
-        tools = record.get("tools") if "tools" in self.others else None
+        tools = record.get("tools") if "tools" in self.optional else None
         text, spans = self._render(chat, tools)
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
@@ -362,13 +362,13 @@ class TokenColumns(Records):
         return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def optional(self) -> tuple[str, ...]:
         return (self.labels or LABELS, *TOKEN_COLUMNS)
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         names = [
             name
-            for name in (*self.columns, *self.others)
+            for name in (*self.columns, *self.optional)
             if name in self.columns or record.get(name) is not None
         ]
         try:

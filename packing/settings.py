@@ -56,11 +56,11 @@ class SourceSettings(Settings):
 
     @property
     def masks(self) -> bool:
-        """Whether the source decides which tokens have a loss."""
+        """True if the source decides which tokens have a loss."""
         return self.messages is not None or self.labels is not None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
-        """Return those of the settings `names` that do not have their default value."""
+        """Return the names of settings that do not have their default value."""
         return [
             name for name in names if getattr(self, name) != type(self).model_fields[name].default
         ]
@@ -120,7 +120,7 @@ class DataSettings(SourceSettings):
     mask_boundaries: bool = True
 
     # Several sources instead of `source`, each with its own keys from `source` to `labels`. Other
-    # keys are taken from `data`, except those of another kind of record. The packs of a source are
+    # keys are taken from `data`, except keys of another kind of record. The packs of a source are
     # in `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
     # Text to evaluate on instead of `held_out`: another `source`, or another `split` of the same
@@ -153,7 +153,7 @@ class DataSettings(SourceSettings):
 
     @property
     def prepares(self) -> bool:
-        """Whether packs must be prepared before they can be opened."""
+        """True if packs must be prepared before they can be opened."""
         sources = (self, *(self.sources or ()))
         return self.validation is not None or any(part.source is not None for part in sources)
 
@@ -231,7 +231,7 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     return {key: data[key] for key in keys} | source
 
 
-# The settings that decide which tokens a source has, and to which packs they go.
+# The settings that decide the tokens of a source, and their place in packs.
 TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
 LAYOUT_KEYS = ("length", "packing", "held_out")
 

@@ -120,10 +120,10 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
             f"a folder with one kind; {_READABLE}"
         )
     paths = by_kind.pop(kinds[0])
-    others = [path for group in by_kind.values() for path in group]
-    suffixes = Counter(path.suffix or "without a suffix" for path in others)
+    unread_paths = [path for group in by_kind.values() for path in group]
+    suffixes = Counter(path.suffix or "without a suffix" for path in unread_paths)
     unread = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(8))
-    if _bytes_of(others) > _bytes_of(paths):
+    if _bytes_of(unread_paths) > _bytes_of(paths):
         raise InputError(
             f"data.source: {folder}: most of its bytes are in files that are not read ({unread}); "
             f"name a file, or a folder without them; {_READABLE}"
@@ -221,7 +221,7 @@ class FileSource:
             first_group = bisect_right(ends, at)
             row = ends[first_group - 1] if first_group else 0
             # pyarrow ignores names that the file does not have.
-            columns = [*self.records.columns, *self.records.others]
+            columns = [*self.records.columns, *self.records.optional]
             batches = file.iter_batches(
                 _ROWS, row_groups=list(groups[first_group:]), columns=columns
             )
@@ -291,8 +291,8 @@ class DatasetSource:
             ) from None
 
     def _read_columns(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that the records read."""
-        columns = {*self.records.columns, *self.records.others}
+        """Return the columns in `names` that the records read."""
+        columns = {*self.records.columns, *self.records.optional}
         return [name for name in names if name in columns]
 
     def _arrow_data(self) -> tuple[datasets.IterableDataset, list[str]]:

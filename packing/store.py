@@ -109,9 +109,9 @@ def unprepared(settings: DataSettings) -> list[Path]:
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     """Return the packs of a split, in any format, or None if there are no held-out packs.
 
-    Packs of several sources are a `MixedPacks`, and those of a stream `StreamedPacks`. The held-out
-    packs are those of `data.validation`, or the data's own held-out split, which a stream has in
-    its first part. Otherwise the share `settings.held_out` of the training packs is held out,
+    Several sources are opened as `MixedPacks`, a stream as `StreamedPacks`. The held-out
+    packs come from `data.validation`, or from the data's own held-out split. A stream has it in its
+    first part. Otherwise the share `settings.held_out` of the training packs is held out,
     always the same packs. (A document that was cut between packs may then have a part in either
     split. Packs that `prepare` holds out have complete documents.)
 

@@ -8,10 +8,10 @@
       packer.log        output of the packer that the run has started
     packs/NAME/part-…   parts of each of several sources
 
-`packing.follow` makes parts ahead of the run and deletes those that the run has passed. The two
-processes share nothing but this folder. What a part holds follows from the settings, the text and
-the place in the source where the part starts. So a deleted part can be made again from the place
-that a checkpoint remembers.
+`packing.follow` makes parts ahead of the run and deletes passed ones. The two processes share
+nothing but this folder. What a part holds follows from the settings, the text and the place in the
+source where the part starts. So a deleted part can be made again from the place that a checkpoint
+remembers.
 
 A run reads the parts in their order. Within a part, (seed, part) decides the order of packs.
 """
@@ -47,7 +47,7 @@ LOOK = 0.05  # seconds between two looks for a part
 
 @dataclass(frozen=True)
 class PartStart:
-    """The place in a source where a part starts, and what was made before it."""
+    """The start of a part: its place in the source, and counts of earlier parts."""
 
     number: int = 0
     epoch: int = 0  # how often the source has ended before
@@ -227,14 +227,14 @@ class StreamedPacks(Packs):
 
     @cached_property
     def mixture(self) -> Mixture:
-        """The rule by which each place in the stream of all packs belongs to one source."""
+        """The rule that assigns each place in the stream of all packs to one source."""
         tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
         return Mixture(
             tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens
         )
 
     def order(self, packs_per_step: int, seed: int, shift: int = 0) -> StreamOrder:
-        """Return the order in which a run trains on these packs; see `Order`."""
+        """Return the order of these packs in a training; see `Order`."""
         return StreamOrder(self.mixture, packs_per_step, seed, shift, packs=self)
 
     def __len__(self) -> int:
@@ -257,7 +257,7 @@ class StreamedPacks(Packs):
 
     @property
     def record(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the place in each source."""
+        """The place in each source, as a checkpoint stores it."""
         return {name: source.record for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:

@@ -15,7 +15,7 @@ from foundation.files import hash_file, hash_of
 from packing.arrow import Pack, Packs, checked_index
 
 _SAMPLED_TOKENS = 2**20
-_FEWEST_TOKENS = 64  # In fewer, all high words may be small by chance.
+_FEWEST_TOKENS = 64  # Among fewer tokens, all high words may happen to be small.
 # In a uint32 file of a vocabulary below 2^20, every other uint16 is less than this.
 _HIGH_WORD_LIMIT = 16
 

@@ -1,8 +1,8 @@
 """Read the columns of tokenized data that mark padding, documents, and tokens with a loss.
 
-Tokenized sources and MDS shards follow the same rule. The names are those that TRL, torchtune,
-axolotl, LLaMA-Factory, llm-foundry, OLMo and transformers write. Masks, labels and numbers belong
-to the tokens at the same index, not to the tokens before them.
+Tokenized sources and MDS shards follow the same rule. TRL, torchtune, axolotl, LLaMA-Factory,
+llm-foundry, OLMo and transformers write these names. Masks, labels and numbers belong to the tokens
+at the same index, not to the tokens before them.
 """
 
 from __future__ import annotations

@@ -181,8 +181,8 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer of `vocabulary` tokens on `texts`.
 
-    Its tokens are the end-of-text token (id 0), those of `special`, the 256 bytes, and merges. The
-    same texts in the same order give the same tokenizer. Few texts may give fewer tokens.
+    Its tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and merges.
+    The same texts in the same order give the same tokenizer. Few texts may give fewer tokens.
     """
     tokenizer = ByteLevelBPETokenizer()
     special_tokens = [END_OF_TEXT, *special]

@@ -72,7 +72,7 @@ class IdentityChanges:
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from, and what the run records of it."""
+    """The checkpoint that a run continues from, with notes and the run's past."""
 
     path: Path
     record: Mapping[str, Any]  # the content of its state.json
@@ -96,7 +96,7 @@ class ResumePoint:
         return HealthState(**values)
 
     def is_of_another_stream(self, job: Job) -> bool:
-        """Return whether the run streams packs in which the checkpoint has no place.
+        """Return whether the checkpoint has no place in the packs that the run streams.
 
         The run then starts with the first pack of its stream.
         """
@@ -121,12 +121,12 @@ class ResumePoint:
         return -(-tokens // job.recipe.data.length)  # rounded up
 
     def shift(self, job: Job) -> int:
-        """Return the `TrainState.shift` with which the first step reads from `place` on."""
+        """Return the `TrainState.shift` that makes the first step read from `place` on."""
         return self.place(job) - self._data_steps * job.plan.packs_per_step
 
     @property
     def _data_steps(self) -> int:
-        """The number of steps whose packs were used, those that rollbacks passed over included."""
+        """The number of steps whose packs were used or passed over by rollbacks."""
         return self.record["progress"]["step"] + self.record["progress"]["left_out"]
 
 
@@ -164,18 +164,18 @@ def find_resume_point(
     `requested` is the value of --resume. Collective. Raises InputError as `find_checkpoint` and
     `require_same_training` do; the latter applies unless `accept_changes` is set.
     """
-    found = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
-    if found is None:
+    checkpoint = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
+    if checkpoint is None:
         return None
     changes = compare_identities(
-        found.record["identity"],
+        checkpoint.record["identity"],
         job.identity,
-        is_branch=found.is_branch,
-        horizon_may_move=horizon_may_move(found.record, job),
+        is_branch=checkpoint.is_branch,
+        horizon_may_move=horizon_may_move(checkpoint.record, job),
     )
     if not accept_changes:
-        require_same_training(found, changes, job, step_folders(checkpoints.folder))
-    return build_resume_point(found, changes, job)
+        require_same_training(checkpoint, changes, job, step_folders(checkpoints.folder))
+    return build_resume_point(checkpoint, changes, job)
 
 
 # ── Find the checkpoint ───────────────────────────────────────────────────────────────────────────
@@ -190,7 +190,7 @@ def find_checkpoint(
     folder, whose newest one is taken. Collective.
 
     Raises InputError if a named checkpoint does not exist, and if every checkpoint of the run
-    folder is damaged: a new run in their place would bury what may still be rescued.
+    folder is damaged: a new run would overwrite files that may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is None and checkpoints.damaged:
@@ -259,29 +259,29 @@ def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
 
 
 def require_same_training(
-    found: FoundCheckpoint, changes: IdentityChanges, job: Job, run_checkpoints: list[Path]
+    checkpoint: FoundCheckpoint, changes: IdentityChanges, job: Job, run_checkpoints: list[Path]
 ) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
-    The message lists what has changed. If that is the horizon alone, it names one of
+    The message lists the changes. If that is the horizon alone, it names one of
     `run_checkpoints` that may be continued to the new horizon. A checkpoint past the horizon is
     left to `require_steps_to_train`, whose message is simpler.
     """
-    is_past_horizon = changes.are_of_horizon and found.step > job.plan.steps
-    if found.is_branch or is_past_horizon or not changes.values:
+    is_past_horizon = changes.are_of_horizon and checkpoint.step > job.plan.steps
+    if checkpoint.is_branch or is_past_horizon or not changes.values:
         return
     changed = "".join(f"\n  {line}" for line in changes.lines.values())
-    new_run = "Set another `run_dir`" if found.in_run_folder else "Omit --resume"
+    new_run = "Set another `run_dir`" if checkpoint.in_run_folder else "Omit --resume"
     message = (
-        f"{found.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to start a "
-        "new run, or pass --accept-changes to continue this one with the present values."
+        f"{checkpoint.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
+        "start a new run, or pass --accept-changes to continue this one with the present values."
     )
     if changes.are_of_horizon:
         message += (
             " To end elsewhere, name a checkpoint from before the learning rate fell with --resume"
         )
         for path in run_checkpoints:
-            if path == found.path or not (path / STATE).is_file():
+            if path == checkpoint.path or not (path / STATE).is_file():
                 continue
             if horizon_may_move(load_object(path / STATE, "name another"), job):
                 message += f", which {path} is"
@@ -347,22 +347,24 @@ def require_own_records(job: Job) -> None:
 # ── Build the resume point ────────────────────────────────────────────────────────────────────────
 
 
-def build_resume_point(found: FoundCheckpoint, changes: IdentityChanges, job: Job) -> ResumePoint:
+def build_resume_point(
+    checkpoint: FoundCheckpoint, changes: IdentityChanges, job: Job
+) -> ResumePoint:
     """Return the resume point: the checkpoint with notes for the user and the run's past.
 
     A branch starts with an empty past. A resumed run adds the changes of its recipe. The number of
     steps passed over before the folder's first step comes from the checkpoint only if another
     folder holds it: the folder's own metrics record its rollbacks.
     """
-    progress = found.record["progress"]
-    saved_past = found.record["past"]
+    progress = checkpoint.record["progress"]
+    saved_past = checkpoint.record["past"]
     notes = []
     changed = []
-    if not found.is_branch:
+    if not checkpoint.is_branch:
         changed = list(saved_past["changed"])
         if changes.values:
-            changed.append({"step": found.step, "was": changes.saved})
-        if progress["steps"] != job.plan.steps and horizon_may_move(found.record, job):
+            changed.append({"step": checkpoint.step, "was": changes.saved})
+        if progress["steps"] != job.plan.steps and horizon_may_move(checkpoint.record, job):
             schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
             notes.append(
                 f"the horizon moves from step {progress['steps']:,} to {job.plan.steps:,}; "
@@ -371,6 +373,6 @@ def build_resume_point(found: FoundCheckpoint, changes: IdentityChanges, job: Jo
     for key, line in changes.lines.items():
         if key not in changes.implied:
             notes.append(f"the recipe has changed: {line}")
-    left_out = saved_past["left_out"] if found.in_run_folder else progress["left_out"]
+    left_out = saved_past["left_out"] if checkpoint.in_run_folder else progress["left_out"]
     past = {"changed": changed, "left_out": left_out}
-    return ResumePoint(found.path, found.record, notes, found.is_branch, past)
+    return ResumePoint(checkpoint.path, checkpoint.record, notes, checkpoint.is_branch, past)

@@ -290,7 +290,7 @@ def test_memory_that_runs_out_keeps_what_is_tokenised(
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     monkeypatch.setattr(PackMaker, "arrange", arrange)
-    with pytest.raises(InputError, match=r"Unable to allocate .*is kept in .*\.packs\.tokens"):
+    with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
         prepare(settings, progress=False)
     kept = settings.packs.with_name(".packs.tokens") / "progress.json"
     assert json.loads(kept.read_text())["complete"]
