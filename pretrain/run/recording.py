@@ -59,7 +59,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     plan, data, assembly, folder = run.job.plan, run.job.data, run.assembly, run.folder
     run.console.notice(render(plan, brief=True))
     # parity was looked at before the run's first step
-    if not run.begins and folder.audit.is_file():
+    if not run.is_new and folder.audit.is_file():
         before = load_object(folder.audit, "delete it")
         # by precision: it says nothing of another
         looked_at = before.get("precisions", {before.get("effective"): before})
