@@ -56,7 +56,17 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.memory import explaining_errors
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import evaluate, export, keeping, planner, recording, resume, streaming, trials
+from pretrain.run import (
+    evaluate,
+    export,
+    keeping,
+    planner,
+    recording,
+    resume,
+    resume_point,
+    streaming,
+    trials,
+)
 from pretrain.run.running import Run, follow_the_schedule
 from pretrain.settings.launch import with_precision
 from pretrain.verify.gap import GapMeter
@@ -84,10 +94,7 @@ def launch(arguments: argparse.Namespace) -> int:
     console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
         return planner.say_plan(job, console, arguments.resume, arguments.accept_changes)
-    with (
-        distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
-        streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),
-    ):
+    with distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
     distributed.end_processes(accelerator)  # nothing refers to the run any more
     # what a shell reports for a process that a signal ended
@@ -102,7 +109,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             return 0
         with closing(run.checkpoints):
             # what the weights knew before
-            if run.begins and job.recipe.model.weights_source is not None:
+            if run.is_new and job.recipe.model.weights_source is not None:
                 evaluate.evaluate_once(run)
                 run.best = None  # the untrained model is no candidate for the best checkpoint
             stopped_by = train(run)
@@ -169,11 +176,12 @@ def build(
     """The run, ready for its next step; None where it had ended before. TrainingHalted where parity fails. Collective."""
     health, log = Health(job.recipe.health), job.recipe.log
     require_shared(folder.path)
-    job, checkpoints, source = resume.where_to_resume(
+    job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
         return None
+    streaming.start_stream(job, source, folder, accelerator)  # packs are made meanwhile
     assembly = assemble(job, accelerator, console)
     keeping.check_room(job, assembly, checkpoints, source)
     if source:
@@ -181,7 +189,6 @@ def build(
             state, notes = resume.restore(source, checkpoints, job, assembly, health)
     else:
         state, notes = TrainState(steps=job.plan.steps), []
-        resume.begin_stream(None, job)
     if job.plan.microbatch is None:  # `auto`
         with console.progress("finding the microbatch"):
             microbatch = trials.choose_microbatch(
@@ -200,7 +207,7 @@ def build(
         checkpoints=checkpoints,
         constants=keeping.constants_of(job, source, accelerator),
         state=state,
-        begins=source is None or source.begins,
+        is_new=source is None or source.is_branch,
         resumed_step=state.step,
         has_masks=job.data.has_masks,
         health=health,
@@ -211,12 +218,11 @@ def build(
         ),
         profile=StepProfile(path, accelerator, state) if arguments.profile else None,
         console=console,
-        stream=job.data.stream,
         gap=GapMeter(assembly.model, assembly.optimizer, accelerator) if log.gap else None,
     )
     if source:
         resume.resume_precision(run, source)
-    parity = trials.find_parity(run) if job.recipe.parity and run.begins else []
+    parity = trials.find_parity(run) if job.recipe.parity and run.is_new else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)
     if parity:
@@ -232,13 +238,8 @@ def train(run: Run) -> int:
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            if run.stream:
-                streaming.tell_stream(run, run.stream)
             batches = run.job.batches(run.accelerator, run.state.shift)
-            with (
-                batches.steps(*run.state.data_steps) as steps,
-                run.stream.waiting() if run.stream else nullcontext(),
-            ):
+            with batches.steps(*run.state.data_steps) as steps:
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
         # first of all: an evaluation that fails must not cost what was trained
@@ -252,11 +253,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with profiling, run.recorder.step():
-            if run.stream and (reason := streaming.wait_for_packs(run, steps, reason_to_stop)):
+            if reason := streaming.wait_for_packs(run, steps, reason_to_stop):
                 return keeping.leave(run, reason, steps)
             figures, decision = train_step(run, next(steps))
-        if run.stream:
-            streaming.tell_stream(run, run.stream)
         recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
         evaluates = recording.due(state.step, recipe.evaluate.every) and not state.finished
         saves = recording.due(state.step, recipe.checkpoint.every) or (

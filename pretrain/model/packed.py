@@ -1,4 +1,4 @@
-"""A training step on packed documents: the language model that turns a microbatch into its loss, and its forward and backward."""
+"""The language model on packed documents, and the forward and backward of a training step."""
 
 from __future__ import annotations
 
@@ -26,31 +26,46 @@ from pretrain.settings.recipe import LossSettings
 class PackedLanguageModel(nn.Module):
     """A causal language model that maps a packed microbatch to its summed loss.
 
-    `hf` keeps its parameter names; everything the launcher adds is in wrapped forwards (pretrain.model.wrapping), in the LM
-    head's class and in the modules that compute in low precision. `context`: what these share; by default nothing is quantized.
-    `backend`: of attention.
+    `hf` keeps its parameter names. What this project adds is in wrapped forwards
+    (`pretrain.model.wrapping`), in the class of the LM head, and in the modules that compute in low
+    precision.
+
+    Args:
+        hf: The model of transformers. Its LM head is replaced by a `LossHead`.
+        attention: The name of the attention implementation, such as "packed_varlen".
+        loss: Loss and penalty.
+        context: Precision shared by all low-precision modules. By default nothing is quantized.
+
+    Attributes:
+        fused: The fused decoder layers, or None.
+        rank_sums: Sum of gradients over ranks that each hold the complete model, or None.
+        sharding: Gradient accumulation under FSDP2, or None.
+        routing: The routers of a mixture of experts, or None.
     """
 
     def __init__(
         self,
         hf: PreTrainedModel,
-        backend: str,
+        attention: str,
         loss: LossSettings,
         context: PrecisionContext | None = None,
     ) -> None:
         super().__init__()
         self.hf = hf
-        self.backend = backend
+        self.attention = attention
         self.context = context or PrecisionContext(None, hf.dtype)
         self.fused: FusedLayers | None = None
-        self.rank_sums: RankSums | None = None  # where several processes hold the whole model each
-        self.sharding: Sharding | None = None  # under FSDP2
-        self.routing = Routing.of(hf) if is_mixture(hf) else None  # None where there are no experts
+        self.rank_sums: RankSums | None = None
+        self.sharding: Sharding | None = None
+        self.routing = Routing.of(hf) if is_mixture(hf) else None
         if self.routing is not None:
             self.routing.in_fp32()
-        hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
-        # GPT-2 looks in each forward for padding that no mask hides, waits for the device to do so, and warns of a pack's EOS. A
-        # pack's padding is a document of its own without labels, so it needs no mask.
+        head = hf.get_output_embeddings()
+        name = next(name for name, module in hf.named_modules() if module is head)
+        hf.set_output_embeddings(LossHead.replacing(head, loss, self.context, name))
+        # GPT-2 looks for padding without a mask in each forward, which waits for the device, and
+        # warns about the end-of-text tokens of a pack. The padding of a pack is a document without
+        # labels, so it needs no mask.
         hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
     def forward(
@@ -61,16 +76,22 @@ class PackedLanguageModel(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> Tensor:
-        """Summed loss (FP32 scalar) over the labels that are not -100: in training of what is trained, a penalty included and
-        the balance of experts; in evaluation cross-entropy.
+        """Return the summed loss over all labels that are not -100, an FP32 scalar.
 
-        `input_ids`, `position_ids`, `labels`: [1, T] int64, labels already shifted. `cu_seqlens`: [bucket] int32, 0, the ends of
-        the documents, then T. `max_seqlen`: the pack length.
+        In training it is the loss to minimize, with the penalty and the router loss. In evaluation
+        it is the cross-entropy.
+
+        Args:
+            input_ids: [1, T] int64.
+            position_ids: [1, T] int64.
+            labels: [1, T] int64, already shifted.
+            cu_seqlens: [bucket] int32: 0, the ends of the documents, then T in the unused places.
+            max_seqlen: Pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        if self.routing is not None:  # which keeps them itself
-            documents["output_router_logits"] = False
-        if self.backend == "packed_sdpa":
+        if self.routing is not None:
+            documents["output_router_logits"] = False  # `Routing` records the logits
+        if self.attention == "packed_sdpa":
             documents["document_mask"] = attention.document_mask(
                 cu_seqlens, max_seqlen, input_ids.shape[1]
             )
@@ -80,41 +101,58 @@ class PackedLanguageModel(nn.Module):
             )
             with torch.profiler.record_function("loss"):
                 loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)
-        return (
-            loss
-            if self.routing is None
-            else self.routing.add_loss(loss, labels, training=self.training)
-        )
+        if self.routing is not None:
+            loss = self.routing.add_loss(loss, labels, training=self.training)
+        return loss
 
-    # accelerate's FSDP2 preparation asks for these to keep tied weights in one shard group.
+    # accelerate asks for these two under FSDP2, to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
         return self.hf.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.hf.get_output_embeddings()
 
+    def discard_partial_gradients(self) -> None:
+        """Discard gradients that FSDP2 has accumulated but not reduced.
+
+        A backward leaves such gradients if it fails or is not the last of its step. Has no effect
+        without FSDP2. Collective.
+        """
+        if self.sharding is not None:
+            self.sharding.discard_partial_gradients()
+
     def take_sums(self) -> dict[str, Tensor]:
-        """What losses and routers have added up in training on this rank since this was last called: sums over labels, FP32
-        scalars by the names that metrics have for them."""
+        """Return and reset the sums of this rank's losses and router statistics in training.
+
+        They are sums over labels since the last call, FP32 scalars by the names in metrics.jsonl.
+        """
         parts = self.hf.get_output_embeddings().take_parts()
         sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
-        return sums if self.routing is None else sums | self.routing.take_sums()
+        if self.routing is not None:
+            sums |= self.routing.take_sums()
+        return sums
 
     def mean_losses(
         self, accelerator: Accelerator, tokens: int, trained: Tensor
     ) -> dict[str, Tensor]:
-        """`loss`, the cross-entropy within a step's mean loss `trained`; the means over the `tokens` of all ranks of what else
-        `take_sums` has, without the weights of penalty and router loss; and a mixture's `balance`. FP32 scalars. Collective."""
+        """Return the mean losses and the expert balance of a step, as FP32 scalars. Collective.
+
+        `loss` is the cross-entropy. Penalty and router loss are not multiplied by their weights.
+
+        Args:
+            accelerator: The run's Accelerator.
+            tokens: Number of labels of all ranks.
+            trained: Mean loss that the step minimizes, the same on all ranks.
+        """
         balance = self.routing.balance(accelerator) if self.routing else {}
         sums = self.take_sums()
         names = ["loss", "penalty"] if self.hf.get_output_embeddings().penalty else []
         names += self.routing.names if self.routing else []
         if not names:
             return {"loss": trained}
-        nothing = torch.zeros((), device=trained.device)
-        means = accelerator.reduce(
-            torch.stack([sums.get(name, nothing) for name in names]), reduction="sum"
-        ) / max(tokens, 1)
+        zero = torch.zeros((), device=trained.device)
+        rank_sums = torch.stack([sums.get(name, zero) for name in names])
+        means = accelerator.reduce(rank_sums, reduction="sum") / max(tokens, 1)
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
         if "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
@@ -122,10 +160,13 @@ class PackedLanguageModel(nn.Module):
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
-    """What `PackedLanguageModel` takes, on `device`; the copies do not wait."""
+    """Return the keyword arguments of `PackedLanguageModel.forward`, copied to `device`.
+
+    The copies are asynchronous.
+    """
     names = ("input_ids", "position_ids", "labels", "cu_seqlens")
     tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
-    # the one shape that varies recompiles nothing
+    # cu_seqlens is the only tensor whose shape varies. It must not trigger a recompilation.
     torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
     return {**tensors, "max_seqlen": batch.max_seqlen}
 
@@ -138,40 +179,51 @@ def forward_backward(
     *,
     first_apart: bool = False,
 ) -> Tensor:
-    """Accumulate the gradient of the step's mean loss; returns that loss, an FP32 scalar, the same on every rank.
+    """Accumulate the gradient of a step's mean loss and return that loss, an FP32 scalar.
 
-    It is the sum over all valid tokens of the step divided by their number over all ranks, and the gradients of all ranks are
-    added up, by `rank_sums` or by FSDP2: so a token's gradient is the same on any number of ranks. `around_first` is entered
-    around the first microbatch, the one in which weights are quantized, by what looks on. `first_apart`: when it is left, the
-    gradients are still this rank's and this microbatch's alone.
+    The mean loss is the sum over all valid tokens of the step on all ranks, divided by their
+    number. Gradients are summed over ranks, by `rank_sums` or by FSDP2, so the gradient of a token
+    is the same for any number of ranks. The returned loss is the same on every rank. Collective.
+
+    Args:
+        model: The model, with cleared gradients.
+        batches: The microbatches of this rank.
+        accelerator: The run's Accelerator.
+        around_first: Context manager that observes the first microbatch. Weights are quantized in
+            this microbatch.
+        first_apart: Exchange no gradients before `around_first` is left, even if the step has only
+            one microbatch.
     """
-    context, sums, sharding = model.context, model.rank_sums, model.sharding
-    model.take_sums()  # of what was forwarded before the step
+    context = model.context
+    rank_sums = model.rank_sums
+    model.take_sums()  # discard the sums of forwards before this step
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
+    last = len(batches.microbatches) - 1
     for index, microbatch in enumerate(batches.microbatches):
-        context.first_microbatch = index == 0  # in which weights are cast or quantized again
-        watched = around_first if around_first and index == 0 else nullcontext()
-        if index == len(batches.microbatches) - 1:
-            exchanging = (
-                sums.starting_early()
-                if sums and not (first_apart and index == 0)
-                else nullcontext()
-            )
-        else:
-            exchanging = sharding.accumulating() if sharding else nullcontext()
-        with watched, exchanging:
+        context.first_microbatch = index == 0  # casts or quantizes weights again
+        observed = around_first if around_first and index == 0 else nullcontext()
+        exchanging: AbstractContextManager[Any] = nullcontext()
+        if index < last:
+            if model.sharding:
+                exchanging = model.sharding.accumulating()
+        elif rank_sums and not (first_apart and index == 0):
+            exchanging = rank_sums.starting_early()
+        with observed, exchanging:
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * (1 / tokens))
         total += loss_sum.detach()
-    context.first_microbatch = True  # for whatever forward comes before the next step
-    if sums:
-        sums.finish()
+    context.first_microbatch = True  # for a forward between this step and the next
+    if rank_sums:
+        rank_sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens
 
 
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
-    """The first rank's scalars, as numbers on every rank: what is decided by them is decided alike. Waits for the device."""
+    """Return the first rank's scalars as floats, so that all ranks take the same decisions.
+
+    Waits for the device. Collective.
+    """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
     if accelerator.num_processes > 1:
         take_from_first_rank(accelerator, [stacked])

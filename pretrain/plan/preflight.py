@@ -138,7 +138,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         accelerator.device.type,
         purpose == "elsewhere",
     )
-    config.begin_of(recipe)
+    config.branch_checkpoint(recipe)
     check_ours(run_dir)
     check_trackers(recipe.log)
     missing_here = missing_on(device_type)

@@ -35,9 +35,10 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
 from pretrain.plan.preflight import Job
-from pretrain.precision.product import Backend, PrecisionContext
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import Decision, decide
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
 from pretrain.verify import audit
 
@@ -56,7 +57,7 @@ class AssembledPrecision:
     """What a model holds for one of the precisions of its run."""
 
     active: ActivePrecision
-    backend: Backend | None  # None where nothing is quantized
+    backend: GemmEngine | None  # None where nothing is quantized
     decisions: Mapping[str, Decision]
     audit: dict[str, Any]  # the part of audit.json that is about this precision
 
@@ -186,27 +187,27 @@ def in_its_precisions(
     """`hf` for packed batches, its layers fused where they can be and its linears in low precision; each of the run's precisions
     by name; and what is fused, for the audit."""
     actives, layers = job.plan.actives, model.decoder_layers(hf)
-    backends = make_backends(actives, device)
+    engines = make_engines(actives, device)
     context = PrecisionContext(
-        backends[job.precision.name],
+        engines[job.precision.name],
         job.compute_dtype,
         evaluates_low=job.active.settings.use_autocast_during_eval,
-        backends=[*filter(None, backends.values())],
+        backends=[*filter(None, engines.values())],
     )
     packed = PackedLanguageModel(hf, attention, job.plan.loss, context)
     precisions = {}
     for each in actives:
         decisions = decide(hf, list(layers.values()), each) if each.precision.quantized else {}
         precisions[each.precision.name] = AssembledPrecision(
-            each, backends[each.precision.name], decisions, {}
+            each, engines[each.precision.name], decisions, {}
         )
-    # A phase with a BF16 forward takes its products from its precision without one, which so comes first.
-    in_order = sorted(precisions.values(), key=lambda each: each.active.precision.plain_forward)
-    packed.fused, what_is_fused = _fuse(job, layers, in_order, context, device.type)
-    for each in in_order:
+    packed.fused, what_is_fused = _fuse(
+        job, layers, list(precisions.values()), context, device.type
+    )
+    for each in precisions.values():
         context.backend = each.backend
         convert(hf, each.decisions, context, packed.fused)
-    context.backend = backends[job.precision.name]
+    context.backend = engines[job.precision.name]
     return packed, precisions, what_is_fused
 
 

@@ -22,7 +22,7 @@ from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
-from pretrain.run.resume import ResumePoint
+from pretrain.run.resume_point import ResumePoint
 from pretrain.run.running import Run
 
 
@@ -63,8 +63,8 @@ def save(run: Run, *, behind: bool = False) -> None:
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
         # of this step, whose histories are saved
         state["precision"] = run.assembly.active.precision.name
-        if run.stream:
-            state["stream"] = run.stream.record()
+        if run.job.data.stream is not None:
+            state["stream"] = run.job.data.stream.record
         spared = run.best["step"] if run.best else None
         how = {"spared": spared, "behind": behind, "say": run.console.notice}
         run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, **how)
@@ -75,9 +75,12 @@ FAILED = 999
 
 
 def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """The signal that has come; or FAILED, where a checkpoint cannot be written or the next packs cannot be read, or do not come;
-    else 0. Before this run's first step there is nothing to save, so only signals count. A rank knows its own files and packs."""
-    if run.state.step > run.resumed_step and (run.checkpoints.failed or steps.failure):
+    """Return the number of a signal that has come, or FAILED, or 0 to go on.
+
+    FAILED means that a checkpoint cannot be written, or that the next packs cannot be read or will
+    not come. A rank knows its own files and packs.
+    """
+    if run.checkpoints.failed or steps.failure:
         return FAILED
     return stop.requested or 0
 
@@ -88,13 +91,15 @@ def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
     run.checkpoints.wait()  # which raises that a save has failed
     if not (decision := judge_weights(run)).proceed:
         raise halted(run, decision)
-    if run.state.step > run.resumed_step:
+    has_trained = run.state.step > run.resumed_step
+    if has_trained:
         save(run)
     if reason == FAILED:
         if steps.failure is not None and not isinstance(steps.failure, InputError):
             raise steps.failure
         why = steps.failure or "another process has no more packs, and says why"
-        raise InputError(f"{why}. Step {run.state.step} is saved")
+        saved = f". Step {run.state.step} is saved" if has_trained else ""
+        raise InputError(f"{why}{saved}")
     return tell_stopped(run, reason)
 
 

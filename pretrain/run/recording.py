@@ -21,7 +21,7 @@ from pretrain.metrics.recorder import Recorder, gradient_statistics
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import last_screen, read_finished
 from pretrain.model.distributed import describe_topology
-from pretrain.model.huggingface import decoder_layers
+from pretrain.model.huggingface import decoder_layers, kept_from_source
 from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
@@ -46,7 +46,7 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
     """A console for `job` that has said what the launch was corrected in, and what is done in place of a missing precision."""
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in notices:
+    for text in [*notices, *kept_from_source(job.recipe.model)]:
         console.notice(text)
     # phases may share one
     for text in dict.fromkeys(active.notice for active in job.plan.actives if active.notice):
@@ -59,7 +59,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     plan, data, assembly, folder = run.job.plan, run.job.data, run.assembly, run.folder
     run.console.notice(render(plan, brief=True))
     # parity was looked at before the run's first step
-    if not run.begins and folder.audit.is_file():
+    if not run.is_new and folder.audit.is_file():
         before = load_object(folder.audit, "delete it")
         # by precision: it says nothing of another
         looked_at = before.get("precisions", {before.get("effective"): before})

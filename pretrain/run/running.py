@@ -13,7 +13,6 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
@@ -54,9 +53,7 @@ class Run:
     checkpoints: Checkpoints
     constants: Mapping[str, Any]  # what all its checkpoints say alike
     state: TrainState
-    # here, with no step or with another run's; False where it goes on from a checkpoint that it
-    # resumes
-    begins: bool
+    is_new: bool  # starts without a checkpoint or branches; False if it resumes its own
     resumed_step: int
     has_masks: bool  # of its packs: not every token has a label
     health: Health
@@ -65,7 +62,6 @@ class Run:
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
-    stream: StreamedPacks | None = None  # of packs that are made meanwhile
     gap: GapMeter | None = None  # of a run that measures it
     # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
     best: Record | None = None

@@ -150,7 +150,7 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    sharding = getattr(model, "sharding", None)
+    sharding = model.sharding
     try:
         # the second pass holds gradients as well, as every later microbatch does
         for last in (False, True):
@@ -158,8 +158,7 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
             with sharding.accumulating() if sharding and not last else nullcontext():
                 accelerator.backward(model(**inputs_of(batch, device)))
     finally:
-        if sharding:
-            sharding.abandon()
+        model.discard_partial_gradients()
         # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())

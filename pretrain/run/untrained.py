@@ -25,7 +25,8 @@ from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.recording import introduce_job
-from pretrain.run.resume import begins_histories, find_resume_point, load_weights
+from pretrain.run.resume import begins_histories, load_weights
+from pretrain.run.resume_point import find_resume_point
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe

@@ -24,8 +24,9 @@ from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
+from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.observed import OPERANDS, ObservedProduct, ProductObserver, dtype_name
-from pretrain.precision.product import Backend, LowPrecisionLinear
+from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.verify.probe import watching_histories
@@ -167,7 +168,10 @@ def confirming_first_microbatch(
 
 
 def describe(
-    active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]
+    active: ActivePrecision,
+    backend: GemmEngine | None,
+    hf: PreTrainedModel,
+    products: Sequence[Entry],
 ) -> dict[str, Any]:
     """What audit.json says of the precision in force. products: of `observe`; backend: None where nothing is quantized."""
     head = hf.get_output_embeddings()

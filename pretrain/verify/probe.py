@@ -111,7 +111,7 @@ def watching_products(
     context, precision, settings = packed.context, active.precision, active.settings
     before = {name: tensor.clone() for name, tensor in context.state().items()}
     # The head's is called for a chunk of tokens at a time.
-    of_head = {each.name for each in packed.hf.get_output_embeddings().products.values()}
+    of_head = {packed.hf.get_output_embeddings().state.name}
     # What is laid out with the axis of the sum last is quantized alike for every product.
     quantize = {role: precision.along_features(settings, role) for role in get_args(Role)}
     samples: dict[tuple[str, Role, Along], _Sample] = {}

@@ -25,8 +25,8 @@ from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join
+from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
-from pretrain.precision.product import Operand, Product
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
@@ -146,13 +146,13 @@ class StepCheck:
         return fits.sum() > BF16_VALUED * (values != 0).sum()
 
     @torch.no_grad()
-    def _see_weight(self, product: Product, operand: Operand, matrix: Tensor) -> None:
+    def _see_weight(self, gemm: Gemm, operand: Operand, matrix: Tensor) -> None:
         """Quantizes or casts the weight `matrix` anew, as it is now. A copy that serves several microbatches is looked at in the
         first, whose scale it has under delayed scaling."""
-        codes = product.codes(operand)
-        if (product.name, id(codes)) not in self._are_old:
-            new = product.operand("weight", matrix, both=False)
-            self._are_old[product.name, id(codes)] = (codes != product.codes(new)).any()
+        codes = gemm.codes(operand)
+        if (gemm.name, id(codes)) not in self._are_old:
+            new = gemm.quantize("weight", matrix, both=False)
+            self._are_old[gemm.name, id(codes)] = (codes != gemm.codes(new)).any()
 
     @contextmanager
     def update(self, step: int, learning_rate: float, updates: int) -> Iterator[None]:

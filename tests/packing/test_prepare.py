@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,12 +18,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import Model, Unigram, WordLevel
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.prepare import PackMaker, TokenLog, prepare
+from packing.pack_maker import PackMaker
+from packing.prepare import prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer
 
 
@@ -61,6 +65,35 @@ def test_packs_hold_every_document(settings: DataSettings, documents: list[str])
     assert statistics["documents"] == len(documents) and statistics["longest_document"] > 256
 
 
+WORDS = WordLevel({"[UNK]": 0, "</s>": 1, "one": 2}, "[UNK]")
+PIECES = Unigram([("<unk>", 0.0), ("</s>", -1.0), ("o", -1.0)], 0)
+
+
+@pytest.mark.parametrize("model", [WORDS, PIECES], ids=["words", "pieces"])
+def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
+    model: Model, settings: DataSettings, corpus: Path, tmp_path: Path
+) -> None:
+    corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
+    Tokenizer(model).save(str(tmp_path / "words.json"))
+    prepare(
+        part := settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")}),
+        progress=False,
+    )
+    lines = summary(read_manifest(part.packs))
+    assert re.search(r"columns not read +id, url\n?", lines)
+    assert re.search(r"unknown tokens +\d\d\.\d\d% of all; warning", lines)
+
+
+def test_prepare_says_nothing_of_unknown_tokens_of_a_tokenizer_of_bytes(
+    settings: DataSettings,
+) -> None:
+    prepare(settings, progress=False)
+    assert (
+        not {"unknown_tokens", "columns_not_read"}
+        & read_manifest(settings.packs)["statistics"].keys()
+    )
+
+
 def test_held_out_documents_are_whole_and_nowhere_else(
     settings: DataSettings, documents: list[str]
 ) -> None:
@@ -80,9 +113,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(
     code = (
         "import sys, json; from packing.prepare import prepare; from packing.settings import DataSettings\n"
         + (
-            "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000; packing.prepare._COMMIT_SECONDS = 0\n"
-            "import time; slow = packing.prepare.TokenLog.append\n"
-            "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+            "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
+            "packing.token_log._COMMIT_SECONDS = 0\n"
+            "import time; slow = packing.token_log.TokenLog.append\n"
+            "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
             "if __name__ == '__main__': prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
         )
     )
@@ -143,7 +177,7 @@ def test_the_same_settings_find_their_packs_and_others_are_refused(
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
-def test_another_spelling_of_a_source_and_a_copy_of_its_tokenizer_are_the_same_settings(
+def test_a_source_spelled_otherwise_is_the_same_source(
     settings: DataSettings, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(settings, progress=False)
@@ -193,7 +227,7 @@ def test_workers_that_die_at_first_are_told_of(
     large = Tokenizer.from_file(settings.tokenizer)
     large.add_tokens([f"<{number}>" for number in range(5000)])
     large.save(str(tmp_path / "large.json"))
-    monkeypatch.setattr("packing.prepare.START", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr("packing.pack_maker.SPAWN", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(
         sys, "path", [path for path in sys.path if not Path(path, "packing").is_dir()]
     )
@@ -256,7 +290,7 @@ def test_memory_that_runs_out_keeps_what_is_tokenised(
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     monkeypatch.setattr(PackMaker, "arrange", arrange)
-    with pytest.raises(InputError, match=r"Unable to allocate .*is kept in .*\.packs\.tokens"):
+    with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
         prepare(settings, progress=False)
     kept = settings.packs.with_name(".packs.tokens") / "progress.json"
     assert json.loads(kept.read_text())["complete"]

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.records import TextTemplate
+from packing.chunks import read_chunk
+from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
-from packing.sources import open_source, read_chunk
+from packing.sources import open_source
 
 
 def opened(source: Path | str, **more: Any) -> Any:
@@ -63,7 +64,7 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "dataset", "text files"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_any_chunk(
+def test_every_format_yields_the_same_documents_from_any_place(
     kind: str, documents: list[str], tmp_path: Path
 ) -> None:
     path, before = written(tmp_path, kind, documents), 0
@@ -73,6 +74,35 @@ def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_an
         before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "input_ids": [5, 6, 7, 0],
+            "attention_mask": [1, 1, 1, 0],
+            "labels": [-100, 6, 7, -100],
+            "id": 7,
+        }
+    ] * 3
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        import datasets  # brings pandas
+
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    records = TokenColumns("input_ids", None, 600)
+    settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
+    for chunk in open_source(settings, records).chunks():
+        filled, counts = read_chunk(chunk, records, skip_bad=False)
+        assert [[ids.tolist() for ids in documents] for documents in filled] == [
+            [[5 | UNTRAINED, 6, 7]]
+        ] * 3
+        assert counts.unread == ("id",)
 
 
 def test_a_streamed_dataset_yields_what_the_loaded_one_does(
@@ -108,7 +138,7 @@ def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path:
         texts_of(tmp_path)
 
 
-def test_files_that_are_not_read_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
+def test_unread_files_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
     assert "files not read: 1 .csv" in opened(tmp_path).description
@@ -146,6 +176,20 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
+def test_nan_is_no_text(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"title": [1.5, float("nan"), None], "body": ["a", "", None]}),
+        tmp_path / "x.parquet",
+    )
+    (tmp_path / "x.jsonl").write_text(
+        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n{"title": NaN, "body": null}\n'
+    )
+    for kind in ("parquet", "jsonl"):
+        source = opened(tmp_path / f"x.{kind}", text="{title} {body}")
+        texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=False)
+        assert texts == ["1.5 a"] and counts.empty == 2
+
+
 BAD_LINES = [
     '{"text": "a"',
     "[1]",
@@ -180,7 +224,7 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
         (["title", "body"], "title, body. Set data.text"),
     ],
 )
-def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(
+def test_a_missing_column_is_reported_with_usual_keys(
     columns: list[str], keys: str, tmp_path: Path
 ):
     rows = [{key: ["x"] for key in columns}]
@@ -191,7 +235,7 @@ def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(
             texts_of(path)
 
 
-def test_a_list_in_one_line_is_its_records_and_one_over_lines_says_how_it_becomes_lines(
+def test_a_line_with_a_list_holds_its_records(
     tmp_path: Path,
 ) -> None:
     records = [{"text": "one"}, {"text": "zwei, ü"}]

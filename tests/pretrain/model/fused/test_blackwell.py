@@ -25,7 +25,7 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.precision.observed import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from pretrain.verify.audit import _is_expected
@@ -62,7 +62,7 @@ def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> Pa
     """A model that computes in the first of `actives`, or another, in its turn."""
     hf = build(ARCHITECTURES[kind] | SIZES)
     model.round_weights(hf, torch.bfloat16)
-    layers, made = decoder_layers(hf), make_backends(actives, torch.device("cpu"))
+    layers, made = decoder_layers(hf), make_engines(actives, torch.device("cpu"))
     context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, made.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
     decisions = {
