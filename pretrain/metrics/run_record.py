@@ -138,12 +138,17 @@ class RunRecord:
 
         A resumed run may evaluate on other packs than before.
         """
-        evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
+        last = self.last_evaluation
         return [
             record
-            for record in evaluations
-            if same_measure(record, evaluations[-1], HELD_OUT_PACKS)
+            for record in self.metrics
+            if kind(record) == "evaluation" and same_measure(record, last, HELD_OUT_PACKS)
         ]
+
+    @property
+    def last_evaluation(self) -> Record:
+        """Return the last evaluation, or an empty record without an evaluation."""
+        return next((line for line in reversed(self.metrics) if kind(line) == "evaluation"), {})
 
     @property
     def when_evaluated(self) -> str:
@@ -151,9 +156,8 @@ class RunRecord:
 
         Reports print it behind the held-out loss.
         """
-        last_step = self.summary["steps"]
-        evaluated_step = self.evaluations[-1]["step"] if self.evaluations else last_step
-        return "" if evaluated_step == last_step else f" (step {evaluated_step:,})"
+        evaluated_step = self.last_evaluation.get("step", self.summary["steps"])
+        return "" if evaluated_step == self.summary["steps"] else f" (step {evaluated_step:,})"
 
     @property
     def data_fingerprint(self) -> str | None:
