@@ -68,23 +68,22 @@ class Report:
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes as parts of a Markdown text."""
         parts = [self.answer]
+        explanations = []
+        compared_runs = self.comparison.compared_runs
         if self.seeds:
             columns = self.seeds.columns()
             parts.append(table_of(columns, self.seeds.results))
             parts.append(_bullets([*meanings(columns), *self.seeds.notes()]))
-            paired = [group for group in self.seeds.compared if group.difference]
-            if paired:
+            if paired := [group for group in self.seeds.compared if group.difference]:
                 parts.append(table_of(self.seeds.columns_by_seed(), paired))
-        compared_runs = self.comparison.compared_runs
         parts.append(table_of(figures_of(self.comparison), compared_runs))
-        explanations = []
         if not self.seeds and len(compared_runs) > 1:
             columns = differences_of(self.comparison)
             parts.append(table_of(columns, compared_runs[1:]))
             explanations = meanings(columns)
         notes = self.comparison.notes(over_seeds=bool(self.seeds))
         parts.append(_bullets([*explanations, *notes]))
-        return [part for part in parts if part]
+        return list(filter(None, parts))
 
     def write(self, page: Path, *, every: float | None = None) -> None:
         """Write the page. With `every`, it reloads itself after that number of seconds."""
@@ -105,8 +104,8 @@ class Report:
             raise InputError(
                 f"--gate: the baseline {base.label} has not finished; name a finished run first"
             )
-        failures = [_failure_of(compared, base, tolerance) for compared in compared_runs]
-        return [failure for failure in failures if failure]
+        failures = (_failure_of(compared, base, tolerance) for compared in compared_runs)
+        return list(filter(None, failures))
 
 
 def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> str | None:
@@ -146,8 +145,7 @@ def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
     for group in seeds.compared:
         difference = group.difference
         half_width = difference.half_width() if difference else None
-        missing = len(group.runs) - len(group.losses)
-        if missing:
+        if missing := len(group.runs) - len(group.losses):
             yield (
                 f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have no end that "
                 "counts"
@@ -179,11 +177,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = watch(options)
     else:
         report = _report_on(options)
-        parts = report.tables()
+        print("\n\n".join(report.tables()))
         if options.out:
             report.write(options.out)
-            parts.append(f"Written: {options.out}")
-        print("\n\n".join(parts))
+            print(f"\nWritten: {options.out}")
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
@@ -211,16 +208,14 @@ def watch(options: argparse.Namespace) -> Report | None:
     Returns the last report, or None if no run has a step. Waits for runs that have not started.
     """
     report = None
-    names = ", ".join(map(str, options.runs))
-    print(f"following {names} in {options.out}; Ctrl-C ends it", flush=True)
+    print("following", *options.runs, f"in {options.out}; Ctrl-C ends it", flush=True)
     with suppress(KeyboardInterrupt):
         while True:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                all_ended = all(map(_has_ended, report.comparison.runs))
-                report.write(options.out, every=options.watch)
-                if all_ended:
+                if all(map(_has_ended, report.comparison.runs)):
                     break
+                report.write(options.out, every=options.watch)
             time.sleep(options.watch)
     if report:
         report.write(options.out)
