@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -89,8 +90,8 @@ class StartedCell:
     def _is_running(self, process: psutil.Process) -> bool:
         """Return True if `process` belongs to the group and is running."""
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            in_group = os.getpgid(process.pid) == self.process.pid
-            return in_group and process.status() != psutil.STATUS_ZOMBIE
+            if os.getpgid(process.pid) == self.process.pid:
+                return process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def outcome(self, *, stop_requested: bool) -> Outcome:
@@ -100,10 +101,8 @@ class StartedCell:
             status = "finished"
         elif run and "halted" in run.summary:
             status = "halted"
-        elif stop_requested:
-            status = "stopped"
         else:
-            status = "failed"
+            status = "stopped" if stop_requested else "failed"
         return Outcome(self.cell, status, time.monotonic() - self.started)
 
     def end_of_log(self) -> list[str]:
@@ -216,10 +215,8 @@ def start(
     if the folder is not the folder of a run.
     """
     check_ours(cell.run_dir)
-    slot = None
-    if matrix.slots is not None:
-        used = [started.slot for started in running]
-        slot = min(range(matrix.slots), key=used.count)
+    used = [started.slot for started in running]
+    slot = min(range(matrix.slots), key=used.count) if matrix.slots else None
     environment = environment_on(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     return StartedCell(cell, command_of(matrix, cell), environment, slot)
@@ -241,6 +238,12 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     if matrix.settings.processes is not None:
         launch += ["--num_processes", str(matrix.processes)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *cell.overrides]
+
+
+def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
+    """Return the command that trains a recipe, for the user to copy."""
+    launch = ["accelerate", "launch", "--config_file", str(accelerate), "train_accelerate.py"]
+    return shlex.join([*launch, str(recipe), *overrides])
 
 
 def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
@@ -272,10 +275,13 @@ def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     run shared its machine with other runs. Then its speed does not show the speed of its precision,
     and reports omit it.
     """
-    shared = side_by_side
-    if cell.mark.exists():
-        shared = shared or json.loads(cell.mark.read_text())["side_by_side"]
+    was_shared = cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
     write_json(
         cell.mark,
-        {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings},
+        {
+            "matrix": matrix,
+            "cell": cell.values,
+            "side_by_side": side_by_side or was_shared,
+            "settings": cell.settings,
+        },
     )

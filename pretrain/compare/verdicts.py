@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
 from pretrain.compare.columns import signed
-from pretrain.compare.comparison import own_speed
+from pretrain.compare.comparison import own_speed, speed_ratio
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
     CANNOT_TELL,
@@ -35,6 +35,8 @@ MOST_SEEDS = 20
 MOST_FOLD = math.log(1000)
 # Exponents of the power laws that are fitted to a loss.
 POWERS = np.arange(0.05, 1.5, 0.05)
+# Word of the baseline in the table.
+BASELINE = "baseline"
 # Advice about a candidate.
 USE = "use this"
 NO_GAIN = "no gain at equal loss is shown"
@@ -275,24 +277,12 @@ class Rounds:
         """Return the Markdown table of the baseline and the candidates."""
         # FP32 is evaluated in FP32.
         served = "held out" if self.protocol.base == "fp32" else "served in BF16"
-        rows = [self._base_row(), *map(self._row, verdicts)]
+        baseline = replace(self.verdict(self.protocol.base), word=BASELINE, gain_interval=None)
+        rows = [self._row(verdict) for verdict in (baseline, *verdicts)]
         return markdown(["precision", "seeds", served, *HEADER], rows)
 
-    def _base_row(self) -> list[str]:
-        """Return the table's row of the baseline."""
-        runs = [by_name[self.protocol.base] for by_name in self.runs]
-        losses = [
-            f"{statistics.fmean(run.summary[key] for run in runs):.4f}"
-            for key in ("held_out_loss", LOSS_KEY)
-        ]
-        speeds = [speed for speed in map(own_speed, runs) if speed]
-        speed = statistics.median(speeds) if speeds else None
-        peak = or_dash(runs[0].summary.get("memory_gib"), memory)
-        row = [self.protocol.base, str(len(runs)), *losses, or_dash(speed, "{:,.0f}".format)]
-        return [*row, "1", "1", "1", UNKNOWN, peak, "baseline"]
-
     def _row(self, verdict: Verdict) -> list[str]:
-        """Return the table's row of a candidate."""
+        """Return the table's row of a candidate or of the baseline."""
         factors = [
             or_dash(value, "{:.2f} ×".format)
             for value in (verdict.speedup, verdict.tokens, verdict.gain)
@@ -300,8 +290,8 @@ class Rounds:
         return [
             verdict.name,
             str(len(verdict.served.by_seed) if verdict.served else 0),
-            self._percent(verdict.served),
-            self._percent(verdict.trained),
+            self._loss(verdict, verdict.served),
+            self._loss(verdict, verdict.trained),
             or_dash(verdict.tokens_per_second, "{:,.0f}".format),
             *factors,
             or_dash(verdict.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format),
@@ -309,10 +299,15 @@ class Rounds:
             verdict.word,
         ]
 
-    def _percent(self, difference: SeedDifference | None) -> str:
-        """Return a difference in percent of the baseline's loss: "+0.071 ± 0.150 %"."""
+    def _loss(self, verdict: Verdict, difference: SeedDifference | None) -> str:
+        """Return a difference in percent of the baseline's loss: "+0.071 ± 0.150 %".
+
+        For the baseline, return its loss.
+        """
         if difference is None:
             return UNKNOWN
+        if verdict.word == BASELINE:
+            return f"{difference.baseline:.4f}"
         scale = 100 / difference.baseline
         half = difference.anytime_half_width(self.protocol.error)
         interval = "" if half is None else f" ± {scale * half:.3f}"
@@ -331,14 +326,8 @@ def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | 
 
     Return None if a speed is not known.
     """
-    speedups = {}
-    for place, (base, run) in enumerate(pairs):
-        base_speed = own_speed(base)
-        speed = own_speed(run)
-        if not base_speed or not speed:
-            return None
-        speedups[place] = speed / base_speed
-    return SeedDifference(speedups, 1.0)
+    speedups = {place: speed_ratio(base, run) for place, (base, run) in enumerate(pairs)}
+    return None if None in speedups.values() else SeedDifference(speedups, 1.0)
 
 
 def loss_slope(run: RunRecord) -> float:

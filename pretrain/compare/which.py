@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 import shutil
 import statistics
 import time
@@ -40,17 +39,12 @@ from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.signals import StopRequest
-from foundation.units import count, duration, plural
+from foundation.units import count, duration
 from packing.order import order_of
 from pretrain.compare.differences import CONFIDENCE, FEWEST_SEEDS, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import (
-    CELL,
-    Cell,
-    Matrix,
-    as_overrides,
-)
-from pretrain.compare.matrix_run import say
+from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
+from pretrain.compare.matrix_run import launch_command, say
 from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
 from pretrain.compare.which_trainings import (
     HEAD,
@@ -317,8 +311,7 @@ def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> d
         if cell.differences:
             shutil.rmtree(cell.run_dir)
     cell_names = ", ".join(cell.values[CELL] for cell in matrix.cells)
-    steps = plural(TRIAL_STEPS, "step")
-    say(f"first {steps} of each precision, about a minute each: {cell_names}")
+    say(f"first {TRIAL_STEPS} steps of each precision, about a minute each: {cell_names}")
     return train(matrix, stop, may_fail=True)
 
 
@@ -327,17 +320,13 @@ def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
 
     A candidate with +head computes the same as without it if its head stays in BF16.
     """
-    runs: dict[str, RunRecord] = {}
-    observed = set()
+    by_products: dict[str, tuple[str, RunRecord]] = {}
     for name, cell in cells.items():
-        if not cell.is_finished():
-            continue
-        run = cell.record()
-        products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
-        if products not in observed:
-            observed.add(products)
-            runs[name] = run
-    return runs
+        if cell.is_finished():
+            run = cell.record()
+            products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
+            by_products.setdefault(products, (name, run))
+    return dict(by_products.values())
 
 
 def default_candidates(weights: str) -> list[str]:
@@ -461,13 +450,11 @@ def announce(rounds: Rounds, hours: float) -> None:
             "\nSkipped, because they failed or computed the same as another: "
             f"{', '.join(skipped)}; to try them again, use another --run_dir."
         )
-    base = protocol.base
-    candidates = ", ".join(protocol.candidates)
-    trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {base}"
+    trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {protocol.base}"
     seconds = rounds.seconds(protocol.candidates)
     say(
-        f"\nBaseline {base}, candidates {candidates}. The margin is fixed at "
-        f"{100 * protocol.margin:g} % of the loss.\n"
+        f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
+        f"fixed at {100 * protocol.margin:g} % of the loss.\n"
         f"A round is one seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} "
         f"{trunk}; about {duration(seconds)}.\n"
         f"{protocol.seeds} rounds are planned, about {duration(protocol.seeds * seconds)}; the "
@@ -488,9 +475,8 @@ def next_round(
         return None
     seed = question.recipe.seed + len(rounds.runs)
     matrix = question.round(rounds.protocol, seed, open_names)
-    in_time = rounds.seconds(open_names) <= seconds_left
-    is_first = not rounds.runs
-    if in_time or is_first or all(has_ended(matrix, cell) for cell in matrix.cells):
+    is_short = rounds.seconds(open_names) <= seconds_left
+    if is_short or not rounds.runs or all(has_ended(matrix, cell) for cell in matrix.cells):
         return matrix
     return None
 
@@ -498,13 +484,10 @@ def next_round(
 def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     """Train a round, and add its runs to `rounds`."""
     _, *candidates = (cell.values[CELL] for cell in matrix.cells)
-    estimate = duration(rounds.seconds(candidates))
-    say(f"\nround {len(rounds.runs) + 1}, about {estimate}")
+    say(f"\nround {len(rounds.runs) + 1}, about {duration(rounds.seconds(candidates))}")
     cells = train(matrix, stop, may_fail=False)
     rounds.runs.append({name: cell.record() for name, cell in cells.items()})
-    for name, cell in cells.items():
-        if cell.is_finished():
-            rounds.took[name] = seconds_of(cell)
+    rounds.took |= {name: seconds_of(cell) for name, cell in cells.items() if cell.is_finished()}
     # Nothing branches from these checkpoints any more.
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
@@ -537,33 +520,18 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
 def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
     """Return a line for each candidate, and the recommendation with its command."""
     lines = [f"{verdict.name}: {verdict.word}, {verdict.advice}." for verdict in verdicts]
-    recommended = [verdict for verdict in verdicts if verdict.advice == USE]
-    if recommended:
-        best = recommended[0]
+    best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
+    if best:
         low, high = best.gain_interval
         lines.append(
             f"Train in {best.name}: {best.gain:.2f} times ({low:.2f} to {high:.2f}) "
             f"{protocol.base}'s speed at equal loss."
         )
-        lines.append(f"  {_command(question, protocol, best.name)}")
+        values = question.values_of(best.name)
+        if protocol.begin_with:
+            values["train.begin_with"] = protocol.begin_with
+        overrides = [*question.overrides, *as_overrides(values)]
+        lines.append(f"  {launch_command(question.accelerate, question.recipe_file, overrides)}")
     elif all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {protocol.base}.")
     return "\n".join(lines)
-
-
-def _command(question: Question, protocol: Protocol, name: str) -> str:
-    """Return the command that trains the recipe in a precision."""
-    values = question.values_of(name)
-    if protocol.begin_with:
-        values["train.begin_with"] = protocol.begin_with
-    command = [
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(question.accelerate),
-        "train_accelerate.py",
-        str(question.recipe_file),
-        *question.overrides,
-        *as_overrides(values),
-    ]
-    return shlex.join(command)
