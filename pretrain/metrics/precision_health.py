@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from foundation.units import percent
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.precision.observed import OperandStatistics, summary
@@ -70,7 +70,7 @@ class PrecisionWatch:
         )
         with (
             self.confirming(step),
-            holding(self.context, observers=[*self.context.observers, self._statistics]),
+            overridden(self.context, observers=[*self.context.observers, self._statistics]),
         ):
             yield
 

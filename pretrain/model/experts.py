@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.grouped import (
     STACKS,
     GroupedCall,
@@ -48,7 +48,7 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     experts = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     with ExitStack() as recording:
         for each in experts:
-            recording.enter_context(holding(each, seen=[]))
+            recording.enter_context(overridden(each, seen=[]))
         yield [each.seen for each in experts]
 
 

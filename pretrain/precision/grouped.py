@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foundation.attributes import holding
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.observed import watched
 from pretrain.precision.product import Gemm, LinearCall, Operand, PlainProduct, Saved, add_to
@@ -119,12 +119,12 @@ class GroupedCall(LinearCall):
 
     def forward(self, *args: Any, **options: Any) -> tuple[Tensor, Saved]:
         self.context.groups[self.product.name] = self._ends
-        with holding(self.product, ends=self._ends):
+        with overridden(self.product, ends=self._ends):
             return super().forward(*args, **options)
 
     def backward(self, *args: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
         self.context.groups[self.product.name] = self._ends
-        with holding(self.product, ends=self._ends):
+        with overridden(self.product, ends=self._ends):
             return super().backward(*args, **options)
 
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, QuantizedPrecision, Role, Scaling
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
@@ -199,8 +199,8 @@ class ProductObserver:
         extension = sys.modules.get("transformer_engine_torch")
         generic_gemm = extension and extension.generic_gemm
         with (
-            holding(ProductObserver, current=self),
-            holding(extension, generic_gemm=gemm) if extension else nullcontext(),
+            overridden(ProductObserver, current=self),
+            overridden(extension, generic_gemm=gemm) if extension else nullcontext(),
         ):
             yield
 

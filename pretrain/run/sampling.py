@@ -16,8 +16,8 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from foundation.attributes import holding
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
@@ -94,7 +94,7 @@ def sample(
         hf.set_attn_implementation("sdpa")
         torch.manual_seed(seed)
         # as an argument it would be completed by the model's own
-        restored.enter_context(holding(hf, generation_config=alone))
+        restored.enter_context(overridden(hf, generation_config=alone))
         output = hf.generate(**encoded)
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from foundation.attributes import holding
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
@@ -133,13 +133,13 @@ def _evaluate(
         with (
             assembly.using(each.active),
             context.preserving_state(),
-            holding(context, evaluates_low=True),
+            overridden(context, evaluates_low=True),
         ):
             if source and begins_histories(source, assembly, job):
                 assembly.begin(each.active, job, accelerator)
             evaluate(each.active.precision.name)
     if low:
-        with holding(context, evaluates_low=False):
+        with overridden(context, evaluates_low=False):
             evaluate("bf16")
     else:
         evaluate(job.precision.name)

@@ -18,7 +18,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.recorder import layer_of
@@ -64,7 +64,7 @@ class GapMeter:
         inputs, packed = inputs_of(batches.microbatches[0], device), self._packed
         more_come = packed.sharding and len(batches.microbatches) > 1
         with (
-            holding(packed.context, quantizing=False),
+            overridden(packed.context, quantizing=False),
             packed.sharding.accumulating() if more_come else nullcontext(),
         ):
             with recording_choices(packed) as self._chosen:

@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
@@ -187,10 +187,10 @@ class _Check:
             self.model.hf.get_output_embeddings(),
             -(-step.microbatches[0].input_ids.shape[1] // 2),
         )
-        with training_without_dropout(self.model), holding(head, chunk=min(head.chunk, half)):
+        with training_without_dropout(self.model), overridden(head, chunk=min(head.chunk, half)):
             advance()
             with (
-                holding(self.model.context, quantizing=False),
+                overridden(self.model.context, quantizing=False),
                 recording_choices(self.model) as chosen,
             ):
                 loss = self._pass(step) * mean_over
@@ -526,5 +526,5 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
                 for name, value in vars(module).items()
                 if isinstance(value, float) and any(n in name for n in noises)
             ]
-            changes.enter_context(holding(module, training=True, **dict.fromkeys(rates, 0.0)))
+            changes.enter_context(overridden(module, training=True, **dict.fromkeys(rates, 0.0)))
         yield

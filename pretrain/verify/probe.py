@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
@@ -159,7 +159,7 @@ def watching_products(
         columns = _sampled(name, result.shape[1])
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         by_chance = settings.disable_stochastic_rounding is False and "grad_output" in roles
-        with holding(torch.backends.cuda.matmul, fp32_precision="ieee"):
+        with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
             left, right = (operand.values.float() for operand in operands)
             exact = left @ right.t()
             plain = []
@@ -182,7 +182,7 @@ def watching_products(
             "observers": [*context.observers, see_operand],
             "result_observers": [see_result],
         }
-        with holding(context, **observers):
+        with overridden(context, **observers):
             yield worst_first, wrong_histories
     worst_first += sorted(
         filter(None, products.values()), key=lambda each: each.excess, reverse=True
@@ -277,7 +277,7 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
         amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
 
-    with holding(context, observers=[*context.observers, see_operand]):
+    with overridden(context, observers=[*context.observers, see_operand]):
         yield wrong
     for role, of_role in sorted(amaxes.items()):  # in one order on all ranks
         names, amax = sorted(of_role), torch.stack([of_role[name] for name in sorted(of_role)])

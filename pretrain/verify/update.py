@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import StepBatches
 from pretrain.metrics.health import TrainingHalted, some_of
@@ -95,7 +95,7 @@ class StepCheck:
 
         with (
             self._packed.register_forward_hook(after_forward, with_kwargs=True),
-            holding(self._packed.context, weight_observers=[self._see_weight]),
+            overridden(self._packed.context, weight_observers=[self._see_weight]),
         ):
             yield
         nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)

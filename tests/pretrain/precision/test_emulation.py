@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
@@ -187,7 +187,7 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
 
 def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -> None:
     run, seen = Watched("current"), Counter()
-    with holding(run.context, observers=[lambda name, role, x: seen.update([role])]):
+    with overridden(run.context, observers=[lambda name, role, x: seen.update([role])]):
         run.x.requires_grad_()
         run.step(recompute=True)
     assert seen == {"input": 2 * 2, "weight": 2, "grad_output": 2}

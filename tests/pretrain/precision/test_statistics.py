@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.observed import SAMPLED_VALUES, OperandStatistics, summary
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
@@ -49,7 +49,7 @@ class Watched:
 
     def watched_step(self, **how) -> tuple[list[Tensor], OperandStatistics]:
         statistics = OperandStatistics(self.backend.active, self.context.state())
-        with holding(self.context, observers=[statistics]):
+        with overridden(self.context, observers=[statistics]):
             return self.step(**how), statistics
 
     def records(self, **how) -> dict[tuple[str, str], dict]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import build_microbatch
 from pretrain.model import attention
@@ -438,7 +438,9 @@ def recomputed_outside(run: SmallRun, patch: Patch) -> None:
     real = run.packed.context.backend.checkpoint
 
     def outside(function: Callable[..., Any], *args: Any, again: Callable[[], Any]) -> Any:
-        return real(function, *args, again=lambda: holding(run.packed.context, low_precision=False))
+        return real(
+            function, *args, again=lambda: overridden(run.packed.context, low_precision=False)
+        )
 
     patch.setattr(run.packed.context.backend, "checkpoint", outside)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.model import huggingface as model
 from pretrain.model.fused import activation_kernel, formulas
 from pretrain.model.gradients import attach_main_gradients
@@ -161,10 +161,10 @@ def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
     quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
     low = train(packed)
     assert backend is quantized
-    with holding(packed.context, backend=None):
+    with overridden(packed.context, backend=None):
         in_its_turn = train(packed)
     observer = ProductObserver(actives[1])
-    with holding(packed.context, backend=plain_forward), observer.looking_on():
+    with overridden(packed.context, backend=plain_forward), observer.looking_on():
         losses, gradients = train(packed)
     assert losses == in_its_turn[0] != low[0], "to the bit"
     for linear, products in observer.products.items():
