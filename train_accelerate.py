@@ -56,8 +56,17 @@ from pretrain.optimizer import adamw, schedule
 from pretrain.plan.memory import explaining_errors
 from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
-from pretrain.run import evaluate, export, keeping, planner, recording, resume, streaming, trials
-from pretrain.run.running import Run, follow_the_schedule
+from pretrain.run import (
+    evaluate,
+    export,
+    plan_command,
+    recording,
+    resume,
+    saving,
+    startup,
+    streaming,
+)
+from pretrain.run.run import Run, follow_the_schedule
 from pretrain.settings.launch import with_precision
 from pretrain.verify.gap import GapMeter
 from pretrain.verify.update import StepCheck
@@ -83,7 +92,7 @@ def launch(arguments: argparse.Namespace) -> int:
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
     console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
-        return planner.say_plan(job, console, arguments.resume, arguments.accept_changes)
+        return plan_command.say_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=main_process)) as folder,
         streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),
@@ -175,7 +184,7 @@ def build(
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
         return None
     assembly = assemble(job, accelerator, console)
-    keeping.check_room(job, assembly, checkpoints, source)
+    saving.check_room(job, assembly, checkpoints, source)
     if source:
         with console.progress("reading the checkpoint"):
             state, notes = resume.restore(source, checkpoints, job, assembly, health)
@@ -184,7 +193,7 @@ def build(
         resume.begin_stream(None, job)
     if job.plan.microbatch is None:  # `auto`
         with console.progress("finding the microbatch"):
-            microbatch = trials.choose_microbatch(
+            microbatch = startup.choose_microbatch(
                 job, assembly, source.record if source else None, accelerator
             )
         job = job.with_settings("batch", microbatch=microbatch)
@@ -198,7 +207,7 @@ def build(
         accelerator=accelerator,
         folder=folder,
         checkpoints=checkpoints,
-        constants=keeping.constants_of(job, source, accelerator),
+        constants=saving.constants_of(job, source, accelerator),
         state=state,
         begins=source is None or source.begins,
         resumed_step=state.step,
@@ -216,11 +225,11 @@ def build(
     )
     if source:
         resume.resume_precision(run, source)
-    parity = trials.find_parity(run) if job.recipe.parity and run.begins else []
+    parity = startup.find_parity(run) if job.recipe.parity and run.begins else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)
     if parity:
-        trials.require_parity(run, parity)
+        startup.require_parity(run, parity)
     return run
 
 
@@ -242,18 +251,18 @@ def train(run: Run) -> int:
                 if stopped_by := train_on(run, steps, stop):
                     return stopped_by
         # first of all: an evaluation that fails must not cost what was trained
-        return keeping.save_last(run, stop)
+        return saving.save_last(run, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     """Train on `steps` until the horizon, a rollback or a signal; returns the signal's number, else 0."""
     recipe, state = run.job.recipe, run.state
-    reason_to_stop = partial(keeping.reason_to_stop, run, steps, stop)
+    reason_to_stop = partial(saving.reason_to_stop, run, steps, stop)
     while not state.finished:
         profiling = run.profile.recording(state.step + 1) if run.profile else nullcontext()
         with profiling, run.recorder.step():
             if run.stream and (reason := streaming.wait_for_packs(run, steps, reason_to_stop)):
-                return keeping.leave(run, reason, steps)
+                return saving.leave(run, reason, steps)
             figures, decision = train_step(run, next(steps))
         if run.stream:
             streaming.tell_stream(run, run.stream)
@@ -264,9 +273,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         )
         # After a skipped step too: the update before it may be to blame.
         if decision.action in ("update", "skip") and (saves or state.finished):
-            decision = keeping.judge_weights(run)
+            decision = saving.judge_weights(run)
         if decision.action == "stop":
-            raise keeping.halted(run, decision)
+            raise saving.halted(run, decision)
         if decision.action == "rollback":
             resume.roll_back(run, decision.reason)
             return 0
@@ -278,11 +287,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
             evaluate.evaluate(run)
         run.checkpoints.settle()
         if reason := distributed.largest_over_ranks(run.accelerator, reason_to_stop()):
-            return keeping.leave(run, reason, steps)
+            return saving.leave(run, reason, steps)
         if (
             recording.due(state.step, recipe.checkpoint.every) or evaluate.is_best(run)
         ) and not state.finished:
-            keeping.save(run, behind=True)
+            saving.save(run, behind=True)
     return 0
 
 
@@ -375,7 +384,7 @@ def finish(run: Run) -> None:
     """Evaluate once more, export, and say where everything is."""
     evaluate.evaluate_once(run)
     if evaluate.is_best(run) and run.state.step > run.resumed_step:
-        keeping.save(run)  # where `at_end` has not
+        saving.save(run)  # where `at_end` has not
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)

@@ -16,11 +16,11 @@ from pretrain.settings import commands
 # By name: the module whose `main` runs the command and returns its exit status, and what it does.
 RUNS = {
     "plan": (
-        "pretrain.run.planner",
+        "pretrain.run.plan_command",
         "time, memory and microbatch of a recipe on devices that are not here",
     ),
     "evaluate": (
-        "pretrain.run.untrained",
+        "pretrain.run.evaluate_command",
         "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`",
     ),
     "report": (

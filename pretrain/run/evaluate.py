@@ -23,7 +23,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.data import packs_evaluated
 from pretrain.plan.preflight import Job
 from pretrain.precision.settings import UNQUANTIZED
-from pretrain.run.running import Run, best_evaluation
+from pretrain.run.run import Run, best_evaluation
 from pretrain.run.sampling import draw_samples
 
 

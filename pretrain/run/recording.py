@@ -26,7 +26,7 @@ from pretrain.optimizer import adamw
 from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 from pretrain.settings import config
 from pretrain.verify import audit
 from pretrain.verify.gap import GapMeter

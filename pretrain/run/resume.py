@@ -40,7 +40,7 @@ from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 from pretrain.settings.config import HORIZON, begin_of, identity_of, resolved
 from pretrain.settings.recipe import Recipe
 

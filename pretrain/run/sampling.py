@@ -23,7 +23,7 @@ from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 from pretrain.settings.recipe import ModelSettings
 

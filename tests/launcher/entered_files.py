@@ -12,7 +12,7 @@ from types import FrameType, ModuleType
 from typing import Any
 
 import train_accelerate
-from pretrain.run import keeping
+from pretrain.run import saving
 
 ROOT = Path(__file__).resolve().parents[2]
 PRODUCT = tuple(
@@ -49,7 +49,7 @@ def watched_run(recipe: Path) -> dict[str, list[str]]:
 
     # the updates of the first two are held to torch's
     watched(train_accelerate, "train_step", "step", from_call=2)
-    watched(keeping, "save", "save")
+    watched(saving, "save", "save")
     os.environ["ACCELERATE_USE_CPU"] = "true"
     sys.argv = ["train_accelerate.py", str(recipe)]
     threading.setprofile(look)

@@ -21,7 +21,7 @@ from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly, beginning_of
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 
 # Left free for the allocator's fragments, communication buffers and evaluation.

@@ -23,7 +23,7 @@ from pretrain.model.gradients import local_part
 from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
 from pretrain.run.resume import ResumePoint
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 
 
 def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
