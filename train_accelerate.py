@@ -53,8 +53,6 @@ from pretrain.model import distributed
 from pretrain.model.packed import forward_backward, same_on_all_ranks
 from pretrain.model.wrapping import wrap_layers
 from pretrain.optimizer import adamw, schedule
-from pretrain.plan.memory import explaining_errors
-from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run import assembly as assembling
 from pretrain.run import (
     evaluate,
@@ -66,6 +64,8 @@ from pretrain.run import (
     startup,
     streaming,
 )
+from pretrain.run.job import Job, prepare_job
+from pretrain.run.out_of_memory import explaining_errors
 from pretrain.run.run import Run, follow_the_schedule
 from pretrain.settings.launch import with_precision
 from pretrain.verify.gap import GapMeter

@@ -1,6 +1,6 @@
 """What a run will do, worked out before anything is loaded.
 
-From settings, shapes and counts to figures; `preflight` has checked them, and `rendering` shows them. Nothing here reads a file.
+From settings, shapes and counts to figures; `rendering` shows them. Nothing here reads a file.
 
 At the end: what the memory of devices decides beside the microbatch, from settings and the device alone. Chunks of the loss
 change the order of sums, so a checkpoint says which ones its run took (pretrain.run.resume); what is kept changes no number.
@@ -20,8 +20,8 @@ from pretrain.metrics.flops import TRAINED, ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import steps_of
-from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, memory_of
-from pretrain.precision.settings import ActivePrecision, label, last_steps
+from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, StepMemory
+from pretrain.precision.settings import ActivePrecision, label, last_steps, precision_called
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 
 
@@ -230,8 +230,20 @@ class Plan:
 
     def memory(self, microbatch: int) -> dict[str, int]:
         """Returns bytes by part on a device, with a microbatch of so many packs, in the phase that takes most."""
-        layers = self.layers or {self.active.precision.name: None}
-        phases = [memory_of(self, name, kept, microbatch) for name, kept in layers.items()]
+        layers = self.layers or {self.active.precision.name: ()}
+        phases = [
+            StepMemory(
+                self.recipe,
+                self.flops,
+                self.devices,
+                precision_called(name),
+                kept,
+                microbatch,
+                self.loss,
+                self.keeps_rotated,
+            ).parts()
+            for name, kept in layers.items()
+        ]
         return max(phases, key=lambda parts: sum(parts.values()))
 
     def takes(self, microbatch: int) -> int:

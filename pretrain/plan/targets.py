@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from transformers import PreTrainedModel
+
 from foundation.errors import InputError
 from foundation.units import GIB, plural
 from pretrain.metrics.peaks import entry_of, peak
 from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
-from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision, precision_called
 
 
@@ -44,28 +45,33 @@ class Target:
     def capability(self) -> tuple[int, int] | None:
         return entry_of(self.name).capability
 
-    def plan(self, job: Job) -> Plan:
-        """The plan of `job` as it would be here: on hardware, and in shards where the model as a whole does not fit."""
+    def plan(self, plan: Plan, shapes: PreTrainedModel) -> Plan:
+        """Return `plan` as it would be on this target: on hardware, and in shards if the model does not fit one device.
+
+        shapes: the model on the meta device.
+        """
         active, phases = (
-            _on_hardware(job.active),
-            [(until, _on_hardware(each)) for until, each in job.plan.phases],
+            _on_hardware(plan.active),
+            [(until, _on_hardware(each)) for until, each in plan.phases],
         )
         layers = {
-            each.precision.name: self._layers(job, each)
-            for each in map(_on_hardware, job.plan.actives)
+            each.precision.name: self._layers(plan, shapes, each)
+            for each in map(_on_hardware, plan.actives)
         }
         usable = int((1 - KEPT_FREE) * self.memory)
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
-        whole = replace(job.plan, devices=devices, active=active, layers=layers, phases=phases)
+        whole = replace(plan, devices=devices, active=active, layers=layers, phases=phases)
         fitted = spend_spare_memory(whole)
         if self.count == 1 or fitted.takes(1) <= usable:
             return fitted
         return spend_spare_memory(replace(whole, devices=replace(devices, sharded=True)))
 
-    def _layers(self, job: Job, active: ActivePrecision) -> list[LayerMemory]:
+    def _layers(
+        self, plan: Plan, shapes: PreTrainedModel, active: ActivePrecision
+    ) -> list[LayerMemory]:
         """Returns what each layer takes of memory: on Hopper and Blackwell as with Transformer Engine and
         FlashAttention-4; elsewhere as this machine's libraries have it."""
-        recipe, settings, flops = job.recipe, job.recipe.model, job.plan.flops
+        recipe, settings, flops = plan.recipe, plan.recipe.model, plan.flops
         known = self.capability is not None and active.precision.compute_dtype == "bfloat16"
         if known and settings.fused == "auto":
             recipe = recipe.model_copy(
@@ -77,7 +83,7 @@ class Target:
             and flops.shape.head_dim in FA4_HEAD_DIMS
         )
         attention = "packed_fa4" if in_one else "packed_varlen"
-        return layers_of(job.shapes, flops, recipe, active, "cuda", attention, self.capability)
+        return layers_of(shapes, flops, recipe, active, "cuda", attention, self.capability)
 
     def obstacle(self, plan: Plan) -> str | None:
         """Returns why `plan` cannot run on it or has no speed; None where it can."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import (
     AutoTokenizer,
@@ -27,13 +27,23 @@ from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import load_config
-from pretrain.plan.data import Data
 from pretrain.settings.recipe import ModelSettings
 
 # of a vocabulary from scratch: products with the head are fastest so, and every precision takes
 # them
 VOCABULARY_MULTIPLE = 128
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
+
+
+class Data(Protocol):
+    """Open packs (`pretrain.run.data.Data`), as far as the tokenizer depends on them."""
+
+    @property
+    def tokenizer(self) -> Mapping[str, Any]:
+        """Return what the packs record about their tokenizer."""
+
+    def beside(self, name: str) -> Path | None:
+        """Return the file `name` in the folder of the packs, or None if it does not exist."""
 
 
 def with_tokens(

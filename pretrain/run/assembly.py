@@ -34,11 +34,11 @@ from pretrain.model.sharding import Sharding, part_from_first
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.plan.plan import Plan
-from pretrain.plan.preflight import Job
 from pretrain.precision.product import Backend, PrecisionContext
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_backends
 from pretrain.precision.settings import WEIGHT_DTYPES, ActivePrecision
+from pretrain.run.job import Job
 from pretrain.verify import audit
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them would cost 0.8 % of a run of

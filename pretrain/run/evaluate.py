@@ -20,9 +20,9 @@ from pretrain.checkpoint.format import step_folder
 from pretrain.metrics.run_record import Record, kind, own_evaluations, read_metrics, same_measure
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.plan.data import packs_evaluated
-from pretrain.plan.preflight import Job
 from pretrain.precision.settings import UNQUANTIZED
+from pretrain.run.data import packs_evaluated
+from pretrain.run.job import Job
 from pretrain.run.run import Run, best_evaluation
 from pretrain.run.sampling import draw_samples
 

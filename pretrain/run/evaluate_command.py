@@ -20,10 +20,10 @@ from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
-from pretrain.plan.memory import explaining_errors
-from pretrain.plan.preflight import Job, prepare_job
 from pretrain.run.assembly import Assembly
 from pretrain.run.evaluate import held_out_figures
+from pretrain.run.job import Job, prepare_job
+from pretrain.run.out_of_memory import explaining_errors
 from pretrain.run.recording import introduce_job
 from pretrain.run.resume import begins_histories, find_resume_point, load_weights
 from pretrain.settings.config import load_recipe

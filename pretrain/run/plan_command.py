@@ -14,7 +14,6 @@ from foundation.units import GIB, TERA, UNKNOWN, markdown, plural
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched
 from pretrain.plan.plan import KEPT_FREE, Plan
-from pretrain.plan.preflight import Job, prepare_job
 from pretrain.plan.rendering import (
     ASSUMED_SHARES,
     WIDTH,
@@ -25,6 +24,7 @@ from pretrain.plan.rendering import (
     render,
 )
 from pretrain.plan.targets import Target
+from pretrain.run.job import Job, prepare_job
 from pretrain.run.resume import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
@@ -69,7 +69,10 @@ def main(options: argparse.Namespace) -> int:
         end="\n\n",
     )
     shares = sorted(options.mfu or ASSUMED_SHARES)
-    there, reasons = [(target, target.plan(job)) for target in targets], defaultdict(list)
+    there, reasons = (
+        [(target, target.plan(plan, job.shapes)) for target in targets],
+        defaultdict(list),
+    )
     rows = [_row(target, each, shares) for target, each in there]
     print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time"], rows))
     for target, each in there:

@@ -23,9 +23,9 @@ from pretrain.metrics.run_record import last_screen, read_finished
 from pretrain.model.distributed import describe_topology
 from pretrain.model.huggingface import decoder_layers
 from pretrain.optimizer import adamw
-from pretrain.plan.preflight import Job
 from pretrain.plan.rendering import render
 from pretrain.plan.tokenizer import fingerprint_in_use
+from pretrain.run.job import Job
 from pretrain.run.run import Run
 from pretrain.settings import config
 from pretrain.verify import audit

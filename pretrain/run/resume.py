@@ -35,11 +35,11 @@ from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
 from pretrain.optimizer.schedule import describe, learning_rate
-from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
+from pretrain.run.job import Job
 from pretrain.run.run import Run
 from pretrain.settings.config import HORIZON, begin_of, identity_of, resolved
 from pretrain.settings.recipe import Recipe

@@ -24,9 +24,9 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import Record, same_measure
 from pretrain.metrics.trackers import Trackers
-from pretrain.plan.preflight import Job
 from pretrain.precision.settings import ActivePrecision
 from pretrain.run.assembly import Assembly
+from pretrain.run.job import Job
 from pretrain.verify.audit import in_short
 from pretrain.verify.gap import GapMeter
 

@@ -20,8 +20,8 @@ from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.health import StepDecision, TrainingHalted
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
-from pretrain.plan.preflight import Job
 from pretrain.run.assembly import Assembly
+from pretrain.run.job import Job
 from pretrain.run.resume import ResumePoint
 from pretrain.run.run import Run
 

@@ -18,9 +18,10 @@ from packing.batch import Microbatch
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
-from pretrain.plan.memory import TAKES_LESS, is_out_of_memory
-from pretrain.plan.preflight import Job
+from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, beginning_of
+from pretrain.run.job import Job
+from pretrain.run.out_of_memory import is_out_of_memory
 from pretrain.run.run import Run
 from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 

@@ -11,7 +11,7 @@ from packing.batch import Prefetch, StepBatches
 from packing.stream import PackerProcess, StreamedPacks
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.model.distributed import largest_over_ranks, refused_together
-from pretrain.plan.preflight import Job
+from pretrain.run.job import Job
 from pretrain.run.run import Run
 
 _LOOK = 0.5  # seconds that a rank waits for packs, until all say whether they go on waiting

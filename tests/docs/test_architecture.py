@@ -96,12 +96,8 @@ def entered(files: dict[str, list[str]]) -> str:
     lists = []
     for act in ("step", "save"):
         names = ", ".join(f"`{file}`" for file in files[act])
-        lists.append(
-            textwrap.fill(
-                f"**A {act}** enters {len(files[act])} files: {names}.", 100, break_on_hyphens=False
-            )
-        )
-    return "\n\n".join([*lists, f"**The whole run** enters {len(files['run'])}."])
+        lists.append(textwrap.fill(f"**A {act}** enters {names}.", 100, break_on_hyphens=False))
+    return "\n\n".join(lists)
 
 
 def test_the_page_lists_the_files_that_a_step_and_a_save_enter(

@@ -1,5 +1,8 @@
-"""A small training in FP32 on a CPU, watched: which files of the project a step, a save and the whole run enter. In a process of
-its own, as what an earlier run has cached is not entered again."""
+"""List the files of the project that a step and a save of a small training enter.
+
+It trains in FP32 on a CPU, in a process of its own: cached results of an earlier run would not be
+entered again.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,16 @@ PRODUCT = tuple(
 
 
 def watched_run(recipe: Path) -> dict[str, list[str]]:
-    """Files that the run enters, and of these the ones that a step does, from batch to metrics, in the thread that trains, and a
-    save, in what writes behind the training too."""
-    entered: dict[str, set[str]] = {"step": set(), "save": set(), "run": set(), "looked at": set()}
+    """Return the files that a step enters, from batch to metrics, and those that a save enters.
+
+    Files of a step are those of the training thread. Those of a save include background threads.
+    """
+    entered: dict[str, set[str]] = {"step": set(), "save": set(), "looked at": set()}
     within: list[str] = []
 
     def look(frame: FrameType, event: str, argument: object) -> None:
         file = frame.f_code.co_filename
         if event == "call" and frame.f_code.co_name != "<module>" and file.startswith(PRODUCT):
-            entered["run"].add(file)
             if threading.current_thread().name.startswith("saving"):
                 entered["save"].add(file)
             elif within and threading.current_thread() is threading.main_thread():

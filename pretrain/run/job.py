@@ -25,7 +25,6 @@ from pretrain.model import huggingface as model
 from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
 from pretrain.optimizer import schedule
 from pretrain.plan.checks import check_fit, check_gap, check_held_out, check_settings, check_sizes
-from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.memory import Devices, layers_of
 from pretrain.plan.plan import Plan, spend_spare_memory
 from pretrain.plan.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
@@ -33,6 +32,7 @@ from pretrain.precision.formats.definition import Precision
 from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
+from pretrain.run.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.settings import config
 from pretrain.settings.recipe import Recipe
 
