@@ -66,7 +66,7 @@ from pretrain.run import (
 )
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.out_of_memory import explaining_errors
-from pretrain.run.run import Run, follow_the_schedule
+from pretrain.run.run import Run, follow_schedule
 from pretrain.settings.launch import with_precision
 from pretrain.verify.gap import GapMeter
 from pretrain.verify.update import StepCheck
@@ -134,7 +134,7 @@ def assemble(
     recipe, device, exact = job.recipe, accelerator.device, job.recipe.weights == "bf16_exact"
     attention = job.attention
     hf, aside = assembling.build_model(job, accelerator, attention.name)  # transformers' own
-    model, precisions, fused = assembling.in_its_precisions(job, hf, attention.name, device)
+    model, precision, fused = assembling.convert_model(job, hf, attention.name, device)
     # Around each layer: FP32 weights as BF16 working copies, torch.compile, gradient checkpointing.
     compiled = recipe.model.compile == "layer" or (
         recipe.model.compile == "auto" and device.type == "cuda"
@@ -155,16 +155,14 @@ def assemble(
         ):
             # around the optimizer comes what only FP16 needs
             model, _ = accelerator.prepare(model, optimizer)
-    assembling.give_values(hf, aside, optimizer, exact=exact)
-    assembling.sum_gradients_apart(job, accelerator, model)
+    assembling.set_weights(hf, aside, optimizer, exact=exact)
+    assembling.allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
 
     around = {"attention": {"kind": attention.name, "reason": attention.reason}, "fused": fused}
-    around["compiled"] = assembling.what_is_compiled(compiled, model)
-    assembly = assembling.Assembly(
-        hf, model, optimizer, job.active, model.context, precisions, around
-    )
-    assembling.observe(job, accelerator, assembly, console or Console(0, enabled=False))
+    around["compiled"] = assembling.describe_compiled(compiled, model)
+    assembly = assembling.Assembly(hf, model, optimizer, precision, around)
+    assembling.audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 
 
@@ -211,6 +209,7 @@ def build(
         state=state,
         begins=source is None or source.begins,
         resumed_step=state.step,
+        restarted_step=state.step,
         has_masks=job.data.has_masks,
         health=health,
         recorder=recording.recorder_of(job, accelerator),
@@ -298,8 +297,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 def is_confirming(run: Run, steps: int) -> bool:
     """Whether the products of the step after `steps` steps are held to the audit: in the first two steps of this process, after a
     rollback, and of each phase. The second sees what the first update has made."""
-    plan = run.job.plan
-    before = {plan.done, *(first - 1 for first, *_ in plan.spans if plan.is_scheduled)}
+    spans = run.precision.schedule.spans
+    before = {run.restarted_step, *(span.first - 1 for span in spans)}
     return steps in before or steps - 1 in before
 
 
@@ -312,8 +311,7 @@ def train_step(run: Run, batches: StepBatches) -> tuple[dict[str, Any], StepDeci
         run.assembly.context,
     )
     recipe, accelerator, model = plan.recipe, run.accelerator, run.assembly.model
-    if plan.is_scheduled:
-        follow_the_schedule(run)
+    follow_schedule(run)
     learning_rate = schedule.learning_rate(
         state.step, recipe.schedule, recipe.optimizer, state.steps
     )

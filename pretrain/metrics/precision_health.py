@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from foundation.overrides import overridden
 from foundation.units import percent
 from pretrain.metrics.trackers import JsonlTracker
+from pretrain.precision.formats.definition import QuantizedPrecision
+from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OperandStatistics, summary
-from pretrain.precision.product import PrecisionContext
-from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 
@@ -45,19 +45,19 @@ class PrecisionWatch:
     for `metrics.jsonl`; and what has begun to go wrong. Every rank measures, as all of them must take the same time.
     """
 
-    context: PrecisionContext
+    precision: ModelPrecision
     every: int  # steps between those that are due
     file: JsonlTracker
     # entered around what is measured of a step, to audit it once more
     confirming: Callable[[int], AbstractContextManager[None]]
-
-    def go_over_to(self, active: ActivePrecision, first_step: int) -> None:
-        """Measure the operands of `active`, in which the context computes from `first_step` on; nothing where it has none."""
-        self._first, self._active, self._told = first_step, active, set[str]()
+    _told: set[str] = field(default_factory=set)
 
     def due(self, step: int) -> bool:
         """The first step, which shows how the run begins, or goes on in another precision, and every n-th."""
-        return self.context.backend is not None and (step == self._first or step % self.every == 0)
+        schedule = self.precision.schedule
+        return schedule.at(step).precision.quantized and (
+            schedule.begins(step) or step % self.every == 0
+        )
 
     @contextmanager
     def watching(self, step: int) -> Iterator[None]:
@@ -65,12 +65,13 @@ class PrecisionWatch:
         if not self.due(step):
             yield
             return
+        context = self.precision.context
         self._statistics = OperandStatistics(
-            self._active, self.context.state(), self.context.groups
+            self.precision.current.active, context.state(), context.groups
         )
         with (
             self.confirming(step),
-            overridden(self.context, observers=[*self.context.observers, self._statistics]),
+            overridden(context, observers=[*context.observers, self._statistics]),
         ):
             yield
 
@@ -80,11 +81,15 @@ class PrecisionWatch:
             return {}, None
         records = self._statistics.records()
         self.file.log({"step": step, "operands": records})
-        return summary(records), self.judge(step, records)
+        if self.precision.schedule.begins(step):
+            self._told.clear()
+        return summary(records), self.judge(step, self.precision.current.active.precision, records)
 
-    def judge(self, step: int, records: Sequence[Record]) -> str | None:
+    def judge(
+        self, step: int, precision: QuantizedPrecision, records: Sequence[Record]
+    ) -> str | None:
         """What is wrong at `step` and was not told before, for the user to read; None where nothing is."""
-        precision, warnings = self._active.precision, []
+        warnings = []
         late = precision.keeps_history
         scaled = [record for record in records if not (late and record["scale"] == NEVER_SCALED)]
         for share, limit in {

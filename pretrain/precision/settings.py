@@ -105,10 +105,10 @@ def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
     return phases
 
 
-PrecisionSchedule = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_in_order)]
+PhaseList = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_in_order)]
 # A precision's name, or a schedule. Told apart by their form, so that a mistake in one is not explained as if it were the other.
 PrecisionSetting = Annotated[
-    Annotated[PrecisionName, Tag("Name")] | Annotated[PrecisionSchedule, Tag("Schedule")],
+    Annotated[PrecisionName, Tag("Name")] | Annotated[PhaseList, Tag("Schedule")],
     Discriminator(lambda value: "Schedule" if isinstance(value, list | tuple) else "Name"),
 ]
 

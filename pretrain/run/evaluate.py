@@ -64,12 +64,13 @@ def measure_of(run: Run) -> dict[str, Any]:
     job = run.job
     if job.data.held_out is None:
         return {}
-    as_trained = run.assembly.context.evaluates_low or not job.precision.quantized
+    precision = run.precision.current.active.precision
+    as_trained = run.assembly.context.evaluates_low or not precision.quantized
     return {
         "held_out_fingerprint": job.data.held_out.fingerprint[:16],
         "held_out_packs": sum(most for _, most in evaluated_parts(job).values()),
         "held_out_precision": (
-            job.precision if as_trained else UNQUANTIZED[job.precision.compute_dtype]
+            precision if as_trained else UNQUANTIZED[precision.compute_dtype]
         ).name,
     }
 

@@ -128,21 +128,21 @@ def _evaluate(
         )
 
     context = assembly.context
-    low = [each for each in assembly.precisions.values() if each.backend is not None]
+    low = [each for each in assembly.precision.in_model.values() if each.backend is not None]
     for each in low:
         with (
-            assembly.using(each.active),
+            assembly.precision.using(each.name),
             context.preserving_state(),
             overridden(context, evaluates_low=True),
         ):
             if source and begins_histories(source, assembly, job):
-                assembly.begin(each.active, job, accelerator)
-            evaluate(each.active.precision.name)
+                assembly.begin_precision(each.name, job, accelerator)
+            evaluate(each.name)
     if low:
         with overridden(context, evaluates_low=False):
             evaluate("bf16")
     else:
-        evaluate(job.precision.name)
+        evaluate(assembly.precision.current.name)
         if job.compute_dtype == torch.float32:
             with torch.autocast(accelerator.device.type, torch.bfloat16):
                 evaluate("bf16")

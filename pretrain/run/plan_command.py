@@ -56,7 +56,7 @@ def main(options: argparse.Namespace) -> int:
     plan = job.plan
 
     print(
-        f"{plan.recipe.name}: {plan.computes} compute{named}, {plan.recipe.weights} weights\n{'─' * WIDTH}"
+        f"{plan.recipe.name}: {plan.schedule.label} compute{named}, {plan.recipe.weights} weights\n{'─' * WIDTH}"
     )
     print(
         in_subjects(

@@ -49,7 +49,7 @@ def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) ->
     for text in notices:
         console.notice(text)
     # phases may share one
-    for text in dict.fromkeys(active.notice for active in job.plan.actives if active.notice):
+    for text in dict.fromkeys(active.notice for active in job.plan.precisions if active.notice):
         console.warning(text)
     return console
 
@@ -64,8 +64,8 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
         # by precision: it says nothing of another
         looked_at = before.get("precisions", {before.get("effective"): before})
         for name, record in looked_at.items():
-            if name in assembly.precisions and "parity" in record:
-                assembly.precisions[name].audit["parity"] = record["parity"]
+            if name in assembly.precision.in_model and "parity" in record:
+                assembly.precision.in_model[name].audit["parity"] = record["parity"]
     run.console.panel(
         f"what runs in which precision (all of it: {folder.audit})", audit.in_short(assembly.audit)
     )
@@ -125,10 +125,9 @@ def judge_gap(
     """What the `gap` decides of a step that its loss and norm would let update, and the gap's part of its metrics. If the run is
     to go on in BF16, its plan says so from here on, and the next step changes."""
     health, step = run.health, run.state.step + 1
-    judged, figures = health.judge_gap(step, run.assembly.active.precision.name, gap.places)
+    judged, figures = health.judge_gap(step, run.precision.current.name, gap.places)
     if health.state.switched_after == step:
-        run.job = run.job.with_plan(switched_after=step)
-        run.assembly.describe_schedule(run.job.plan)
+        run.precision.schedule = run.precision.schedule.switched_to_bf16_after(step)
     reasons = [each.reason for each in (decision, judged) if each.reason]
     return replace(judged, reason="; ".join(reasons) or None), figures
 
@@ -143,7 +142,7 @@ def record_of_step(
 ) -> dict[str, Any]:
     """The part of the metrics of the step just done, and warnings of it. `losses`: its mean `loss`, and what else
     `PackedLanguageModel.mean_losses` has."""
-    plan, labelled, loss = run.job.plan, batches.valid_tokens > 0, losses["loss"]
+    labelled, loss = batches.valid_tokens > 0, losses["loss"]
     beside = {name: value if labelled else None for name, value in losses.items() if name != "loss"}
     frozen = (
         adamw.frozen_share(run.assembly.optimizer, run.accelerator) if decision.proceed else 0.0
@@ -157,7 +156,7 @@ def record_of_step(
         "tokens": run.state.tokens,
         **({"trained_tokens": run.state.valid_tokens} if run.has_masks else {}),
         "epoch": batches.epoch,
-        **({"precision": run.job.precision.name} if plan.is_scheduled else {}),
+        **({"precision": run.precision.current.name} if run.precision.schedule.changes else {}),
         **batches.sources,
         **(
             {"loss": loss}

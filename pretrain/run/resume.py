@@ -114,7 +114,8 @@ def where_to_resume(
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
         _require_steps_to_come(source, job, own=own)
-        job = job.with_plan(done=source.step, switched_after=source.health.switched_after)
+        switched_after = source.health.switched_after
+        job = job.with_plan(schedule=job.plan.schedule.switched_to_bf16_after(switched_after))
         # what the run began with, so that sums keep their order
         if job.recipe.loss.chunk == "auto":
             chunk = source.record["loss_chunk"]
@@ -214,7 +215,7 @@ def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
         )
         for steps in (record["progress"]["steps"], job.plan.steps)
     ]
-    return rates[0] == rates[1] and not job.plan.is_scheduled
+    return rates[0] == rates[1] and not job.plan.schedule.changes
 
 
 def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
@@ -392,28 +393,30 @@ def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
     )
     return (
         follow
-        or source.record["precision"] != assembly.active.precision.name
+        or source.record["precision"] != assembly.precision.current.name
         or not holds_histories(source, assembly)
     )
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """After `source` was read, take the precision of the run's last step before it or, where the checkpoint is another run's, of
-    its next step. The next step may change it. Histories that the checkpoint lacks begin here. Collective."""
+    """Compute in the precision of the run's last step before `source`. Collective.
+
+    If the checkpoint is another run's, compute in the precision of the next step. The next step may
+    change the precision. Delayed scaling fills histories that the checkpoint lacks.
+    """
     require_restored(source, run.assembly)
-    plan, ran = run.job.plan, None if source.begins else source.record["precision"]
-    last = next(
-        (each for *_, each in plan.spans if each.precision.name == ran),
-        plan.active_after(run.state.step),
-    )
-    # which a rollback to before a switch to BF16 takes back
-    if plan.is_scheduled or last != run.assembly.active:
-        run.assembly.use(last)
-        run.compute_in(last, first_step=1)
+    schedule = run.precision.schedule
+    name = schedule.at(run.state.step + 1).precision.name
+    if not source.begins and source.record["precision"] in (
+        active.precision.name for active in schedule.precisions()
+    ):
+        name = source.record["precision"]
+    run.precision.use(name)
     if begins_histories(source, run.assembly, run.job):
-        run.assembly.begin(run.assembly.active, run.job, run.accelerator)
+        run.assembly.begin_precision(name, run.job, run.accelerator)
         run.console.notice(
-            f"delayed scaling fills its histories again, from {REHEARSALS} packs under the checkpoint's weights"
+            f"delayed scaling fills its histories again, from {REHEARSALS} packs under the "
+            "checkpoint's weights"
         )
 
 
@@ -453,8 +456,9 @@ def roll_back(run: Run, reason: str) -> None:
         place=judged.place,
     )
 
-    run.job = run.job.with_plan(done=step, switched_after=run.health.state.switched_after)
-    run.assembly.describe_schedule(run.job.plan)
+    run.restarted_step = step
+    switched_after = run.health.state.switched_after
+    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(switched_after)
     resume_precision(run, source)
     if run.precision_watch:
         run.precision_watch.file.go_back(step)

@@ -1,7 +1,8 @@
-"""The parts of a running training, handed to all that acts on it; and how it changes its precision.
+"""The parts of a running training, and how it changes its precision.
 
-The settings alone say at which step the precision changes. A run that is resumed at that step repeats the change, and one resumed
-later finds the histories in its checkpoint. So both have the bits of an unbroken run.
+The schedule alone decides at which step the precision changes. A run that is resumed at that step
+repeats the change, and one that is resumed later finds the histories in its checkpoint. So both have
+the bits of an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import Record, same_measure
 from pretrain.metrics.trackers import Trackers
-from pretrain.precision.settings import ActivePrecision
+from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
 from pretrain.verify.audit import in_short
@@ -32,7 +33,10 @@ from pretrain.verify.gap import GapMeter
 
 
 def best_evaluation(records: Iterable[Record]) -> Record | None:
-    """The first evaluation with the lowest finite held-out loss among those of the same measure as the last of `records`."""
+    """Return the first evaluation with the lowest finite held-out loss.
+
+    Only evaluations with the same measure as the last of `records` count.
+    """
     best = None
     for record in records:
         loss = record["held_out_loss"]
@@ -52,12 +56,13 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     checkpoints: Checkpoints
-    constants: Mapping[str, Any]  # what all its checkpoints say alike
+    constants: Mapping[str, Any]  # the part of state.json that all checkpoints of the run share
     state: TrainState
-    # here, with no step or with another run's; False where it goes on from a checkpoint that it
-    # resumes
+    # The run starts in this process, from new weights or from another run's checkpoint. False if it
+    # is resumed from its own.
     begins: bool
     resumed_step: int
+    restarted_step: int  # `resumed_step`, or the step that the last rollback went back to
     has_masks: bool  # of its packs: not every token has a label
     health: Health
     recorder: Recorder
@@ -65,31 +70,29 @@ class Run:
     precision_watch: PrecisionWatch | None
     profile: StepProfile | None
     console: Console
-    stream: StreamedPacks | None = None  # of packs that are made meanwhile
+    stream: StreamedPacks | None = None  # packs that are made while the run trains
     gap: GapMeter | None = None  # of a run that measures it
-    # the best evaluation, whose checkpoint is kept, where `checkpoint.best` wants that
+    # The best evaluation, whose checkpoint is kept (`checkpoint.best`).
     best: Record | None = None
 
-    def compute_in(self, active: ActivePrecision, first_step: int) -> None:
-        """Tell the job and the watch that steps compute in `active` now. Operands of `first_step` are measured in any case."""
-        self.job = self.job.with_plan(active=active)
-        if self.precision_watch:
-            self.precision_watch.go_over_to(active, first_step)
+    @property
+    def precision(self) -> ModelPrecision:
+        """Return the precision in which the model computes."""
+        return self.assembly.precision
 
 
-def follow_the_schedule(run: Run) -> None:
-    """Change to the precision of the next step, if that is another, before random numbers are drawn for it. Collective."""
-    active, before, step = (
-        run.job.plan.active_after(run.state.step),
-        run.assembly.active,
-        run.state.step,
-    )
-    if active.precision.name == before.precision.name:
+def follow_schedule(run: Run) -> None:
+    """Change to the precision of the next step if it is another one. Collective.
+
+    Call this before random numbers are drawn for the step.
+    """
+    before = run.precision.current
+    name = run.precision.schedule.at(run.state.step + 1).precision.name
+    if name == before.name:
         return
     with run.console.progress("looking at what runs"):
-        run.assembly.begin(active, run.job, run.accelerator)
-    run.compute_in(active, first_step=step + 1)
-    change = f"{before.precision.name}, then {active.precision.name}"
+        run.assembly.begin_precision(name, run.job, run.accelerator)
     run.console.notice(
-        f"precision after step {step}: {change}, audited again: {in_short(run.assembly.audit)['products']}"
+        f"precision after step {run.state.step}: {before.name}, then {name}, audited again: "
+        f"{in_short(run.assembly.audit)['products']}"
     )

@@ -62,7 +62,7 @@ def save(run: Run, *, behind: bool = False) -> None:
             fsync(run.folder.metrics)
         state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
         # of this step, whose histories are saved
-        state["precision"] = run.assembly.active.precision.name
+        state["precision"] = run.precision.current.name
         if run.stream:
             state["stream"] = run.stream.record()
         spared = run.best["step"] if run.best else None

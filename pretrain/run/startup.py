@@ -19,7 +19,7 @@ from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.plan.memory import TAKES_LESS
-from pretrain.run.assembly import Assembly, beginning_of
+from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.job import Job
 from pretrain.run.out_of_memory import is_out_of_memory
 from pretrain.run.run import Run
@@ -49,13 +49,13 @@ def choose_microbatch(
     usable = int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
     most_reserved = partial(torch.cuda.max_memory_reserved, device)
     with assembly.context.preserving_state():
-        for active in plan.actives:
+        for active in plan.precisions:
             options = {
                 "multiple_of": active.precision.multiple_of,
                 "usable": usable,
                 "most_reserved": most_reserved,
             }
-            with assembly.using(active):
+            with assembly.precision.using(active.precision.name):
                 fitting.append(
                     largest_that_fits(
                         assembly.model,
@@ -102,7 +102,7 @@ def largest_that_fits(
             _try(
                 model,
                 accelerator,
-                beginning_of(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
+                first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
             )
             used = most_reserved()
         except (RuntimeError, MemoryError) as error:
@@ -169,22 +169,21 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
 def find_parity(run: Run) -> list[Parity | str]:
     """Compares step 0 with plain transformers in each of the run's precisions, or says why not, for the audit. Collective."""
     assembly, results = run.assembly, []
-    comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.actives)
+    comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.precisions)
     with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):
-        for each in assembly.precisions.values():
-            with assembly.using(each.active):
-                results.append(_in_one_precision(run, run.job.with_plan(active=each.active)))
+        for each in assembly.precision.in_model.values():
+            with assembly.precision.using(each.name):
+                results.append(_in_present_precision(run))
             record = (
                 {"left_out": results[-1]} if isinstance(results[-1], str) else results[-1].record()
             )
             each.audit["parity"] = {"source": "this run"} | record
-        assembly.use(assembly.active)
     return results
 
 
 def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
     """Says what the comparisons have found; raises TrainingHalted where one failed."""
-    for active, result in zip(run.job.plan.actives, parity, strict=False):
+    for active, result in zip(run.job.plan.precisions, parity, strict=False):
         name = f"{active.precision.name}: " if len(parity) > 1 else ""
         run.console.notice(
             name + (f"parity left out: {result}" if isinstance(result, str) else result.summary())
@@ -193,9 +192,9 @@ def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
             result.require()
 
 
-def _in_one_precision(run: Run, job: Job) -> Parity | str:
-    """Returns the comparison of some of step 0 in the precision of `job`, or why it was left out; the same on every rank."""
-    model, accelerator = run.assembly.model, run.accelerator
+def _in_present_precision(run: Run) -> Parity | str:
+    """Returns the comparison of some of step 0 in the present precision, or why it was left out; the same on every rank."""
+    job, model, accelerator = run.job, run.assembly.model, run.accelerator
     if run.state.step:
         return f"step 0 is compared only, and this run begins with the weights of step {run.state.step:,}"
     if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
@@ -212,7 +211,7 @@ def _in_one_precision(run: Run, job: Job) -> Parity | str:
         optimizer,
         batches.step(0),
         packs,
-        job.active,
+        run.precision.current.active,
         accelerator,
         mask_boundaries=mask_boundaries,
     )

@@ -14,7 +14,7 @@ from pretrain.plan.plan import Plan
 from pretrain.plan.targets import Target
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
-from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def plan_on(shapes: PreTrainedModel) -> Callable[..., Plan]:
         wanted = recipe(
             precision=precision, weights="bf16_exact", **({"train": {"tokens": 10**9}} | changes)
         )
-        plan = Plan(wanted, active, Devices(), flops_of(shapes), 745.0)
+        plan = Plan(wanted, schedule_of(wanted, active), Devices(), flops_of(shapes), 745.0)
         return target.plan(plan, shapes)
 
     return make
