@@ -21,7 +21,7 @@ from foundation.reading import load_yaml
 MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
 SUMMARY_FILE = "summary.json"  # written at a run's end
-# of quantized operands; `pretrain.metrics.precision_health` writes it
+# of quantized operands; `pretrain.observe.operand_statistics` writes it
 STATISTICS_FILE = "fp8_statistics.jsonl"
 # which run each tracker goes on with; `pretrain.metrics.trackers` writes it
 TRACKERS_FILE = "trackers.json"

@@ -6,11 +6,9 @@ order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,9 +21,6 @@ from foundation.progress import advance
 from packing.batch import Microbatch
 from pretrain.checkpoint.state import seed_step
 from pretrain.metrics.console import Console
-from pretrain.metrics.precision_health import PrecisionWatch
-from pretrain.metrics.run_folder import STATISTICS_FILE
-from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import take_from_first_rank
 from pretrain.model.fused.layers import FusedLayers
 from pretrain.model.gradients import RankSums, attach_main_gradients, local_part
@@ -39,6 +34,7 @@ from pretrain.model.huggingface import (
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding, part_from_first
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse
+from pretrain.observe.audit import Entry, audit_products, describe
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
@@ -46,12 +42,7 @@ from pretrain.precision.scope import decide
 from pretrain.precision.selection import make_backends
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.run.job import Job
-from pretrain.verify import audit
 
-# Linears whose operands are examined again at a statistics step, drawn anew each time. All of them
-# would cost 0.8 % of a run of 1.7 B parameters on an H200, these cost less than 0.1 %
-# (benchmarks/results/kernels/h200_audit_cost.json).
-EXAMINED_AGAIN = 13
 # Packs that delayed scaling sees before the first step. The first two give it the gradients of all
 # layers. More come closer to the largest values of a microbatch: after one pack alone, the first
 # gradient of a 1.7 B model was cut to 82 % of its norm.
@@ -115,32 +106,6 @@ class Assembly:
         record = self.precision.current.audit
         record["products"] = rehearse(job, accelerator, self)
         record.pop("confirmed_in_step", None)
-
-    def precision_watch(
-        self, every: int | None, folder: Path, step: int, main_process: bool
-    ) -> PrecisionWatch | None:
-        """Return the watch over low-precision operands, or None if there is nothing to watch."""
-        if not self.context.backends or every is None:
-            return None
-        file = JsonlTracker(folder / STATISTICS_FILE, step, main_process=main_process)
-        file.start()
-        return PrecisionWatch(self.precision, every, file, self.confirming_again)
-
-    @contextmanager
-    def confirming_audit(self, step: int) -> Iterator[None]:
-        """Compare the low-precision products of `step` with the audit. Raises InputError."""
-        in_model = self.precision.current
-        with audit.confirming(in_model.active, in_model.audit["products"], step):
-            yield
-        in_model.audit["confirmed_in_step"] = step
-
-    def confirming_again(self, step: int) -> AbstractContextManager[None]:
-        """Compare the products of a later step's first microbatch with the audit."""
-        in_model = self.precision.current
-        products = in_model.audit["products"]
-        return audit.confirming_first_microbatch(
-            self.model, in_model.active, products, step, most=EXAMINED_AGAIN
-        )
 
 
 def build_model(
@@ -290,7 +255,7 @@ def audit_precisions(
             packs = REHEARSALS if assembly.context.state() else 1
             with console.progress("looking at what runs", "packs", total=packs):
                 products = rehearse(job, accelerator, assembly)
-            entry.audit.update(audit.describe(entry.active, entry.backend, assembly.hf, products))
+            entry.audit.update(describe(entry.active, entry.backend, assembly.hf, products))
     assembly.surroundings |= {
         "weights": job.recipe.weights,
         "gradients": job.recipe.gradients_kept_in,
@@ -298,7 +263,7 @@ def audit_precisions(
     }
 
 
-def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[audit.Entry]:
+def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
     """Run packs through the model in its present precision. Return the audit of the first.
 
     The loss is scaled as in training, so delayed scaling begins with a history of real packs. Its
@@ -315,7 +280,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[aud
         return packed(**inputs_of(batch, accelerator.device)) * (1 / job.plan.tokens_per_step)
 
     current = assembly.precision.current
-    entries = audit.observe(
+    entries = audit_products(
         packed, lambda: loss_of(0), current.active, current.decisions, assembly.optimizer
     )
     advance()

@@ -1,5 +1,7 @@
-"""The held-out loss of a checkpoint, or of the model that a run would begin with, or its loss on a text of one's own. The text is
-packed anew each time, in a temporary folder, as the run's own text was.
+"""`python -m pretrain evaluate`: the held-out loss of a checkpoint, or of a run's first weights.
+
+It can also evaluate on other text. That is packed anew each time, in a temporary folder, as the text
+of the run was.
 """
 
 from __future__ import annotations
@@ -19,33 +21,44 @@ from foundation.errors import InputError
 from foundation.overrides import overridden
 from packing.store import training_parts
 from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.run.assembly import Assembly
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.out_of_memory import explaining_errors
 from pretrain.run.recording import introduce_job
-from pretrain.run.resume import begins_histories, find_resume_point, load_weights
+from pretrain.run.resume import (
+    ResumePoint,
+    find_resume_point,
+    load_weights,
+    needs_new_histories,
+)
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
+# Makes a model that is ready to train: `assemble` of train_accelerate.py.
+Assemble = Callable[[Job, Accelerator], Assembly]
 
-def main(parsed: argparse.Namespace, assemble: Callable[[Job, Accelerator], Assembly]) -> int:
-    """Evaluate; `assemble`: the launcher's, which builds the model."""
-    is_run, texts = parsed.recipe.is_dir(), [text for text in parsed.overrides if "=" not in text]
+
+def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
+    """Evaluate and return 0."""
+    is_run = parsed.recipe.is_dir()
     path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
     if is_run and not path.is_file():
         raise InputError(
-            f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, or a recipe"
+            f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, "
+            "or a recipe"
         )
-    overrides = [f"run_dir={parsed.recipe}"] * is_run + [
-        text for text in parsed.overrides if "=" in text
-    ]
+    texts = [argument for argument in parsed.overrides if "=" not in argument]
     if len(texts) > 1:
         raise InputError(
-            f"command line: {' '.join(texts)}: this evaluates one text; name one file, or a folder of them"
+            f"command line: {' '.join(texts)}: this evaluates one text; name one file, or a folder "
+            "of them"
         )
+    overrides = [f"run_dir={parsed.recipe}"] if is_run else []
+    overrides += [argument for argument in parsed.overrides if "=" in argument]
     recipe = with_precision(load_recipe(path, overrides), os.environ)
     accelerator, notices = as_launched(recipe)
     with ExitStack() as stack, explaining_errors():
@@ -76,15 +89,16 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
 
 
 def text_overrides(text: str, folder: Path) -> list[str]:
-    """Return overrides with which a recipe is evaluated on `text`, packed in `folder`, and has its
-    packs as they are."""
-    gone = [
+    """Return overrides that evaluate a recipe on `text`, packed in `folder`, and keep its packs."""
+    validation = f"data.validation={json.dumps({'source': text})}"
+    return [
         *(f"data.{key}=null" for key in ("source", "sources", "subset")),
         "data.split=train",
         "data.streaming=false",
+        "data.held_out=0",
+        f"data.packs={folder / 'packs'}",
+        validation,
     ]
-    validation = f"data.validation={json.dumps({'source': text})}"
-    return [*gone, "data.held_out=0", f"data.packs={folder / 'packs'}", validation]
 
 
 def _evaluate(
@@ -92,12 +106,14 @@ def _evaluate(
     accelerator: Accelerator,
     notices: Iterable[str],
     wanted: str,
-    assemble: Callable[[Job, Accelerator], Assembly],
+    assemble: Assemble,
 ) -> None:
-    """Say the held-out loss in the recipe's precision, and in BF16 where that is another. Collective.
+    """Print the held-out loss in each precision of the recipe, and in BF16. Collective.
 
-    `wanted`: a checkpoint, of whatever recipe with the same model, or "auto": the run folder's newest, or the weights with which
-    the run would begin where there is none. InputError where no packs are held out, and where all weights are random.
+    wanted: a checkpoint of any recipe with the same model, or "auto": the run folder's newest one, or
+        without one the weights that the run would start with.
+
+    Raises InputError if no packs are held out, and if all weights are random.
     """
     job = prepare_job(recipe, accelerator)
     console = introduce_job(job, accelerator, notices)
@@ -108,41 +124,59 @@ def _evaluate(
     source = find_resume_point(checkpoints, wanted, job, accept_changes=True)
     if source is None and job.recipe.model.weights_source is None:
         raise InputError(
-            f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set `model.source`"
+            f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set "
+            "`model.source`"
         )
     assembly = assemble(job, accelerator)
-    for note in load_weights(source, checkpoints, job.recipe.weights, assembly) if source else ():
-        console.notice(note)
-    console.notice(
-        f"held-out loss of {source.path if source else f'{job.recipe.model.weights_source}, untrained by this run'}"
-    )
+    weights = f"{job.recipe.model.weights_source}, untrained by this run"
+    if source is not None:
+        weights = str(source.path)
+        for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
+            console.notice(note)
+    console.notice(f"held-out loss of {weights}")
+    if assembly.context.backends:
+        _in_low_precisions(job, assembly, accelerator, console, source)
+        with overridden(assembly.context, evaluates_low=False):
+            _print_loss(job, assembly, accelerator, console, "bf16")
+        return
+    _print_loss(job, assembly, accelerator, console, assembly.precision.current.name)
+    if job.compute_dtype == torch.float32:
+        with torch.autocast(accelerator.device.type, torch.bfloat16):
+            _print_loss(job, assembly, accelerator, console, "bf16")
 
-    def evaluate(precision: str) -> None:
-        figures = held_out_figures(job, assembly.model, accelerator)
-        penalty = (
-            f"   penalty {figures['held_out_penalty']:.6f}" if "held_out_penalty" in figures else ""
-        )
-        console.notice(
-            f"  {precision:<8} {figures['held_out_loss']:.6f}   perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
-            f"over {figures['held_out_tokens']:,} tokens"
-        )
 
+def _in_low_precisions(
+    job: Job,
+    assembly: Assembly,
+    accelerator: Accelerator,
+    console: Console,
+    source: ResumePoint | None,
+) -> None:
+    """Print the held-out loss in each low precision of the run. Collective."""
     context = assembly.context
-    low = [each for each in assembly.precision.in_model.values() if each.backend is not None]
-    for each in low:
+    for name, in_model in assembly.precision.in_model.items():
+        if in_model.backend is None:
+            continue
         with (
-            assembly.precision.using(each.name),
+            assembly.precision.using(name),
             context.preserving_state(),
             overridden(context, evaluates_low=True),
         ):
-            if source and begins_histories(source, assembly, job):
-                assembly.begin_precision(each.name, job, accelerator)
-            evaluate(each.name)
-    if low:
-        with overridden(context, evaluates_low=False):
-            evaluate("bf16")
-    else:
-        evaluate(assembly.precision.current.name)
-        if job.compute_dtype == torch.float32:
-            with torch.autocast(accelerator.device.type, torch.bfloat16):
-                evaluate("bf16")
+            if source is not None and needs_new_histories(source, assembly, job):
+                assembly.begin_precision(name, job, accelerator)
+            _print_loss(job, assembly, accelerator, console, name)
+
+
+def _print_loss(
+    job: Job, assembly: Assembly, accelerator: Accelerator, console: Console, precision: str
+) -> None:
+    """Evaluate, and print the figures with the name of the precision. Collective."""
+    figures = held_out_figures(job, assembly.model, accelerator)
+    penalty = ""
+    if "held_out_penalty" in figures:
+        penalty = f"   penalty {figures['held_out_penalty']:.6f}"
+    console.notice(
+        f"  {precision:<8} {figures['held_out_loss']:.6f}   "
+        f"perplexity {figures['held_out_perplexity']:.4g}{penalty}   "
+        f"over {figures['held_out_tokens']:,} tokens"
+    )

@@ -14,22 +14,21 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from foundation.files import write_json
 from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health
-from pretrain.metrics.precision_health import PrecisionWatch
-from pretrain.metrics.profile import StepProfile
 from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import Record, same_measure
 from pretrain.metrics.trackers import Trackers
+from pretrain.observe.audit import in_short
+from pretrain.observe.observers import Observers
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
-from pretrain.verify.audit import in_short
-from pretrain.verify.gap import GapMeter
 
 
 def best_evaluation(records: Iterable[Record]) -> Record | None:
@@ -58,20 +57,19 @@ class Run:
     checkpoints: Checkpoints
     constants: Mapping[str, Any]  # the part of state.json that all checkpoints of the run share
     state: TrainState
-    # The run starts in this process, from new weights or from another run's checkpoint. False if it
-    # is resumed from its own.
-    begins: bool
-    resumed_step: int
-    restarted_step: int  # `resumed_step`, or the step that the last rollback went back to
-    has_masks: bool  # of its packs: not every token has a label
+    # The run has no checkpoint of its own yet: it starts from new weights, or branches from another
+    # run's checkpoint.
+    is_first_start: bool
+    resumed_step: (
+        int  # the step after which this process trains, or an earlier one after a rollback
+    )
+    has_masks: bool  # the packs record which of their tokens are labels
     health: Health
     recorder: Recorder
     trackers: Trackers
-    precision_watch: PrecisionWatch | None
-    profile: StepProfile | None
+    observers: Observers
     console: Console
     stream: StreamedPacks | None = None  # packs that are made while the run trains
-    gap: GapMeter | None = None  # of a run that measures it
     # The best evaluation, whose checkpoint is kept (`checkpoint.best`).
     best: Record | None = None
 
@@ -79,6 +77,11 @@ class Run:
     def precision(self) -> ModelPrecision:
         """Return the precision in which the model computes."""
         return self.assembly.precision
+
+    def write_audit(self) -> None:
+        """Write audit.json if this is the main process."""
+        if self.accelerator.is_main_process:
+            write_json(self.folder.audit, self.assembly.audit)
 
 
 def follow_schedule(run: Run) -> None:
@@ -92,6 +95,7 @@ def follow_schedule(run: Run) -> None:
         return
     with run.console.progress("looking at what runs"):
         run.assembly.begin_precision(name, run.job, run.accelerator)
+    run.write_audit()
     run.console.notice(
         f"precision after step {run.state.step}: {before.name}, then {name}, audited again: "
         f"{in_short(run.assembly.audit)['products']}"

@@ -1,4 +1,4 @@
-"""What is kept of a run: checkpoints while it goes on and where it stops, and only of weights that are worth it."""
+"""Save checkpoints during a run, at its end, and when it is stopped or fails."""
 
 from __future__ import annotations
 
@@ -25,25 +25,31 @@ from pretrain.run.job import Job
 from pretrain.run.resume import ResumePoint
 from pretrain.run.run import Run
 
+# Stop code of a failure. Ranks agree on the largest code, so it exceeds every signal number.
+FAILED = 999
+
 
 def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The model's tensors; and beside them the optimizer's, with histories and scales of delayed scaling."""
-    histories = assembly.context.saved_state() if assembly.context.backends else {}
-    return assembly.tensors, assembly.optimizer_tensors | histories
+    """Return the model's tensors, and the optimizer's tensors with the state of delayed scaling."""
+    return assembly.tensors, assembly.optimizer_tensors | assembly.context.saved_state()
 
 
-def check_room(
+def check_disk_space(
     job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None
 ) -> None:
-    """InputError where the disk has no room for the checkpoints to come, of which the kept ones are on it already."""
-    at_once = job.plan.checkpoints_at_once
+    """Raise InputError if the disk cannot hold the checkpoints that are still to be written.
+
+    A resumed run has its older checkpoints on the disk already, and needs room for one more.
+    """
+    new_checkpoints = job.plan.checkpoints_at_once
     if source is not None and checkpoints.owns(source.path):
-        at_once = int(source.step < job.plan.steps)
-    check_space(job.run_dir, at_once * bytes_needed(*tensors_to_save(assembly)))
+        new_checkpoints = int(source.step < job.plan.steps)
+    model_tensors, optimizer_tensors = tensors_to_save(assembly)
+    check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors, optimizer_tensors))
 
 
-def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator) -> dict[str, Any]:
-    """What all checkpoints of a run say alike: what defines it, what it keeps when it is resumed, and its past."""
+def run_constants(job: Job, source: ResumePoint | None, accelerator: Accelerator) -> dict[str, Any]:
+    """Return the part of state.json that is the same in every checkpoint of a run."""
     return {
         "identity": job.identity,
         "microbatch": job.plan.microbatch,
@@ -53,97 +59,121 @@ def constants_of(job: Job, source: ResumePoint | None, accelerator: Accelerator)
     }
 
 
-def save(run: Run, *, behind: bool = False) -> None:
-    """A checkpoint of this step, after which the older ones may go. `behind`: return once its tensors are copied, and go on."""
+def save(run: Run, *, in_background: bool = False) -> None:
+    """Save a checkpoint of the current step and delete checkpoints that are no longer kept.
+
+    With `in_background`, return as soon as the tensors are copied. A thread writes them.
+    """
     with run.console.progress(f"saving step {run.state.step}"):
-        # Somebody may have removed the file. The weights are saved all the same.
+        # A user may have removed the file. The weights are saved all the same.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
-            # first: after a resume from this checkpoint nothing repeats the steps before it
+            # Metrics first: a run that resumes from this checkpoint does not repeat the steps before
+            # it, so their metrics must already be on the disk.
             fsync(run.folder.metrics)
-        state = {"progress": asdict(run.state), "health": asdict(run.health.state), **run.constants}
-        # of this step, whose histories are saved
-        state["precision"] = run.precision.current.name
+        state = {
+            "progress": asdict(run.state),
+            "health": asdict(run.health.state),
+            **run.constants,
+            "precision": run.precision.current.name,
+        }
         if run.stream:
             state["stream"] = run.stream.record()
-        spared = run.best["step"] if run.best else None
-        how = {"spared": spared, "behind": behind, "say": run.console.notice}
-        run.checkpoints.save(run.state.step, *tensors_to_save(run.assembly), state, **how)
+        model_tensors, optimizer_tensors = tensors_to_save(run.assembly)
+        run.checkpoints.save(
+            run.state.step,
+            model_tensors,
+            optimizer_tensors,
+            state,
+            spared=run.best["step"] if run.best else None,
+            behind=in_background,
+            say=run.console.notice,
+        )
 
 
-# why ranks stop, where it is no signal. Above all numbers of signals: ranks agree on the largest
-FAILED = 999
+def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> int:
+    """Return why this rank should stop: a signal's number, FAILED, or 0 to go on.
 
-
-def reason_to_stop(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """The signal that has come; or FAILED, where a checkpoint cannot be written or the next packs cannot be read, or do not come;
-    else 0. Before this run's first step there is nothing to save, so only signals count. A rank knows its own files and packs."""
-    if run.state.step > run.resumed_step and (run.checkpoints.failed or steps.failure):
+    FAILED means that a checkpoint could not be written, or that the next packs could not be read or
+    do not come. It counts only after this process has trained a step: before that there is nothing
+    to save. A rank knows only its own files and packs.
+    """
+    has_trained = run.state.step > run.resumed_step
+    if has_trained and (run.checkpoints.failed or batches.failure):
         return FAILED
     return stop.requested or 0
 
 
-def leave(run: Run, reason: int, steps: Prefetch[StepBatches]) -> int:
-    """Save, for a signal or a failure; returns the signal's number, or raises the failure. `steps`: those that would have come
-    next. TrainingHalted where the weights are not finite. Collective."""
-    run.checkpoints.wait()  # which raises that a save has failed
-    if not (decision := judge_weights(run)).proceed:
-        raise halted(run, decision)
+def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
+    """Save after a signal or a failure. Return the signal's number, or raise the failure.
+
+    Collective. Raises TrainingHalted if a weight is not finite, and InputError if a checkpoint could
+    not be written or packs could not be read.
+    """
+    run.checkpoints.wait()  # raises if a save in the background has failed
+    decision = check_weights(run)
+    if not decision.proceed:
+        raise training_halted(run, decision)
     if run.state.step > run.resumed_step:
         save(run)
-    if reason == FAILED:
-        if steps.failure is not None and not isinstance(steps.failure, InputError):
-            raise steps.failure
-        why = steps.failure or "another process has no more packs, and says why"
-        raise InputError(f"{why}. Step {run.state.step} is saved")
-    return tell_stopped(run, reason)
+    if code != FAILED:
+        return report_stop(run, code)
+    failure = batches.failure
+    if failure is not None and not isinstance(failure, InputError):
+        raise failure
+    reason = failure or "another process has no more packs, and says why"
+    raise InputError(f"{reason}. Step {run.state.step} is saved")
 
 
-def tell_stopped(run: Run, number: int) -> int:
-    """Say that the signal of this number has stopped the run, and what comes next; returns the number."""
-    todo = "evaluate and export it" if run.state.finished else "go on from here"
+def report_stop(run: Run, signal_number: int) -> int:
+    """Print that a signal stopped the run, and what the next start will do. Return the number."""
+    next_start = "evaluate and export it" if run.state.finished else "go on from here"
     run.console.notice(
-        f"stopped by {signal.Signals(number).name} after step {run.state.step}; start the run again to {todo}"
+        f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
+        f"start the run again to {next_start}"
     )
-    return number
+    return signal_number
 
 
 def save_last(run: Run, stop: StopRequest) -> int:
-    """The checkpoint of the last step, where it is wanted and this process has trained it; returns the number of a signal that
-    came meanwhile, after which nothing more is to be done, or 0. Collective."""
-    if not (run.job.recipe.checkpoint.at_end and run.state.step > run.resumed_step):
+    """Save the last step if this process trained it and `checkpoint.at_end` is set.
+
+    Collective. Returns the number of a signal that arrived meanwhile, else 0.
+    """
+    if not run.job.recipe.checkpoint.at_end or run.state.step <= run.resumed_step:
         return 0
     save(run)
-    number = largest_over_ranks(run.accelerator, stop.requested or 0)
-    return tell_stopped(run, number) if number else 0
+    signal_number = largest_over_ranks(run.accelerator, stop.requested or 0)
+    return report_stop(run, signal_number) if signal_number else 0
 
 
 @torch.no_grad()
-def judge_weights(run: Run) -> StepDecision:
-    """Whether the weights may be saved: the last update may have overflowed them, and its loss and gradient, computed before,
-    cannot show that. Where it stops the run, metrics.jsonl says so. Collective."""
-    device, parts = (
-        run.accelerator.device,
-        {name: local_part(each) for name, each in run.assembly.hf.named_parameters()},
-    )
-    # A norm allocates nothing of the parameters' size.
-    largest = [
-        torch.linalg.vector_norm(each, math.inf).float() if each.numel() else torch.zeros(())
-        for each in parts.values()
-    ]
-    bad = run.accelerator.reduce(
-        torch.stack([~each.to(device).isfinite() for each in largest]).float(), reduction="sum"
-    )
-    names = [name for name, ranks in zip(parts, bad.tolist(), strict=True) if ranks]
+def check_weights(run: Run) -> StepDecision:
+    """Decide whether the weights may be saved: every weight must be finite.
+
+    The last update may have overflowed a weight. Its loss and gradient norm cannot show that, because
+    they were computed before the update. A stop is recorded in metrics.jsonl. Collective.
+    """
+    overflowed = {}
+    for name, parameter in run.assembly.hf.named_parameters():
+        weight = local_part(parameter)
+        # The infinity norm allocates nothing of the weight's size.
+        largest = torch.linalg.vector_norm(weight, math.inf) if weight.numel() else torch.zeros(())
+        overflowed[name] = ~largest.to(run.accelerator.device).isfinite()
+    on_ranks = run.accelerator.reduce(torch.stack(list(overflowed.values())).float(), "sum")
+    names = [name for name, ranks in zip(overflowed, on_ranks.tolist(), strict=True) if ranks]
     if not names:
         return StepDecision()
     decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
     if decision.action == "stop":
-        run.trackers.log({"step": run.state.step, "event": "halted", "reason": decision.reason})
+        event = {"step": run.state.step, "event": "halted", "reason": decision.reason}
+        run.trackers.log(event)
     return decision
 
 
-def halted(run: Run, decision: StepDecision) -> TrainingHalted:
-    """The exception that ends a run at a bad step, with what to change. Waits for the save under way, and raises InputError where
-    that fails. Collective."""
+def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
+    """Return the exception that ends a run at a bad step, with its reason and remedy.
+
+    Waits for the save in the background, and raises InputError if that failed. Collective.
+    """
     run.checkpoints.wait()
     return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")

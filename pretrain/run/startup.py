@@ -1,11 +1,11 @@
-"""What is tried on the assembled model before a run's first step: its microbatch, and parity with plain transformers."""
+"""Prepare the assembled model for its first step: observers, microbatch, parity with transformers."""
 
 from __future__ import annotations
 
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -14,10 +14,23 @@ from accelerate import Accelerator
 from torch import nn
 
 from foundation.errors import InputError
+from foundation.files import write_json
 from packing.batch import Microbatch
+from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.console import Console
+from pretrain.metrics.health import Health
+from pretrain.metrics.run_folder import STATISTICS_FILE, RunFolder
+from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.observe.audit import ProductAudit
+from pretrain.observe.bf16_gap import GapMeter
+from pretrain.observe.model_statistics import ExpertLoads, GradientStatistics
+from pretrain.observe.observers import Observer, Observers
+from pretrain.observe.operand_statistics import OperandWatch
+from pretrain.observe.profile import StepProfile
+from pretrain.observe.step_check import StepCheck
 from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.job import Job
@@ -25,36 +38,89 @@ from pretrain.run.out_of_memory import is_out_of_memory
 from pretrain.run.run import Run
 from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
 
-# Left free for the allocator's fragments, communication buffers and evaluation.
+# Share of a device's memory that stays free for fragments, communication buffers and evaluation.
 RESERVE = 0.04
-# packs laid end to end, where a smaller shape than training's costs no compilation
+# Packs of a microbatch of parity, if another shape than training's costs no compilation.
 PARITY_MICROBATCH = 2
+
+
+# ── Observers ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_observers(
+    job: Job,
+    assembly: Assembly,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    state: TrainState,
+    health: Health,
+    console: Console,
+    *,
+    profiles: bool,
+) -> Observers:
+    """Return the observers of a run that trains after `state`.
+
+    profiles: record a step (`--profile`). Raises InputError if the run ends before that step.
+    """
+    recipe, model, precision = job.recipe, assembly.model, assembly.precision
+    every = recipe.log.fp8_statistics
+
+    def write_audit() -> None:
+        if accelerator.is_main_process:
+            write_json(folder.audit, assembly.audit)
+
+    observers: list[Observer] = []
+    if profiles:
+        observers.append(StepProfile(folder.path, accelerator, state, console))
+    if recipe.log.gap:
+        # First of those that look at the passes, so that none of them sees its pass in BF16.
+        observers.append(
+            GapMeter(model, assembly.optimizer, precision, health, recipe, accelerator)
+        )
+    observers.append(ProductAudit(model, precision, every, write_audit))
+    observers.append(StepCheck(model, assembly.optimizer, recipe, accelerator))
+    if recipe.log.gradient_statistics:
+        observers.append(
+            GradientStatistics(assembly.hf, recipe.log.gradient_statistics, accelerator)
+        )
+    if every and model.routing is not None:
+        observers.append(ExpertLoads(model.routing, every))
+    if every and assembly.context.backends:
+        file = JsonlTracker(
+            folder.path / STATISTICS_FILE, state.step, main_process=accelerator.is_main_process
+        )
+        file.start()
+        observers.append(OperandWatch(precision, every, file, console))
+    return Observers(observers, precision, state.step)
+
+
+# ── The microbatch ────────────────────────────────────────────────────────────────────────────────
 
 
 def choose_microbatch(
     job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator
 ) -> int:
-    """What `auto` means, in packs: the microbatch of the `resumed` state, or the largest that fits now, in each of the run's
-    precisions; on a CPU, what is expected to fit.
+    """Return what `batch.microbatch: auto` means, in packs.
 
-    The plan's estimate of memory knows neither all of the compiler's choices nor the allocator's fragments, so it only says where
-    to begin. To keep the microbatch keeps the order of all sums, so the resumed run repeats the uninterrupted one bit for bit.
+    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision of
+    the run. On a CPU it is the largest one that is expected to fit.
+
+    The plan's estimate of memory knows neither the choices of the compiler nor the fragments of the
+    allocator, so it only says where to begin. Keeping the microbatch keeps the order of all sums, so
+    the resumed run repeats the uninterrupted one bit for bit.
     """
-    plan, device, fitting = job.plan, accelerator.device, []
+    plan = job.plan
+    device = accelerator.device
     same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
     if same_split and resumed["microbatch"] in plan.microbatch_sizes:
         return resumed["microbatch"]
-    if device.type != "cuda":  # host memory that is used up ends a process, and cannot be measured
+    if device.type != "cuda":
+        # Host memory that runs out ends a process, so it cannot be tried.
         return plan.expected_microbatch
     usable = int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
-    most_reserved = partial(torch.cuda.max_memory_reserved, device)
+    fitting = []
     with assembly.context.preserving_state():
         for active in plan.precisions:
-            options = {
-                "multiple_of": active.precision.multiple_of,
-                "usable": usable,
-                "most_reserved": most_reserved,
-            }
             with assembly.precision.using(active.precision.name):
                 fitting.append(
                     largest_that_fits(
@@ -62,12 +128,15 @@ def choose_microbatch(
                         accelerator,
                         plan.microbatch_sizes,
                         job.data.trial_batch,
-                        **options,
+                        multiple_of=active.precision.multiple_of,
+                        usable=usable,
+                        most_reserved=partial(torch.cuda.max_memory_reserved, device),
                     )
                 )
     if None in fitting:
         raise InputError(
-            f"`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a shorter `data.length`, {TAKES_LESS}"
+            "`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a "
+            f"shorter `data.length`, {TAKES_LESS}"
         )
     return min(fitting)
 
@@ -82,28 +151,31 @@ def largest_that_fits(
     usable: int,
     most_reserved: Callable[[], int],
 ) -> int | None:
-    """The largest of `sizes` (packs a microbatch) whose forward and backward fit on every rank, on documents as they lie in the
-    packs; None where not even half a pack does. Leaves the model in training mode, its gradients zero.
+    """Return the largest of `sizes` whose forward and backward fit on every rank.
 
-    Ranks may wait for each other within a trial, and one that ran out of memory would leave the others waiting. So what is tried
-    grows from half a pack on, and each size is foreseen to fit from what smaller ones took on the fullest rank.
+    sizes: packs of a microbatch.
+    make_batch: makes a microbatch of a number of packs, with documents as they lie in the packs.
+    multiple_of: the precision takes numbers of tokens that are multiples of it.
+    usable: bytes of this device.
+    most_reserved: returns the bytes that the last trial took.
 
-    `multiple_of`: the precision takes tokens in multiples of it, the half pack's too. `usable`: bytes of this device.
-    `most_reserved`: how many of them the last trial took."""
-    model.train()  # a model from a folder comes in evaluation mode, in which no layer is recomputed
+    Returns None if not even half a pack fits. Leaves the model in training mode, its gradients zero.
+
+    Ranks may wait for each other within a trial, and a rank that runs out of memory would leave the
+    others waiting. So trials grow from half a pack, and each size is predicted to fit from the
+    smaller ones on the fullest rank.
+    """
+    model.train()  # a model from a folder is in evaluation mode, in which no layer is recomputed
     limit = -largest_over_ranks(accelerator, -usable)
     length = make_batch(1).max_seqlen
     half = math.ceil(length / (2 * multiple_of)) * multiple_of
 
     def most_used(packs: float) -> int:
-        # Each size is compiled for itself, and the compiler gives up on a function that it has compiled eight times.
+        # Each size compiles anew, and the compiler gives up on a function compiled eight times.
         torch.compiler.reset()
         try:
-            _try(
-                model,
-                accelerator,
-                first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
-            )
+            batch = first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs))
+            _try(model, accelerator, batch)
             used = most_reserved()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -115,18 +187,23 @@ def largest_that_fits(
 
 
 def grow(
-    sizes: Sequence[int], limit: int, most_used: Callable[[float], int], begin: float = 0.5
+    sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float = 0.5
 ) -> int | None:
-    """The largest of `sizes` (packs, ascending) for which `most_used` gives no more than `limit` bytes; None if there is none.
+    """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or None.
 
-    Memory is taken to grow linearly in packs, by the last two sizes tried: much of it is taken at any size. The first size is
-    `begin`, part of a pack or a whole one. Sizes grow fourfold at most, so that what is not quite linear shows.
+    sizes: packs, ascending.
+    most_used: tries a number of packs and returns the bytes used.
+    first: the first trial, part of a pack or one pack.
+
+    Memory is assumed to grow linearly in packs from the last two trials, because much of it is used
+    at any size. Sizes grow at most fourfold, so that a deviation from linear growth shows.
     """
-    fewer, less = begin, most_used(begin)
+    fewer = first
+    less = most_used(first)
     if less > limit:
         return None
-    largest = int(begin) if begin in sizes else None
-    following = [size for size in sizes if size > begin][:1]
+    largest = int(first) if first in sizes else None
+    following = [size for size in sizes if size > first][:1]
     while following:
         packs = following[-1]
         used = most_used(packs)
@@ -134,90 +211,111 @@ def grow(
             sizes = [size for size in sizes if size < packs]
         else:
             largest = packs
-        each = max((used - less) / (packs - fewer), 0)
-        fewer, less = packs, used
+        bytes_per_pack = max((used - less) / (packs - fewer), 0)
+        fewer = packs
+        less = used
         following = [
             size
             for size in sizes
-            if (largest or packs) < size <= 4 * packs and used + (size - packs) * each <= limit
+            if (largest or packs) < size <= 4 * packs
+            and used + (size - packs) * bytes_per_pack <= limit
         ]
     return largest
 
 
 def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
-    """Runs two forwards and backwards of `batch`, with the device's peak memory counted afresh; clears gradients afterwards."""
+    """Run two forwards and backwards of `batch`, and measure the peak memory from here on.
+
+    Gradients are cleared afterwards.
+    """
     device = accelerator.device
-    gc.collect()  # what a trial that failed has left in reference cycles
+    gc.collect()  # reference cycles of a trial that failed
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     sharding = getattr(model, "sharding", None)
     try:
-        # the second pass holds gradients as well, as every later microbatch does
-        for last in (False, True):
-            # Ranks that hold the whole model must not wait here for one that has run out of memory. Shards wait in any case.
-            with sharding.accumulating() if sharding and not last else nullcontext():
+        # The second pass has gradients in memory, as every later microbatch has.
+        for is_last in (False, True):
+            with ExitStack() as contexts:
+                if sharding and not is_last:
+                    # Ranks that hold the whole model must not wait for one that has run out of
+                    # memory. With shards they wait in any case.
+                    contexts.enter_context(sharding.accumulating())
                 accelerator.backward(model(**inputs_of(batch, device)))
     finally:
         if sharding:
             sharding.abandon()
-        # Zeroed, not freed: the gradients' memory belongs to every trial. Shards get new ones with every step.
+        # Zeroed, not freed: every trial needs the gradients' memory. Shards get new ones each step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
 
 
+# ── Parity ────────────────────────────────────────────────────────────────────────────────────────
+
+
 def find_parity(run: Run) -> list[Parity | str]:
-    """Compares step 0 with plain transformers in each of the run's precisions, or says why not, for the audit. Collective."""
-    assembly, results = run.assembly, []
+    """Compare step 0 with plain transformers in each precision of the run. Collective.
+
+    Each result is the comparison or the reason why there is none. The audit has it too.
+    """
+    results = []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.precisions)
     with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):
-        for each in assembly.precision.in_model.values():
-            with assembly.precision.using(each.name):
-                results.append(_in_present_precision(run))
-            record = (
-                {"left_out": results[-1]} if isinstance(results[-1], str) else results[-1].record()
-            )
-            each.audit["parity"] = {"source": "this run"} | record
+        for name, in_model in run.precision.in_model.items():
+            with run.precision.using(name):
+                result = _compare_first_step(run)
+            record = {"left_out": result} if isinstance(result, str) else result.record()
+            in_model.audit["parity"] = {"source": "this run"} | record
+            results.append(result)
     return results
 
 
 def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
-    """Says what the comparisons have found; raises TrainingHalted where one failed."""
+    """Print the results of `find_parity`, and raise TrainingHalted if a comparison failed."""
     for active, result in zip(run.job.plan.precisions, parity, strict=False):
         name = f"{active.precision.name}: " if len(parity) > 1 else ""
-        run.console.notice(
-            name + (f"parity left out: {result}" if isinstance(result, str) else result.summary())
-        )
-        if isinstance(result, Parity):
+        if isinstance(result, str):
+            run.console.notice(f"{name}parity left out: {result}")
+        else:
+            run.console.notice(f"{name}{result.summary()}")
             result.require()
 
 
-def _in_present_precision(run: Run) -> Parity | str:
-    """Returns the comparison of some of step 0 in the present precision, or why it was left out; the same on every rank."""
-    job, model, accelerator = run.job, run.assembly.model, run.accelerator
+def _compare_first_step(run: Run) -> Parity | str:
+    """Compare part of step 0 in the present precision. Return why if that is not possible.
+
+    The result is the same on every rank.
+    """
+    model, accelerator = run.assembly.model, run.accelerator
     if run.state.step:
-        return f"step 0 is compared only, and this run begins with the weights of step {run.state.step:,}"
-    if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
-        return f"plain transformers in FP32 does not fit beside the run ({PLAIN_BYTES} bytes a parameter)"
-    if run.assembly.audit["compiled"] == "nothing":
-        job = job.with_settings(
-            "batch", microbatch=math.gcd(job.plan.microbatch, PARITY_MICROBATCH)
+        return (
+            "step 0 is compared only, and this run begins with the weights of step "
+            f"{run.state.step:,}"
         )
-    batches, mask_boundaries = job.batches(accelerator), job.recipe.data.mask_boundaries
-    packs = [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()]
-    optimizer = run.assembly.optimizer
+    if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
+        return (
+            "plain transformers in FP32 does not fit beside the run "
+            f"({PLAIN_BYTES} bytes a parameter)"
+        )
+    job = run.job
+    if run.assembly.audit["compiled"] == "nothing":
+        microbatch = math.gcd(job.plan.microbatch, PARITY_MICROBATCH)
+        job = job.with_settings("batch", microbatch=microbatch)
+    batches = job.batches(accelerator)
     return check_parity(
         model,
-        optimizer,
+        run.assembly.optimizer,
         batches.step(0),
-        packs,
+        [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()],
         run.precision.current.active,
         accelerator,
-        mask_boundaries=mask_boundaries,
+        mask_boundaries=job.recipe.data.mask_boundaries,
     )
 
 
 def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
+    """Return whether plain transformers in FP32 fits beside the model."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)

@@ -30,9 +30,9 @@ from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradient_of
 from pretrain.model.packed import PackedLanguageModel, forward_backward
+from pretrain.observe.product_check import Compared, watching_products
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.probe import Compared, watching_products
 from pretrain.verify.reference_model import (
     Document,
     reference_model,

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from foundation.overrides import overridden
+from pretrain.observe.product_check import Compared
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role, Scaling
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.probe import Compared
 
 Array = np.ndarray
 

@@ -14,7 +14,7 @@ from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, to_nearest
-from tests.pretrain.precision.test_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import Watched
 
 TOKENS, IN, OUT = 256, 128, 384
 

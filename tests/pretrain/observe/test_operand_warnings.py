@@ -1,20 +1,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.precision_health import PrecisionWatch
+from pretrain.observe.operand_statistics import OperandWarnings
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import QUANTIZED, active_in
 
 
 def watched(recipe: str) -> Callable[[int, list[dict]], str | None]:
-    watch = PrecisionWatch(precision=None, every=1, file=None, confirming=nullcontext)
-    return lambda step, records: watch.judge(step, active_in(recipe).precision, records)
+    warnings, precision = OperandWarnings(), active_in(recipe).precision
+    return lambda step, records: warnings.of_step(step, precision, records)
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:

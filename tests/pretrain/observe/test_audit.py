@@ -25,17 +25,18 @@ from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
+from pretrain.observe.audit import Entry, audit_products
+from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision import emulation
 from pretrain.precision.grouped import PlainGroupedProduct
-from pretrain.precision.observed import ProductObserver, watched
+from pretrain.precision.observed import watched
 from pretrain.precision.plain_forward import PlainForwardProduct
 from pretrain.precision.product import PlainProduct, PrecisionContext
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
-from pretrain.verify import audit
 from tests.pretrain.conftest import QUANTIZED, active_in
-from tests.pretrain.precision.test_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import Watched
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
 
 FP32, BF16 = (active_in(name, "torch") for name in ("fp32", "bf16"))
@@ -59,10 +60,8 @@ def inputs(random_packs: Callable) -> dict:
     )
 
 
-def observe(
-    packed: PackedLanguageModel, inputs: dict, active: ActivePrecision
-) -> list[audit.Entry]:
-    return audit.observe(
+def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[Entry]:
+    return audit_products(
         packed, lambda: packed(**inputs), active, {}, torch.optim.SGD(packed.parameters())
     )
 
