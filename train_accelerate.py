@@ -104,7 +104,7 @@ def launch(arguments: argparse.Namespace) -> int:
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
     console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
-        return plan_command.say_plan(job, console, arguments.resume, arguments.accept_changes)
+        return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with (
         distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder,
         streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),

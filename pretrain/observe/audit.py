@@ -26,8 +26,8 @@ from pretrain.model.experts import GroupedExperts
 from pretrain.model.gradients import was_reached
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.observe.history_check import watching_histories
 from pretrain.observe.observers import Observer, Step
+from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
@@ -88,7 +88,7 @@ def audit_products(
     observer = ProductObserver(active)
     with (
         torch.compiler.set_stance("force_eager"),
-        observer.looking_on(),
+        observer.observing(),
         _watching_forwards(watched, observer),
     ):
         compute_loss().backward()
@@ -130,13 +130,9 @@ def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
             for key, stack in module.stacks.items():
                 matrices[stack.name] = _Matrix(module, module.get_parameter(key), True)
         elif not isinstance(module, nn.Embedding):  # which multiplies nothing
-            weights = [
-                parameter
-                for parameter in module._parameters.values()
-                if parameter is not None and parameter.dim() > 1
-            ]
-            if weights:
-                matrices[name] = _Matrix(module, weights[0], name in fused)
+            for parameter in module._parameters.values():
+                if parameter is not None and parameter.dim() > 1:
+                    matrices.setdefault(name, _Matrix(module, parameter, name in fused))
     return matrices
 
 
@@ -252,7 +248,7 @@ class ProductAudit(Observer):
         number = len(low) if most is None else min(len(low), most)
         examined = set(random.Random(step.number).sample(list(low), number))
         observer = ProductObserver(current.active, step.number, examined)
-        with observer.looking_on():
+        with observer.observing():
             yield
         ran_low = _effective_in(current.active, observer, low)
         entries = [entry | {"effective": ran_low[name]} for name, entry in low.items()]
@@ -299,15 +295,14 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
         f"{count} in {effective} on {backend}, weights {stored}{f' ({reason})' if reason else ''}"
         for (effective, backend, stored, reason), count in kinds.most_common()
     ]
-    around = [
-        f"attention {audited['attention']['kind'].removeprefix('packed_')}",
-        f"gradients {audited['gradients']}",
-        f"fused: {audited['fused']}",
-        f"compiled: {audited['compiled']}",
+    settings = [
+        f"attention: {audited['attention']['kind'].removeprefix('packed_')}",
+        f"gradient sums: {audited['gradients']}",
+        f"fused kernels: {audited['fused']}",
+        f"torch.compile: {audited['compiled']}",
+        *(["deterministic"] if audited["deterministic"] != "no" else []),
     ]
-    if audited["deterministic"] != "no":
-        around.append("deterministic")
-    return {"products": "; ".join(products), "around them": ", ".join(around)}
+    return {"products": "; ".join(products), "settings": " · ".join(settings)}
 
 
 # ── Requested and effective precisions ────────────────────────────────────────────────────────────
@@ -320,10 +315,9 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
     """
     if not observed:
         return "not run"
-    dtypes = {dtype for product in observed for dtype in (product.left, product.right)}
-    name = " x ".join(sorted(dtypes))
-    if name in UNQUANTIZED:
-        name = UNQUANTIZED[name].name
+    operands = {operand for product in observed for operand in (product.left, product.right)}
+    dtypes = " x ".join(sorted(operands))
+    name = UNQUANTIZED[dtypes].name if dtypes in UNQUANTIZED else dtypes
     return ", ".join([name, *(_not_run(observed) if all_three else ())])
 
 
@@ -387,13 +381,15 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     the pack has chosen has no gradient either, and is no fault.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    lost = []
-    for name, parameter in hf.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        is_reached = was_reached(parameter) or re.search(r"\.experts\.\d+\.", name)
-        if id(parameter) not in optimized or not is_reached:
-            lost.append(name)
+    lost = [
+        name
+        for name, parameter in hf.named_parameters()
+        if parameter.requires_grad
+        and not (
+            id(parameter) in optimized
+            and (was_reached(parameter) or re.search(r"\.experts\.\d+\.", name))
+        )
+    ]
     if lost:
         raise InputError(
             f"model: {len(lost)} parameters get no gradient, or are unknown to the optimizer, "

@@ -100,7 +100,7 @@ class GapMeter(Observer):
         ):
             yield
         self._compare_choices(choices)
-        for row, gradient, in_bf16 in zip(
+        for row, (gradient, _), in_bf16 in zip(
             self._sums, self._gradients(), self._in_bf16, strict=True
         ):
             if gradient is not None and in_bf16 is not None:
@@ -154,40 +154,25 @@ class GapMeter(Observer):
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
-        self._in_bf16 = self._taken_gradients()
+        # Clearing drops `.grad`, and overwrites sums in place.
+        self._in_bf16 = [part.clone() if is_sum else part for part, is_sum in self._gradients()]
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
             product.plain.weight = (
                 None  # cached by the unquantized path, which training may not use
             )
 
-    def _taken_gradients(self) -> list[Tensor | None]:
-        """Return gradients that stay as they are when gradients are cleared.
+    def _gradients(self) -> Iterator[tuple[Tensor | None, bool]]:
+        """Yield this process's part of each trained parameter's gradient, and whether it is a sum.
 
-        Clearing drops `.grad`, but overwrites sums in place. So sums are copied.
+        Under FSDP2 gathering replaces the parameters. Then these are the rank's own sums, otherwise
+        its shard of the gradient that was reduced.
         """
-        taken = []
-        for parameter in self._trained():
+        for parameter in self._packed.hf.parameters():
             gradient = gradient_of(parameter)
-            if gradient is None:
-                taken.append(None)
-                continue
-            part = local_part(gradient)
-            taken.append(part if gradient is parameter.grad else part.clone())
-        return taken
-
-    def _trained(self) -> list[nn.Parameter]:
-        """Return the trained parameters. Under FSDP2 gathering replaces them by others."""
-        return [parameter for parameter in self._packed.hf.parameters() if parameter.requires_grad]
-
-    def _gradients(self) -> list[Tensor | None]:
-        """Return this process's part of the gradient of each trained parameter.
-
-        Under FSDP2 with gathered weights these are the rank's own sums, otherwise its shard of the
-        gradient that was reduced.
-        """
-        gradients = [gradient_of(parameter) for parameter in self._trained()]
-        return [None if gradient is None else local_part(gradient) for gradient in gradients]
+            if parameter.requires_grad:
+                part = None if gradient is None else local_part(gradient)
+                yield part, gradient is not parameter.grad
 
     def _compare_choices(self, choices: Sequence[Sequence[Tensor]]) -> None:
         """Count the choices of experts that BF16 has not made.
@@ -215,8 +200,7 @@ class GapMeter(Observer):
         for name, row in rows.items():
             layers[layer_of(name, self._layers)] += row
         self._figures = {"gap/loss": (low - bf16) / max(labels, 1)}
-        if choices:
-            self._figures["gap/routing"] = differing / choices
+        self._figures |= {"gap/routing": differing / choices} if choices else {}
         self._figures |= _likeness("", sum(rows.values()))
         for layer, sums in layers.items():
             self._figures |= _likeness(f"/{layer}", sums)

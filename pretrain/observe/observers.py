@@ -6,7 +6,7 @@ needs. On other steps the list is empty, and a step costs nothing more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +28,7 @@ class Step:
     number: int  # counted from 1
     is_quantized: bool  # products compute in low precision
     # The run's first step, or its first one in another precision.
-    begins_precision: bool
+    starts_precision: bool
     # The first or second step of this process, after a rollback, or of a phase. The second one is
     # the first that uses updated weights.
     is_new: bool
@@ -37,7 +37,7 @@ class Step:
         """Return whether statistics of operands are due (`log.fp8_statistics`)."""
         if every is None or not self.is_quantized:
             return False
-        return self.begins_precision or is_due(self.number, every)
+        return self.starts_precision or is_due(self.number, every)
 
 
 class Observer:
@@ -90,6 +90,22 @@ class Observer:
 
     def finish(self) -> None:
         """Close files at the end of the run."""
+
+
+class PeriodicFigures(Observer):
+    """Compute figures for metrics.jsonl every n steps."""
+
+    def __init__(self, every: int | None, compute: Callable[[], dict[str, Any]]) -> None:
+        self._every = every
+        self._compute = compute
+
+    def due(self, step: Step) -> bool:
+        """Return True in every n-th step. Never if `every` is None."""
+        return is_due(step.number, self._every)
+
+    def metrics(self, step: Step) -> dict[str, Any]:
+        """Return the figures."""
+        return self._compute()
 
 
 class StepWatch:
@@ -170,7 +186,7 @@ class Observers:
         return Step(
             number,
             is_quantized=schedule.at(number).precision.quantized,
-            begins_precision=schedule.begins(number),
+            starts_precision=schedule.starts_precision_at(number),
             is_new=any(number - start in (0, 1) for start in starts),
         )
 

@@ -26,7 +26,7 @@ from foundation.units import percent
 from pretrain.metrics.console import Console
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.observe.observers import Observer, Step
-from pretrain.observe.operand_sample import generators, sample
+from pretrain.observe.product_observer import generators, sample
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import QuantizedPrecision, Role
 from pretrain.precision.model_precision import ModelPrecision
@@ -88,7 +88,7 @@ class OperandWatch(Observer):
         """Write the line of the step, and return its summary for metrics.jsonl."""
         records = self._statistics.records()
         self._file.log({"step": step.number, "operands": records})
-        if step.begins_precision:
+        if step.starts_precision:
             self._warnings = OperandWarnings()
         warning = self._warnings.of_step(
             step.number, self._precision.current.active.precision, records

@@ -5,30 +5,36 @@ the operands before they were quantized, and from these operands after the preci
 The distance of the run's result from the exact one must be that of the format, in size and in
 direction (docs/verification.md). There is also an absolute bound, which follows from the mantissa
 bits of the format: a quantizer that is wrong everywhere would otherwise confirm itself.
+
+Under delayed scaling the histories must have the amaxes that were observed, and the next scales must
+follow from them.
 """
 
 from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import mean
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from foundation.overrides import overridden
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.observe.history_check import watching_histories
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role
 from pretrain.precision.observed import ALONG, OPERANDS
+from pretrain.precision.product import PrecisionContext
+from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
 # Rows and columns of a result that are sampled: a multiple of every format's block.
@@ -45,6 +51,10 @@ ORDER_OF_SUMS = 2.0**-10
 LEAST_LIKENESS = 0.5
 # The cosine among draws of stochastic rounding from which on it is meaningful.
 KNOWN_LIKENESS = 0.1
+# Relative tolerance of an amax, which may be that of a norm's output before it is rounded to BF16.
+AMAX_TOLERANCE = 2.0**-6
+# Relative tolerance of a scale. We divide where the library may multiply by the reciprocal.
+SCALE_TOLERANCE = 2.0**-20
 
 
 @dataclass(frozen=True)
@@ -304,3 +314,71 @@ def _sampled(name: str, size: int) -> slice:
     blocks = -(-size // ROWS)
     first = ROWS * (zlib.crc32(name.encode()) % blocks)
     return slice(first, min(first + ROWS, size))
+
+
+# ── Histories ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextmanager
+def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
+    """Observe the operands of one microbatch, and return the list of wrong histories.
+
+    The list is filled when the block ends. A history must have moved on by one entry, the largest
+    value of the operand over all ranks, and its scale must follow from it by the rule. An operand of
+    zeros changes nothing. Collective. The list stays empty in precisions without histories.
+    """
+    wrong: list[str] = []
+    before = {name: tensor.clone() for name, tensor in context.state().items()}
+    if not before:
+        yield wrong
+        return
+    amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
+
+    def see_operand(name: str, role: Role, tensor: Tensor) -> None:
+        # A maximum of magnitudes that makes no copy.
+        amax = torch.linalg.vector_norm(tensor, math.inf).float()
+        amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
+
+    with overridden(context, observers=[*context.observers, see_operand]):
+        yield wrong
+    for role, by_name in sorted(amaxes.items()):  # all ranks need the same order
+        wrong += _wrong_histories(role, by_name, before, context.state(), active)
+
+
+def _wrong_histories(
+    role: Role,
+    amaxes: Mapping[str, Tensor],
+    before: Mapping[str, Tensor],
+    after: Mapping[str, Tensor],
+    active: ActivePrecision,
+) -> list[str]:
+    """Return the operands of `role` whose history or scale is wrong after a microbatch."""
+    names = sorted(amaxes)
+    amax = torch.stack([amaxes[name] for name in names])
+    if dist.is_initialized():
+        dist.all_reduce(amax, op=dist.ReduceOp.MAX)
+
+    def stacked(state: Mapping[str, Tensor], key: Literal["amax_history", "scale"]) -> Tensor:
+        return torch.stack([of_operand(state, name, role, key) for name in names], -1)
+
+    history = stacked(after, "amax_history")
+    scale = stacked(after, "scale")
+    settings = active.settings
+    expected_history, expected_scale = update_scale(
+        torch.cat([history[-1:], stacked(before, "amax_history")[1:]]),
+        stacked(before, "scale"),
+        active.precision.grid(settings, role).maximum,
+        settings.margin,
+        settings.amax_compute_algo,
+    )
+    is_right = (history == expected_history).all(0)
+    is_right &= torch.isclose(history[-1], amax, rtol=AMAX_TOLERANCE, atol=0)
+    is_right &= torch.isclose(scale, expected_scale, rtol=SCALE_TOLERANCE, atol=0)
+    # Overflows are left to the health check, because NaN is no amax. A history of one microbatch
+    # keeps nothing that could be checked.
+    is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0) & (len(history) > 1)
+    return [
+        f"{name} ({role})"
+        for name, is_wrong in zip(names, (is_judged & ~is_right).tolist(), strict=True)
+        if is_wrong
+    ]

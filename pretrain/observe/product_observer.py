@@ -10,9 +10,10 @@ whole blocks is examined. The host waits for the device only when `faults` is re
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -22,7 +23,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.overrides import overridden
-from pretrain.observe.operand_sample import generators, sample
 from pretrain.precision.formats.definition import Role, Scaling
 from pretrain.precision.observed import (
     FP8_FORMATS,
@@ -42,11 +42,58 @@ _aten = torch.ops.aten
 FACTORS = dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2))
 FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3))
 
+SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
+PIECE = 128  # values that are sampled together if the whole tensor has one scale
 # Below this scale, a code times its scale leaves the exponents of FP32.
 SMALLEST_SCALE = 2.0**-100
 # A code times an FP32 scale was rounded to FP32, and is divided by the scale again.
 ROUNDING = 2.0**-20
 MAGNITUDE = 0x7F  # the bits of an FP8 code without its sign
+
+
+# ── A sample of an operand ────────────────────────────────────────────────────────────────────────
+
+
+def sample(
+    matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return some blocks of `matrix`.
+
+    matrix: [rows, k] with the axis of the product's sum last, of any dtype and strides.
+    scales: FP32 [rows or rows / block, k / block], or a scalar if the tensor has one scale.
+
+    Returns the values of each block [n, values], its scale FP32 [n], and the row in which it begins
+    int64 [n]. If `scales` is None or has another shape, scales are 0, which fits no value.
+    """
+    size = scaling.block or math.gcd(matrix.shape[1], PIECE)
+    height = size if scaling.square else 1
+    # [down, across, height, size]
+    blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, height)).transpose(1, 2)
+    down, across = blocks.shape[:2]
+    most = max(SAMPLED_VALUES // (height * size), 1)
+    if down * across > most:
+        chosen = torch.randint(down * across, (most,), generator=generator, device=matrix.device)
+    else:
+        chosen = torch.arange(down * across, device=matrix.device)
+    places = (chosen // across, chosen % across)
+    if scales is not None and scales.dim() == 0 and scaling.block is None:
+        scale = scales.float().expand(len(chosen))
+    elif scales is not None and scales.shape == (down, across):
+        scale = scales[places]
+    else:
+        scale = torch.zeros(len(chosen), device=matrix.device)
+    return blocks[places].flatten(1), scale, places[0] * height
+
+
+def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
+    """Return a function from a device to its generator.
+
+    Numbers drawn from torch's own generators would change the run.
+    """
+    return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
+
+
+# ── Whether operands are those of their format ────────────────────────────────────────────────────
 
 
 def examine(
@@ -93,6 +140,9 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     mantissa = bits & ((1 << FP32_MANTISSA_BITS) - 1)
     smallest = 1 << (FP32_MANTISSA_BITS - 1)  # the bits of 2^-127
     return (bits > 0) & ((mantissa == 0) | (bits == smallest))
+
+
+# ── Which products there are ──────────────────────────────────────────────────────────────────────
 
 
 class ObservedProduct(NamedTuple):
@@ -144,7 +194,7 @@ class ProductObserver(ProductWatcher):
         self._generator = generators(seed)
 
     @contextmanager
-    def looking_on(self) -> Iterator[None]:
+    def observing(self) -> Iterator[None]:
         """Observe `watched` products inside the block, and GEMMs of Transformer Engine in them."""
         with ExitStack() as overrides:
             overrides.enter_context(overridden(ProductWatcher, current=self))
@@ -193,16 +243,12 @@ class ProductObserver(ProductWatcher):
             return {}
         faults: dict[str, list[str]] = {}
         all_counts = torch.stack([finding.counts for finding in self._findings]).tolist()
-        for finding, (blocks, bad) in zip(self._findings, all_counts, strict=True):
-            if not bad:
-                continue
-            call = finding.call
-            fault = (
-                f"{call.gemm} {finding.role}: {bad:.0f} of {blocks:.0f} blocks are no "
-                f"{finding.grid.name} codes under a scale that fits them"
-            )
-            for name in call.names:
-                faults.setdefault(name, []).append(fault)
+        for (call, role, grid, _), (blocks, bad) in zip(self._findings, all_counts, strict=True):
+            for name in call.names if bad else ():
+                faults.setdefault(name, []).append(
+                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are no {grid.name} codes "
+                    "under a scale that fits them"
+                )
         return faults
 
     @torch.no_grad()
@@ -324,21 +370,13 @@ def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor, Tensor]
 
 def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Return data, codes [rows, k] and scales of a Transformer Engine tensor in blocks of 128."""
-    if by_rows:
-        data = operand._rowwise_data
-        scales = operand._rowwise_scale_inv
-        codes = data.reshape(-1, data.shape[-1])
-    else:
-        data = operand._columnwise_data
-        scales = operand._columnwise_scale_inv
-        codes = data.reshape(data.shape[0], -1)
-    down = codes.shape[0]
-    if operand._is_2D_scaled:
-        down = -(-down // 128)
-    else:
-        scales = scales.t()
+    is_2d = operand._is_2D_scaled
+    data = operand._rowwise_data if by_rows else operand._columnwise_data
+    scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
+    codes = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
+    down = -(-codes.shape[0] // 128) if is_2d else codes.shape[0]
     # Scales are padded.
-    return data, codes, scales[:down, : -(-codes.shape[1] // 128)]
+    return data, codes, (scales if is_2d else scales.t())[:down, : -(-codes.shape[1] // 128)]
 
 
 class _TorchProducts(TorchDispatchMode):
@@ -367,11 +405,11 @@ def operand_kind(te: ModuleType | None, operand: Any) -> str:
     """
     if te is None or not isinstance(operand, te.QuantizedTensorStorage):
         return dtype_name(operand.dtype)
-    if isinstance(operand, te.NVFP4TensorStorage):
-        return "e2m1 in blocks of 16"
-    values = fp8_format(te, operand._fp8_dtype)[1].name.lower()
-    if isinstance(operand, te.MXFP8TensorStorage):
-        return f"{values} in blocks of 32"
-    if isinstance(operand, te.Float8BlockwiseQTensorStorage):
-        return f"{values} in blocks of 128"
-    return f"{values} tensor-scaled"
+    in_blocks = {
+        te.NVFP4TensorStorage: 16,
+        te.MXFP8TensorStorage: 32,
+        te.Float8BlockwiseQTensorStorage: 128,
+    }
+    sizes = [size for storage, size in in_blocks.items() if isinstance(operand, storage)]
+    values = "e2m1" if sizes == [16] else fp8_format(te, operand._fp8_dtype)[1].name.lower()
+    return f"{values} in blocks of {sizes[0]}" if sizes else f"{values} tensor-scaled"

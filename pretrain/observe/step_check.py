@@ -101,15 +101,31 @@ class StepCheck(Observer):
             yield
         if len(seen) > 1:
             sums_fit_bf16.append(self._fit_bf16())
-        self._wrong = [
-            *self._wrong_place(batches, place),
-            *self._wrong_states(int(left_over)),
-            *self._wrong_losses(seen, batches.valid_tokens),
-        ]
-        if any(sums_fit_bf16):
-            self._wrong.append(
-                "gradients add up in BF16, not in FP32: their sums have no more bits"
-            )
+        nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
+        labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
+        total = int(self._accelerator.reduce(labels.sum(), reduction="sum"))
+        counted = batches.valid_tokens
+        factors = factors * max(counted, 1)
+        stale = sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
+        evaluating = [name for name, module in self._packed.named_modules() if not module.training]
+        faults = {  # lines of the message, and whether they are true
+            f"its packs begin at place {batches.places.start:,}, not {place:,}": (
+                batches.places.start != place  # in the stream
+            ),
+            f"{int(left_over)} gradients were not cleared before the step": left_over,
+            f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}": evaluating,
+            f"{len(stale)} products use weights from before the last update: {some_of(stale)}": (
+                stale
+            ),
+            f"{total:,} labels were trained on, and the step counts {counted:,}": total != counted,
+            f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
+                factors, torch.ones_like(factors), rtol=1e-5, atol=0
+            ),
+            "gradients add up in BF16, not in FP32: their sums have no more bits": (
+                any(sums_fit_bf16)
+            ),
+        }
+        self._wrong = [line for line, is_true in faults.items() if is_true]
 
     @contextmanager
     def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
@@ -123,59 +139,21 @@ class StepCheck(Observer):
         yield
         wrong = [*self._wrong, *by_torch.differences()]
         if largest_over_ranks(self._accelerator, len(wrong)):
-            lines = "\n".join(f"  {line}" for line in (wrong or ["what another process says"]))
+            lines = "\n".join(
+                f"  {line}" for line in (wrong or ["see the message of another process"])
+            )
             raise TrainingHalted(
                 step.number,
-                "it is not what it should be, or its update not what torch.optim.AdamW makes of "
-                f"it:\n{lines}\nThe step is not saved. The fault lies in the code or in the device, "
-                "not in the recipe",
+                "the step or its update is wrong. The update is compared with that of "
+                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code or "
+                "in the device, not in the recipe",
             )
-
-    def _wrong_place(self, batches: StepBatches, place: int) -> list[str]:
-        if batches.places.start == place:
-            return []
-        return [f"its packs begin at place {batches.places.start:,}, not {place:,}"]
-
-    def _wrong_states(self, left_over: int) -> list[str]:
-        """Return lines about gradients, modes and cached weights that are wrong."""
-        lines = []
-        if left_over:
-            lines.append(f"{left_over} gradients were not cleared before the step")
-        evaluating = [name for name, module in self._packed.named_modules() if not module.training]
-        if evaluating:
-            lines.append(f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}")
-        stale = sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
-        if stale:
-            lines.append(
-                f"{len(stale)} products use weights from before the last update: {some_of(stale)}"
-            )
-        return lines
-
-    def _wrong_losses(self, seen: list[Tensor], counted: int) -> list[str]:
-        """Return lines about the labels of the step, and about the factors of its losses.
-
-        seen: labels and factor of each microbatch.
-        counted: labels over all ranks, as the batches count them.
-        """
-        nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
-        labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
-        total = int(self._accelerator.reduce(labels.sum(), reduction="sum"))
-        lines = []
-        if total != counted:
-            lines.append(f"{total:,} labels were trained on, and the step counts {counted:,}")
-        scaled = factors * max(counted, 1)
-        if not torch.allclose(scaled, torch.ones_like(factors), rtol=1e-5, atol=0):
-            lines.append(f"a token's loss is not divided by the step's {counted:,} labels")
-        return lines
 
     def _gradients(self) -> list[Tensor]:
         """Return this process's parts of all gradients, and first an empty tensor."""
-        gradients = [torch.zeros(0, device=self._packed.hf.device)]  # there may be no gradient
-        for parameter in self._packed.parameters():
-            gradient = gradient_of(parameter)
-            if gradient is not None:
-                gradients.append(local_part(gradient))
-        return gradients
+        gradients = map(gradient_of, self._packed.parameters())
+        parts = [local_part(gradient) for gradient in gradients if gradient is not None]
+        return [torch.zeros(0, device=self._packed.hf.device), *parts]  # there may be no gradient
 
     def _fit_bf16(self) -> Tensor:
         """Return whether some values of each FP32 sum of gradients fit BF16: a bool tensor."""
@@ -270,10 +248,8 @@ class TorchUpdate:
         It is not computed by the function that training uses, which is checked by it.
         """
         limit = self._recipe.optimizer.clip
-        norms = []
-        for gradient in gradients:
-            norm = torch.linalg.vector_norm(gradient.detach(), dtype=torch.float32)
-            norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in gradients]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         norm = torch.stack(norms).square().sum().sqrt()
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
@@ -309,10 +285,11 @@ class TorchUpdate:
             state = self._optimizer.state[parameter]
             stored = {"weights": parameter, "gradients": gradient_of(parameter)}
             stored |= {name: state[name] for name in MOMENTS}
-            for kind, tensor in stored.items():
-                dtype = dtype_name(tensor.dtype)
-                if dtype != expected[kind]:
-                    wrong.add(f"{kind} are {dtype}, not {expected[kind]}")
+            wrong |= {
+                f"{kind} are {dtype_name(tensor.dtype)}, not {expected[kind]}"
+                for kind, tensor in stored.items()
+                if dtype_name(tensor.dtype) != expected[kind]
+            }
         return sorted(wrong)
 
     def _values(self) -> dict[str, Tensor]:
@@ -328,10 +305,8 @@ class TorchUpdate:
         weights = picked(self._parameters)
         if all("remainder" in state for state in states):
             weights = join(weights, picked([state["remainder"] for state in states]))
-        values = {"weights": weights.float()}
-        for name in MOMENTS:
-            values[name] = picked([state[name] for state in states]).float()
-        return values
+        moments = {name: picked([state[name] for state in states]).float() for name in MOMENTS}
+        return {"weights": weights.float()} | moments
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
         """Return the values of `_values` after torch's update."""
@@ -360,11 +335,8 @@ class TorchUpdate:
         mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
         usual = mean_square.sqrt()[self._parameter_of]
         tolerance = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
-        lowest = expected - tolerance
-        highest = expected + tolerance
-        if in_bf16:
-            lowest = lowest.bfloat16().float()
-            highest = highest.bfloat16().float()
+        bounds = torch.stack([expected - tolerance, expected + tolerance])
+        lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
         return ~((lowest <= actual) & (actual <= highest))
 
     def _by_parameter(self, values: Tensor) -> Tensor:

@@ -125,7 +125,7 @@ class StepMemory:
     def parts(self) -> dict[str, int]:
         """Return the estimated bytes by part, without empty parts."""
         recipe = self.recipe
-        gathered, sums, sent = self._gathered_numbers
+        gathered, sums, sent = self._in_shards
         gradient_bytes = BYTES[recipe.gradients_kept_in]
         moment_bytes = BYTES[recipe.moments_kept_in]
         measures_gap = bool(recipe.log.gap) and self.precision.quantized
@@ -175,19 +175,19 @@ class StepMemory:
     @property
     def _has_copies(self) -> bool:
         """Return whether FP32 weights have BF16 working copies. Shards get theirs by gathering."""
-        stored_in_fp32 = self.recipe.weights == "fp32"
-        computes_lower = self.precision.compute_dtype != "float32"
-        return stored_in_fp32 and computes_lower and not self.devices.sharded
+        return (
+            self.recipe.weights == "fp32"
+            and self.precision.compute_dtype != "float32"
+            and not self.devices.sharded
+        )
 
     @cached_property
     def _layers(self) -> list[LayerMemory]:
-        layers = list(self.layers)
-        if not layers:
-            compiled = compiled_layer(self.flops, self.precision, self._layouts, {})
-            layers = [compiled] * self.flops.shape.layers
+        compiled = compiled_layer(self.flops, self.precision, self._layouts, {})
+        layers = self.layers or [compiled] * self.flops.shape.layers
         if self.keeps_rotated:
-            layers = [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-        return layers
+            return [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
+        return list(layers)
 
     @cached_property
     def _recomputed(self) -> list[bool]:
@@ -202,22 +202,21 @@ class StepMemory:
         ]
 
     @property
-    def _gathered_numbers(self) -> tuple[int, int, int]:
+    def _in_shards(self) -> tuple[int, int, int]:
         """Return counts of numbers that come on top with shards.
 
         These are gathered weights, sums of their gradients, and sums that are being sent. If
         weights are gathered for each use, they are those of a layer, of the next one and its
         copy, and of the head in forward and backward.
         """
-        flops = self.flops
+        flops, head = self.flops, self._head
         if not self.devices.sharded:
             return 0, 0, 0
-        tables = self._head if flops.tied else 2 * self._head
-        layer = math.ceil((flops.parameters - tables) / flops.shape.layers)
-        sent = layer if flops.tied else max(layer, self._head)
+        layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
+        sent = layer if flops.tied else max(layer, head)
         if self.devices.gathered:
             return flops.parameters, flops.parameters, sent
-        return 3 * layer + self._head, sent + (self._head if flops.tied else 0), sent
+        return 3 * layer + head, sent + (head if flops.tied else 0), sent
 
     @property
     def _at_loss(self) -> int:
@@ -228,24 +227,23 @@ class StepMemory:
         and its gradient. Logits are overwritten with their gradient, which in FP8 has its layouts
         beside it.
         """
-        shape = self.flops.shape
-        number = self.precision.number_bytes
-        low_head = self._quantizes_head
+        shape, number, low_head = (
+            self.flops.shape,
+            self.precision.number_bytes,
+            self._quantizes_head,
+        )
         adds_to_sum = (
             low_head
             and self.loss.penalty is None
             and self.precision.fuses_head_on(self.devices.capability)
         )
-        head_bytes = 4
-        if self._has_copies and not low_head:
-            head_bytes += number
-        if low_head and not adds_to_sum:
-            head_bytes += number
+        copies = (self._has_copies and not low_head) + (low_head and not adds_to_sum)
         logits = 0
         if self.loss.kind == "chunked":
             chunk = min(self._tokens, self.loss.tokens_at_once)
             logits = (number + self._layouts * low_head) * shape.vocabulary * chunk
-        return self._head * head_bytes + self._tokens * 3 * shape.hidden * number + logits
+        of_head = self._head * (4 + number * copies)
+        return of_head + self._tokens * 3 * shape.hidden * number + logits
 
     @property
     def _backward(self) -> int:
@@ -254,8 +252,7 @@ class StepMemory:
         In bytes a token. A recomputed layer has all its activations again while its backward
         runs. By then the layers behind it have freed theirs.
         """
-        freed = 0
-        most = 0
+        freed = most = 0
         for layer, size in zip(reversed(self._layers), reversed(self._kept), strict=True):
             most = max(most, layer.kept - size + layer.workspace - freed)
             freed += size

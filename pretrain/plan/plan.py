@@ -230,13 +230,10 @@ class Plan:
 
         These are the kept ones and the one being written, or fewer in a short run.
         """
-        settings = self.recipe.checkpoint
-        written = int(settings.at_end)
-        is_early_kept = False
-        if settings.every is not None:
-            written += (self.steps - 1) // settings.every
-            decay = self.before_decay
-            is_early_kept = decay is not None and settings.every <= decay
+        settings, decay = self.recipe.checkpoint, self.before_decay
+        every = settings.every or self.steps
+        written = (self.steps - 1) // every + settings.at_end
+        is_early_kept = decay is not None and every <= decay
         return min(settings.keep + 1 + is_early_kept, written) + settings.best
 
     @property
@@ -250,36 +247,27 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Return warnings about settings that are allowed but may be a mistake."""
-        recipe = self.recipe
-        batch = recipe.batch
-        warnings = []
-        needed = self.takes(self.expected_microbatch)
-        available = self.devices.memory
-        if available is not None and needed > available:
-            warnings.append(
-                f"about {units.memory(needed / GIB)} may not fit into "
-                f"{units.memory(available / GIB)} of memory; what takes less: {TAKES_LESS}"
-            )
-        if recipe.weights == "bf16":
-            warnings.append(
-                "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one"
-            )
-        if recipe.log.gap and self.schedule.unquantized is None:
-            warnings.append(
-                f"`log.gap: {recipe.log.gap}` measures nothing, as no step computes in low precision"
-            )
-        if not batch.microbatch_is_searched and batch.microbatch > self.packs_per_rank:
-            warnings.append(
-                f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs"
-            )
-        if self.packs is not None and self.packs < self.packs_per_step:
-            warnings.append(
-                f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}"
-            )
-        warnings += self.experts_in_bf16
-        if self.flops.uncounted:
-            warnings.append(self.flops.left_out)
-        return warnings
+        recipe, batch = self.recipe, self.recipe.batch
+        needed, available = self.takes(self.expected_microbatch), self.devices.memory or math.inf
+        warnings = {  # and whether they apply
+            f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of "
+            f"memory; what takes less: {TAKES_LESS}": needed > available,
+            "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one": (
+                recipe.weights == "bf16"
+            ),
+            f"`log.gap: {recipe.log.gap}` measures nothing, as no step computes in low precision": (
+                recipe.log.gap and self.schedule.unquantized is None
+            ),
+            f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs": (
+                not batch.microbatch_is_searched and batch.microbatch > self.packs_per_rank
+            ),
+            f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}": (
+                self.packs is not None and self.packs < self.packs_per_step
+            ),
+            **dict.fromkeys(self.experts_in_bf16, True),
+        }
+        applying = [text for text, applies in warnings.items() if applies]
+        return [*applying, self.flops.left_out] if self.flops.uncounted else applying
 
 
 # ── How the memory of a device is spent ───────────────────────────────────────────────────────────

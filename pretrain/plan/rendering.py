@@ -17,11 +17,10 @@ ASSUMED_SHARES = (0.3, 0.5)  # of the peak; runs of dense models usually lie bet
 
 def render(plan: Plan, *, brief: bool = False) -> str:
     """Return the plan as text, a few lines for each subject. `brief` leaves out parts of memory."""
-    recipe = plan.recipe
     emulated = ", emulated" if plan.emulated else ""
     title = (
-        f"{recipe.name}: {plan.schedule.label} compute{emulated}, {recipe.weights} weights, "
-        f"{_devices_line(plan)}"
+        f"{plan.recipe.name}: {plan.schedule.label} compute{emulated}, "
+        f"{plan.recipe.weights} weights, {_devices_line(plan)}"
     )
     subjects = {
         "model": model_lines(plan),
@@ -37,14 +36,15 @@ def render(plan: Plan, *, brief: bool = False) -> str:
 
 def in_subjects(subjects: dict[str, Sequence[str]]) -> str:
     """Return the texts of each subject, wrapped at WIDTH. The first has the subject's name."""
-    paragraphs = []
-    for name, texts in subjects.items():
-        for index, text in enumerate(texts):
-            indent = f"{name if index == 0 else '':<9}"
-            paragraphs.append(
-                textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=" " * 9)
-            )
-    return "\n".join(paragraphs)
+    indented = [
+        (f"{name if index == 0 else '':<9}", text)
+        for name, texts in subjects.items()
+        for index, text in enumerate(texts)
+    ]
+    return "\n".join(
+        textwrap.fill(text, WIDTH, initial_indent=indent, subsequent_indent=" " * 9)
+        for indent, text in indented
+    )
 
 
 def _devices_line(plan: Plan) -> str:
@@ -52,10 +52,9 @@ def _devices_line(plan: Plan) -> str:
     line = f"{devices.count} x {devices.name or 'device'}"
     if not devices.sharded:
         return line
-    shards = "shards"
-    if devices.replicas > 1:
-        shards = f"{devices.replicas} replicas of {devices.shards} shards"
-    return f"{line}, {shards}, gathered {'once a step' if devices.gathered else 'for each use'}"
+    replicas = f"{devices.replicas} replicas of {devices.shards} " if devices.replicas > 1 else ""
+    use = "once a step" if devices.gathered else "for each use"
+    return f"{line}, {replicas}shards, gathered {use}"
 
 
 def shape_lines(flops: ModelFlops) -> list[str]:
@@ -63,9 +62,8 @@ def shape_lines(flops: ModelFlops) -> list[str]:
     shape = flops.shape
     head = "head tied to the embedding" if flops.tied else "head of its own"
     without = units.count(flops.parameters - flops.embedding_parameters)
-    used = ""
-    if flops.idle_weights:
-        used = f", {units.count(flops.parameters - flops.idle_weights)} of them for a token"
+    of_token = units.count(flops.parameters - flops.idle_weights)
+    used = f", {of_token} of them for a token" if flops.idle_weights else ""
     heads = (
         f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     )
@@ -123,11 +121,11 @@ def horizon_lines(plan: Plan) -> list[str]:
     """Return lines about the steps: their number, precisions, sources and learning rate."""
     epochs = f" = {plan.epochs:.2f} epochs of {plural(plan.packs, 'pack')}" if plan.packs else ""
     lines = [f"{plural(plan.steps, 'step')} = {units.count(plan.total_tokens)} tokens{epochs}"]
-    if plan.schedule.changes:
-        lines += [
-            f"steps {span.first:,} to {span.last:,} in {span.active.precision.name}"
-            for span in plan.schedule.spans
-        ]
+    lines += [
+        f"steps {span.first:,} to {span.last:,} in {span.active.precision.name}"
+        for span in plan.schedule.spans
+        if plan.schedule.changes
+    ]
     stream = plan.recipe.data.stream
     if stream:
         lines.append(
@@ -142,8 +140,7 @@ def horizon_lines(plan: Plan) -> list[str]:
             f"of {plural(count, 'pack')}"
             for name, count in zip(plan.mixture.names, plan.mixture.counts, strict=True)
         ]
-    lines.append(describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps))
-    return lines
+    return [*lines, describe(plan.recipe.schedule, plan.recipe.optimizer, plan.steps)]
 
 
 def _time_line(plan: Plan) -> str:

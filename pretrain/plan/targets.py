@@ -62,16 +62,15 @@ class Target:
         )
         usable = int((1 - KEPT_FREE) * self.memory)
         devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
-        whole = replace(plan, schedule=schedule, devices=devices)
+        plan = replace(plan, schedule=schedule, devices=devices)
         layers = {
-            active.precision.name: self._layers(whole, shapes, active)
-            for active in whole.precisions
+            active.precision.name: self._layers(plan, shapes, active) for active in plan.precisions
         }
-        whole = replace(whole, layers=layers)
-        fitted = spend_spare_memory(whole)
+        unsharded = replace(plan, layers=layers)
+        fitted = spend_spare_memory(unsharded)
         if self.count == 1 or fitted.takes(1) <= usable:
             return fitted
-        return spend_spare_memory(replace(whole, devices=replace(devices, sharded=True)))
+        return spend_spare_memory(replace(unsharded, devices=replace(devices, sharded=True)))
 
     def _layers(
         self, plan: Plan, shapes: PreTrainedModel, active: ActivePrecision

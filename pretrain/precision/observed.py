@@ -37,7 +37,6 @@ FP8_FORMATS = {
 }
 # The scales of an emulated operand: those of its blocks, and that of the tensor.
 Scales = tuple[Tensor | None, Tensor | None]
-_UNOBSERVED = nullcontext()
 
 
 class ProductWatcher:
@@ -64,7 +63,7 @@ def watched(
     scales: of the operands of an emulated product.
     """
     watcher = ProductWatcher.current
-    return _UNOBSERVED if watcher is None else watcher.during(names, gemm, scales)
+    return nullcontext() if watcher is None else watcher.during(names, gemm, scales)
 
 
 def see(left: Any, right: Any, layout: str) -> None:

@@ -74,7 +74,7 @@ class PrecisionSchedule:
         """Return the precision of `step`. Steps beyond the horizon have that of the last step."""
         return next(span.active for span in self.spans if min(step, self.steps) <= span.last)
 
-    def begins(self, step: int) -> bool:
+    def starts_precision_at(self, step: int) -> bool:
         """Return whether `step` is the run's first step, or its first one in another precision."""
         return step == 1 or self.at(step).precision.name != self.at(step - 1).precision.name
 

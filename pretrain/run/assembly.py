@@ -92,7 +92,7 @@ class Assembly:
         """Return the optimizer's live tensors by name."""
         return named_state(self.optimizer, self.hf)
 
-    def begin_precision(self, name: str, job: Job, accelerator: Accelerator) -> None:
+    def start_precision(self, name: str, job: Job, accelerator: Accelerator) -> None:
         """Compute in the precision `name` as if the model had been assembled in it.
 
         Cached weights are dropped, histories begin with the present weights, and the model is
@@ -253,7 +253,7 @@ def audit_precisions(
             if entry.backend is not None:
                 entry.backend.reset()
             packs = REHEARSALS if assembly.context.state() else 1
-            with console.progress("looking at what runs", "packs", total=packs):
+            with console.progress("auditing the precision of products", "packs", total=packs):
                 products = rehearse(job, accelerator, assembly)
             entry.audit.update(describe(entry.active, entry.backend, assembly.hf, products))
     assembly.surroundings |= {

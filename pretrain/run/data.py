@@ -52,11 +52,8 @@ class Data:
 
         The packs come with tokenizer.json, and packs of chats with the chat template.
         """
-        for packs in parts_of(self.train):
-            file = packs.path / name
-            if file.is_file():
-                return file
-        return None
+        files = [packs.path / name for packs in parts_of(self.train)]
+        return next((file for file in files if file.is_file()), None)
 
     @property
     def mean_squared(self) -> float:
@@ -64,10 +61,10 @@ class Data:
 
         It is the mean over packs of the sum of squared document lengths divided by the pack length.
         """
-        means = []
-        for packs in parts_of(self.train):
-            sampled = evenly(len(packs), _SAMPLED_PACKS)
-            means.append(np.mean([sum_of_squares(packs[index].lengths) for index in sampled]))
+        means = [
+            np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
+            for packs in parts_of(self.train)
+        ]
         readable = self._readable
         weights = readable.mixture().share_of_packs if isinstance(readable, MixedPacks) else None
         return float(np.average(means, weights=weights)) / self.train.length
@@ -161,11 +158,10 @@ def check_tokens(
     """
     check_model(data.train, vocab_size, fingerprint)
     for packs in [*parts_of(data.train), *parts_of(data.held_out)]:
-        if not most and "vocab_size" in (packs.tokenizer or {}):
-            continue
-        first = range(min(len(packs), _SAMPLED_PACKS))
-        for index in sorted({*first, *evenly(len(packs), _SCANNED_PACKS)}):
-            read_pack(packs, index, vocab_size, most)
+        if most or "vocab_size" not in (packs.tokenizer or {}):
+            first = range(min(len(packs), _SAMPLED_PACKS))
+            for index in sorted({*first, *evenly(len(packs), _SCANNED_PACKS)}):
+                read_pack(packs, index, vocab_size, most)
 
 
 def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:

@@ -120,11 +120,8 @@ def row_of(
     except InputError as error:
         reasons = [str(error)] if lacks is None else [lacks, str(error)]
         return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(reasons)
-    engine = "torch"
-    if lacks:
-        engine = "emulation"
-    elif PRECISIONS[name].quantized:
-        engine = "transformer_engine"
+    on_hardware = "transformer_engine" if PRECISIONS[name].quantized else "torch"
+    engine = "emulation" if lacks else on_hardware
     if gpu and lacks:
         return name, engine, UNKNOWN, UNKNOWN, lacks
     return name, engine, three_digits(milliseconds), f"{rate:,.0f}", lacks or ""

@@ -40,9 +40,9 @@ def evaluate(run: Run) -> None:
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - started)
             if run.job.recipe.checkpoint.best:
-                earlier = [run.best] if run.best else []
+                candidates = [run.best, record] if run.best else [record]
                 # All ranks take that of the main process.
-                run.best = broadcast_object_list([best_evaluation([*earlier, record])])[0]
+                run.best = broadcast_object_list([best_evaluation(candidates)])[0]
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 

@@ -105,12 +105,12 @@ def _evaluate(
     recipe: Recipe,
     accelerator: Accelerator,
     notices: Iterable[str],
-    wanted: str,
+    resume_from: str,
     assemble: Assemble,
 ) -> None:
     """Print the held-out loss in each precision of the recipe, and in BF16. Collective.
 
-    wanted: a checkpoint of any recipe with the same model, or "auto": the run folder's newest one, or
+    resume_from: a checkpoint of any recipe with the same model, or "auto": the run folder's newest one, or
         without one the weights that the run would start with.
 
     Raises InputError if no packs are held out, and if all weights are random.
@@ -121,7 +121,7 @@ def _evaluate(
         raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
-    source = find_resume_point(checkpoints, wanted, job, accept_changes=True)
+    source = find_resume_point(checkpoints, resume_from, job, accept_changes=True)
     if source is None and job.recipe.model.weights_source is None:
         raise InputError(
             f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set "
@@ -163,7 +163,7 @@ def _in_low_precisions(
             overridden(context, evaluates_low=True),
         ):
             if source is not None and needs_new_histories(source, assembly, job):
-                assembly.begin_precision(name, job, accelerator)
+                assembly.start_precision(name, job, accelerator)
             _print_loss(job, assembly, accelerator, console, name)
 
 

@@ -151,11 +151,9 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     begin_of(recipe)
     check_ours(run_dir)
     check_trackers(recipe.log)
-    device_type = accelerator.device.type
-    phases, unquantized = resolve_precisions(recipe, device_type)
-    _, first = phases[0]
-    world_size = None if is_elsewhere else accelerator.num_processes
-    check_settings(recipe, first.precision.name, world_size)
+    phases, unquantized = resolve_precisions(recipe, accelerator.device.type)
+    first = phases[0][1].precision
+    check_settings(recipe, first.name, None if is_elsewhere else accelerator.num_processes)
     check_gap(recipe, replicas=replicas_of(accelerator))
     if recipe.model.source:
         # Before the tokenizer: without a network, the hub answers each request after half a minute.
@@ -165,15 +163,17 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     # prepared last, which may take hours.
     opens_last = purpose == "run" and recipe.data.prepares
     data = None if opens_last else _open_existing(recipe, accelerator, purpose)
-    model = with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)
-    recipe = recipe.model_copy(update={"model": model})
+    with_vocabulary = with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)
+    recipe = recipe.model_copy(update={"model": with_vocabulary})
     model_config = load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = build_on_meta(model_config)
     flops = _check_model(recipe, shapes, phases)
-    compute_dtype = getattr(torch, first.precision.compute_dtype)
     chosen = attention.choose(
-        recipe.model.attention, device_type, flops.shape.head_dim, compute_dtype
+        recipe.model.attention,
+        accelerator.device.type,
+        flops.shape.head_dim,
+        getattr(torch, first.compute_dtype),
     )
     tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
     if opens_last:

@@ -114,12 +114,12 @@ def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
     return [f"{', '.join(names)}: {reason}" for reason, names in targets.items()]
 
 
-def say_plan(job: Job, console: Console, wanted: str, accept_changes: bool) -> int:
+def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
     """Print what a launch on this machine would do, and from which checkpoint. Return 0.
 
     Raises InputError if the launch would be refused.
     """
-    job, _, source = where_to_resume(job, wanted, accept_changes)
+    job, _, source = where_to_resume(job, resume_from, accept_changes)
     lines = [render(job.plan)]
     if source is not None:
         has_ended = source.step >= job.plan.steps
@@ -135,19 +135,15 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
         return [str(target), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes = plan.takes(size)
-    fits = ""
-    if takes > target.memory:
-        fits = ": does not fit"
-    elif takes > plan.devices.memory:
-        fits = ": barely fits"
+    fits = takes <= target.memory
+    remark = "" if takes <= plan.devices.memory else ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
-    speeds = []
-    if takes <= target.memory:
-        speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in shares]
+    possible = shares if fits else []
+    speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in possible]
     return [
         str(target),
-        f"{microbatches} x {plural(size, 'pack')}{shards}{fits}",
+        f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",
         units.memory(takes / GIB),
         units.memory(target.memory / GIB),
         " to ".join(f"{speed:,.0f}" for speed in speeds) or UNKNOWN,

@@ -60,7 +60,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
     run.console.notice(render(run.job.plan, brief=True))
     _take_over_parity(run)
     run.console.panel(
-        f"what runs in which precision (all of it: {run.folder.audit})",
+        f"precision of each product, as observed (all: {run.folder.audit})",
         in_short(run.assembly.audit),
     )
     for note in notes:
@@ -121,49 +121,38 @@ def record_of_step(
     Collective.
     """
     is_labelled = batches.valid_tokens > 0
-    frozen = 0.0
-    if decision.proceed:
-        frozen = adamw.frozen_share(run.assembly.optimizer, run.accelerator)
-    _warn(run, batches, decision, losses, frozen)
-    record: dict[str, Any] = {"step": run.state.step, "tokens": run.state.tokens}
-    if run.has_masks:
-        record["trained_tokens"] = run.state.valid_tokens
-    record["epoch"] = batches.epoch
-    if run.precision.schedule.changes:
-        record["precision"] = run.precision.current.name
-    record |= batches.sources
-    for name, value in losses.items():
-        record[name] = value if is_labelled else None
-    if not is_labelled:
-        if math.isfinite(losses["loss"]):
-            record["unlabelled"] = True
-        else:
-            record["loss"] = losses["loss"]
-    record |= figures
-    record["frozen_updates"] = frozen
-    record["step_tokens"] = batches.tokens
-    record["sum_squared_lengths"] = batches.sum_squared_lengths
-    record["skipped"] = not decision.proceed
-    if decision.action == "stop":
-        record["halted"] = decision.reason
-    return record
-
-
-def _warn(
-    run: Run,
-    batches: StepBatches,
-    decision: StepDecision,
-    losses: Mapping[str, float],
-    frozen: float,
-) -> None:
-    """Print warnings about a step: why it was skipped, and what has begun to go wrong.
-
-    frozen: the share of updates that were too small to change the stored weights.
-    """
-    if decision.action in ("update", "skip") and decision.reason:
-        run.console.warning(decision.reason)
-    for warning in run.health.warnings_of(run.state.step, frozen, batches.valid_tokens, losses):
+    loss = losses["loss"]
+    optimizer = run.assembly.optimizer
+    frozen = adamw.frozen_share(optimizer, run.accelerator) if decision.proceed else 0.0
+    reason = decision.reason if decision.action in ("update", "skip") else None
+    warnings = run.health.warnings_of(run.state.step, frozen, batches.valid_tokens, losses)
+    for warning in filter(None, (reason, *warnings)):
         run.console.warning(warning)
+    record = {
+        "step": run.state.step,
+        "tokens": run.state.tokens,
+        "trained_tokens": run.state.valid_tokens if run.has_masks else None,
+        "epoch": batches.epoch,
+        "precision": run.precision.current.name if run.precision.schedule.changes else None,
+        "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
+        "halted": decision.reason if decision.action == "stop" else None,
+    }
+    # A key without a meaning in this run is left out. A loss without a label is null.
+    record = {key: value for key, value in record.items() if value is not None}
+    record |= batches.sources
+    record |= {name: value if is_labelled else None for name, value in losses.items()}
+    if not math.isfinite(loss):
+        record["loss"] = loss
+    return (
+        record
+        | figures
+        | {
+            "frozen_updates": frozen,
+            "step_tokens": batches.tokens,
+            "sum_squared_lengths": batches.sum_squared_lengths,
+            "skipped": not decision.proceed,
+        }
+    )
 
 
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
@@ -177,9 +166,11 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
     """Return whether an earlier start has finished the run. If so, print its last screen."""
     finished = read_finished(job.run_dir)
-    if finished is None or finished.summary["steps"] != job.plan.steps:
-        return False
-    if job.recipe.checkpoint.at_end and not folder.final.exists():
-        return False
-    console.panel(*last_screen(finished, folder))
-    return True
+    is_over = (
+        finished is not None
+        and finished.summary["steps"] == job.plan.steps
+        and (folder.final.exists() or not job.recipe.checkpoint.at_end)
+    )
+    if is_over:
+        console.panel(*last_screen(finished, folder))
+    return is_over

@@ -383,7 +383,7 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
     """Return whether the present precision has histories that the checkpoint's cannot continue.
 
     These may be of other products, or of other gradients than those to come. Then call
-    `Assembly.begin_precision` after the checkpoint's weights are loaded. Before that, histories are
+    `Assembly.start_precision` after the checkpoint's weights are loaded. Before that, histories are
     those of the weights that the model was built with, whose gradients are many times as large.
     """
     if not assembly.context.state():
@@ -405,12 +405,12 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     require_restored(source, run.assembly)
     schedule = run.precision.schedule
     name = schedule.at(run.state.step + 1).precision.name
-    known = [active.precision.name for active in schedule.precisions()]
-    if not source.begins and source.record["precision"] in known:
+    names = [active.precision.name for active in schedule.precisions()]
+    if not source.begins and source.record["precision"] in names:
         name = source.record["precision"]
     run.precision.use(name)
     if needs_new_histories(source, run.assembly, run.job):
-        run.assembly.begin_precision(name, run.job, run.accelerator)
+        run.assembly.start_precision(name, run.job, run.accelerator)
         run.console.notice(
             f"delayed scaling fills its histories again, from {REHEARSALS} packs under the "
             "checkpoint's weights"

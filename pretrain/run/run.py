@@ -93,8 +93,8 @@ def follow_schedule(run: Run) -> None:
     name = run.precision.schedule.at(run.state.step + 1).precision.name
     if name == before.name:
         return
-    with run.console.progress("looking at what runs"):
-        run.assembly.begin_precision(name, run.job, run.accelerator)
+    with run.console.progress("auditing the precision of products"):
+        run.assembly.start_precision(name, run.job, run.accelerator)
     run.write_audit()
     run.console.notice(
         f"precision after step {run.state.step}: {before.name}, then {name}, audited again: "

@@ -120,13 +120,13 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
     failure = batches.failure
     if failure is not None and not isinstance(failure, InputError):
         raise failure
-    reason = failure or "another process has no more packs, and says why"
+    reason = failure or "another process could not read its next packs; see its message"
     raise InputError(f"{reason}. Step {run.state.step} is saved")
 
 
 def report_stop(run: Run, signal_number: int) -> int:
     """Print that a signal stopped the run, and what the next start will do. Return the number."""
-    next_start = "evaluate and export it" if run.state.finished else "go on from here"
+    next_start = "evaluate and export it" if run.state.finished else "resume from here"
     run.console.notice(
         f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
         f"start the run again to {next_start}"

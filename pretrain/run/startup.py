@@ -19,15 +19,16 @@ from packing.batch import Microbatch
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health
+from pretrain.metrics.recorder import gradient_statistics
 from pretrain.metrics.run_folder import STATISTICS_FILE, RunFolder
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
+from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.observe.audit import ProductAudit
 from pretrain.observe.bf16_gap import GapMeter
-from pretrain.observe.model_statistics import ExpertLoads, GradientStatistics
-from pretrain.observe.observers import Observer, Observers
+from pretrain.observe.observers import Observer, Observers, PeriodicFigures
 from pretrain.observe.operand_statistics import OperandWatch
 from pretrain.observe.profile import StepProfile
 from pretrain.observe.step_check import StepCheck
@@ -69,6 +70,10 @@ def make_observers(
         if accelerator.is_main_process:
             write_json(folder.audit, assembly.audit)
 
+    def expert_loads() -> dict[str, Any]:
+        loads = model.routing.loads
+        return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
+
     observers: list[Observer] = []
     if profiles:
         observers.append(StepProfile(folder.path, accelerator, state, console))
@@ -77,14 +82,17 @@ def make_observers(
         observers.append(
             GapMeter(model, assembly.optimizer, precision, health, recipe, accelerator)
         )
-    observers.append(ProductAudit(model, precision, every, write_audit))
-    observers.append(StepCheck(model, assembly.optimizer, recipe, accelerator))
-    if recipe.log.gradient_statistics:
-        observers.append(
-            GradientStatistics(assembly.hf, recipe.log.gradient_statistics, accelerator)
-        )
-    if every and model.routing is not None:
-        observers.append(ExpertLoads(model.routing, every))
+    layers = decoder_layers(assembly.hf)
+    observers += [
+        ProductAudit(model, precision, every, write_audit),
+        StepCheck(model, assembly.optimizer, recipe, accelerator),
+        PeriodicFigures(
+            recipe.log.gradient_statistics,
+            partial(gradient_statistics, assembly.hf, layers, accelerator),
+        ),
+    ]
+    if model.routing is not None:
+        observers.append(PeriodicFigures(every, expert_loads))
     if every and assembly.context.backends:
         file = JsonlTracker(
             folder.path / STATISTICS_FILE, state.step, main_process=accelerator.is_main_process

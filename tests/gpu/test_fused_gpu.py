@@ -162,7 +162,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
         recipe, precision_called(recipe), "transformer_engine", settings_of(recipe, scope=scope)
     )
     observer = ProductObserver(active)
-    with observer.looking_on():
+    with observer.observing():
         train(packed, steps=1)
     assert observer.products.keys() - {"lm_head"} == packed.fused.members.keys()
     assert ("lm_head" in observer.products) == (scope == "linear+head")

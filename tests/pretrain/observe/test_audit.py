@@ -403,7 +403,7 @@ def faults_of(real: str, claimed: str, weight: float | None = None) -> dict[str,
         run.layers[0].weight.data[:100] = weight
     run.step()
     run.x = 0.7 * run.x  # or a delayed scale would be that of the tensor itself
-    with observer.looking_on():
+    with observer.observing():
         run.step()
     assert all(
         {product.gemm for product in made} == {"forward", "dgrad", "wgrad"}

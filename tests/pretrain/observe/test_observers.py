@@ -82,7 +82,7 @@ def test_new_steps_are_the_first_two_of_a_process_a_phase_and_after_a_rollback()
     observers = observers_of(TWO_PHASES, recorder, resumed_step=2)
     steps = steps_described(observers, recorder, range(3, 12))
     assert [step.number for step in steps if step.is_new] == [3, 4, 6, 7]
-    assert [step.number for step in steps if step.begins_precision] == [6]
+    assert [step.number for step in steps if step.starts_precision] == [6]
     assert [step.number for step in steps if step.is_quantized] == [3, 4, 5]
     observers.go_back(9)
     assert recorder.calls[-1] == "a goes back to 9"
@@ -95,11 +95,11 @@ def test_a_switch_during_the_run_begins_a_precision() -> None:
     precision = SimpleNamespace(schedule=schedule)
     observers = Observers([recorder], precision, 0)
     assert not any(
-        step.begins_precision for step in steps_described(observers, recorder, range(2, 5))
+        step.starts_precision for step in steps_described(observers, recorder, range(2, 5))
     )
     precision.schedule = schedule.switched_to_bf16_after(4)
     five, six, seven = steps_described(observers, recorder, range(5, 8))
-    assert five.begins_precision and not six.begins_precision
+    assert five.starts_precision and not six.starts_precision
     assert (five.is_new, six.is_new, seven.is_new) == (True, True, False)
     assert not five.is_quantized
 
@@ -108,11 +108,11 @@ def test_a_switch_during_the_run_begins_a_precision() -> None:
 def test_operands_are_measured_where_a_precision_begins_and_every_n_steps(
     number: int, every: int | None, begins: bool
 ) -> None:
-    step = Step(number, is_quantized=True, begins_precision=begins, is_new=False)
+    step = Step(number, is_quantized=True, starts_precision=begins, is_new=False)
     expected = every is not None and (begins or number % every == 0)
     assert step.measures_operands(every) == expected
     assert is_due(number, every) == (every is not None and number % every == 0)
-    plain = Step(number, is_quantized=False, begins_precision=begins, is_new=False)
+    plain = Step(number, is_quantized=False, starts_precision=begins, is_new=False)
     assert not plain.measures_operands(every)
 
 

@@ -135,7 +135,7 @@ class SmallRun:
     def watch(self, number: int, observers: list[Observer], *, is_new: bool) -> StepWatch:
         """Return the watch over a statistics step."""
         is_quantized = self.active.precision.quantized
-        step = Step(number, is_quantized, begins_precision=is_new, is_new=is_new)
+        step = Step(number, is_quantized, starts_precision=is_new, is_new=is_new)
         return StepWatch(step, [observer for observer in observers if observer.due(step)])
 
     def train(self, entries: Sequence[Entry] = ()) -> None:

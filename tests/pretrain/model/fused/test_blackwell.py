@@ -122,7 +122,7 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
     active, exact = computing_in(precision, "transformer_engine", keep), in_bf16(kind)
     packed = assembled(active, fused=True, kind=kind)
     observer = ProductObserver(active)
-    with observer.looking_on():
+    with observer.observing():
         fused = train(packed)
     unfused = train(assembled(computing_in(precision, "emulation", keep), fused=False, kind=kind))
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
@@ -164,7 +164,7 @@ def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
     with overridden(packed.context, backend=None):
         in_its_turn = train(packed)
     observer = ProductObserver(actives[1])
-    with overridden(packed.context, backend=plain_forward), observer.looking_on():
+    with overridden(packed.context, backend=plain_forward), observer.observing():
         losses, gradients = train(packed)
     assert losses == in_its_turn[0] != low[0], "to the bit"
     for linear, products in observer.products.items():
