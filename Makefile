@@ -1,38 +1,41 @@
-# Commands for a fresh machine: `make demo`, `make which`, `make test`. Each makes .venv on first use and skips that afterwards.
+# Commands for a new checkout: `make demo`, `make which`, `make test`. The first one creates .venv.
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install --disable-pip-version-check
-# Test workers: one more than there are cores, as many a test waits for a process that it has started; but no more than 8: each
-# imports torch, six seconds of a core, and 64 of them would only fight over memory.
+# Number of test workers: one more than the number of cores, because many tests wait for a process
+# that they have started. `make test` starts at most 8, because each worker spends six seconds on
+# importing torch, and more workers would compete for memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
 .PHONY: help install demo which test lint docs clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    train a small model on this machine: prepare text, train a tokenizer, pack, train, compare (4 to 6 minutes, no GPU)"
-	@echo "make which   after that: which precision a smaller model trains in, FP8 emulated, with an answer in 3 to 5 minutes"
-	@echo "make test    install what the tests need, and run them (3 to 6 minutes on 2 cores)"
-	@echo "make install make .venv, and nothing else (for FP8 on a GPU, see docs/b200.md)"
-	@echo "make lint    check style and formatting with ruff"
-	@echo "make docs    write docs/settings.md from the classes that check recipes, docs/recipes.md from the recipes"
-	@echo "make clean   remove the results of the demo and all caches; .venv and your own runs stay"
+	@echo "make demo     train a small model without a GPU: tokenizer, packs, training, comparison (4 to 6 minutes)"
+	@echo "make which    after make demo: recommend a precision for a smaller model, with emulated FP8 (3 to 5 minutes)"
+	@echo "make test     install the test requirements and run the tests (3 to 6 minutes on 2 cores)"
+	@echo "make install  create .venv only (for FP8 on a GPU, see docs/b200.md)"
+	@echo "make lint     check style and formatting with ruff"
+	@echo "make docs     write docs/settings.md from the settings classes and docs/recipes.md from the recipes"
+	@echo "make clean    remove the results of the demo and all caches; keep .venv and your own runs"
 	@echo
-	@echo ".venv is made with python3; to use another Python (3.11 or newer): make PYTHON=python3.12 ..."
+	@echo ".venv uses python3. To use another Python (3.11 or newer): make PYTHON=python3.12 ..."
 
 install: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	@$(RUN) -m demo
 
-# One thread: more would only wait for each other in a model so small. Status 1 is an answer too: more seeds are needed to tell.
+# One thread, because the model is so small that several threads would wait for each other. Status 1
+# is a valid answer: more seeds are needed for a verdict.
 which: $(VENV)/.installed
 	OMP_NUM_THREADS=1 $(RUN) -m pretrain which demo/which.yaml --precisions fp32,delayed+head --seeds 3 --hours 0.1 --margin 1 \
 		|| test $$? -eq 1
 
-# Tests start some dozens of processes: what Python has compiled is kept for the next one, whatever the user has set.
+# The tests start dozens of processes. An empty PYTHONDONTWRITEBYTECODE makes Python keep bytecode
+# for the next process, whatever the user's environment says.
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
 
@@ -40,7 +43,8 @@ lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
-# docs/settings.md lists every key; the classes that check recipes say what each one means. docs/recipes.md lists the recipes.
+# docs/settings.md lists every key, with the documentation in the settings classes. docs/recipes.md
+# lists the recipes.
 docs: $(VENV)/.installed
 	$(RUN) -m docs.settings_page > docs/.settings.md && mv docs/.settings.md docs/settings.md
 	$(RUN) -m docs.recipes_page > docs/.recipes.md && mv docs/.recipes.md docs/recipes.md
@@ -49,9 +53,9 @@ clean:
 	rm -rf demo/work runs/smoke runs/demo runs/which/which .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# A stamp appears only after pip has succeeded, so an interrupted installation is taken up again.
+# The stamp file is created after pip succeeds. The next `make` repeats an interrupted installation.
 $(VENV)/.installed: requirements.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; PYTHON=... names one")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is required: make PYTHON=python3.12 ...")'
 	@$(RUN) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	$(PIP) "$$(grep '^torch==' requirements.txt)"
 	$(PIP) -r requirements.txt
@@ -61,9 +65,9 @@ $(VENV)/.installed-dev: requirements-dev.txt $(VENV)/.installed
 	$(PIP) -r requirements-dev.txt
 	@touch $@
 
-# Only what is written in Python is read; compiled kernels, 350 MB of them, go. Where the packages are not to be had, the tests that
-# need them are skipped and say so.
+# The tests read only the Python files of these packages, so the compiled kernels (350 MB) are
+# deleted. If the packages cannot be installed, the tests that need them are skipped with a message.
 $(VENV)/.installed-references: requirements-references.txt $(VENV)/.installed
 	@$(PIP) --no-deps --no-compile --upgrade --target $(VENV)/references -r requirements-references.txt \
 		&& find $(VENV)/references -name '*.so*' -delete && touch $@ \
-		|| echo "make: $(VENV)/references could not be installed; comparisons with published references are skipped"
+		|| echo "make: $(VENV)/references could not be installed; the comparisons with published references are skipped"

@@ -1,13 +1,15 @@
-"""The one exception that a user's input can cause."""
+"""The exception for mistakes in a user's input."""
 
 from __future__ import annotations
 
 
 class InputError(Exception):
-    """Something the user gave cannot be used.
+    """Error in something that the user supplied: a setting, a file, a command line or a machine.
 
-    The command lines print its message alone (the file or key, what is wrong, what to do) and exit with status 2. Any other
-    exception, except OSError, is a bug of ours and keeps its traceback.
+    The message names the file or the key, the mistake, and a remedy. The command line prints the
+    message alone and exits with `status`. Any other exception except OSError is a bug of
+    this project and keeps its traceback.
     """
 
-    kind, status = "error", 2  # how the command line says it, and ends
+    kind = "error"  # printed before the message
+    status = 2  # exit status of the command

@@ -1,4 +1,4 @@
-"""Files that survive a crash: flushed before they get their name, hashed when they are written, and one owner a folder."""
+"""Write files that survive a crash, hash them, compare them with records, and lock folders."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ import xxhash
 from foundation.errors import InputError
 from foundation.reading import refusing
 
-# what a file system says of a call that it has not
+# Error numbers of a file system that does not implement a call.
 CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
-# suffix of the hidden file that `replace_file` writes first; a killed process leaves it behind
+# Suffix of the hidden file that `replace_file` writes first. A killed process leaves it behind.
 PARTIAL = ".partial"
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or the names in a folder, which fsync of the files in it does not do. Raises OSError."""
+    """Flush a file, or the names in a folder, to the disk.
+
+    Flushing a file does not flush its name; flush its folder as well. Raises OSError. A file system
+    that cannot flush folders is accepted.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -41,36 +45,40 @@ def fsync(path: Path) -> None:
 
 
 def by_umask(path: Path) -> None:
-    """Give a file the mode that the umask would have given it, as its folder has it. safetensors
-    ignores the umask.
+    """Give a file the mode that the umask grants, taken from its folder.
 
-    A file system without modes, such as exFAT or an SMB mount, may refuse. The file then keeps its
-    mode.
+    safetensors ignores the umask. A file system without modes, such as exFAT or an SMB mount, may
+    refuse; the file then keeps its mode.
     """
     with suppress(OSError):
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file below `folder` and the names that lead to them, whoever wrote them. Raises OSError."""
+    """Flush every file and folder below `folder`, whoever wrote them. Raises OSError."""
     for directory, _, files in os.walk(folder):
         for name in [*files, "."]:
             fsync(Path(directory, name))
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and flush it. A crash may leave half a file: for folders that are named only when complete."""
+    """Write `data` to `path` and flush it.
+
+    A crash may leave a partial file. Use this in a folder that gets its final name only when it is
+    complete.
+    """
     path.write_bytes(data)
     fsync(path)
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Make `path` hold `data`. Whoever opens it at any moment, also after a crash, sees all of the old content or of the new.
+    """Replace the content of `path` by `data` atomically, and create its folder if necessary.
 
-    Makes its folder where there is none. InputError where it cannot be written: disk full, no permission.
+    A reader sees either the old or the new content at any moment, even after a crash. Raises
+    InputError if the file cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
-    with refusing((OSError,), f"{path}: cannot be written", "what it held before is untouched"):
+    with refusing((OSError,), f"{path}: cannot be written", "its earlier content is unchanged"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             write_file(partial, data)
@@ -81,39 +89,25 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Do what `replace_file` does, with `content` as JSON that a person can read."""
+    """Replace the content of `path` by `content` as indented JSON; see `replace_file`."""
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
-# in each picture and page that a command writes where the user says
-WRITTEN_BY = "written by python -m pretrain"
-
-
-def check_replaceable(path: Path, named: str = "--out") -> None:
-    """InputError where `path`, which the option `named` asks for, is something that no command here has written. An empty file
-    holds nothing to lose."""
-    if not path.exists():
-        return
-    content = path.read_bytes() if path.is_file() else b"a folder"
-    if content and WRITTEN_BY.encode() not in content:
-        raise InputError(
-            f"{named} {path}: is there, and no command here has written it; move it away, or give another name"
-        )
-
-
 def free_bytes(path: Path) -> int:
-    """Bytes free on the disk of `path`, or, where it is not there, of the nearest folder above that is."""
+    """Return the free bytes on the disk of `path`, or of its nearest parent that exists."""
     path = path.absolute()
-    return shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return shutil.disk_usage(existing).free
 
 
 ALWAYS_HASHED_BYTES = 2**30
-_THREADS = 8  # hashing releases the interpreter lock; more threads than this only queue at the disk
+# Hashing releases the interpreter lock. More threads than this only wait for the disk.
+_THREADS = 8
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file's writer recorded about it."""
+    """Name, size and hashes of a file, recorded when it was written."""
 
     name: str  # relative to the folder that holds all recorded files
     size: int  # bytes
@@ -121,36 +115,38 @@ class FileRecord:
 
 
 def hash_of(content: Any) -> str:
-    """SHA-256 of what JSON can hold, as a manifest does, in hexadecimal digits; the order of keys does not count."""
+    """Return the SHA-256 of a JSON value as hex digits. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
-    """The hex digest of a file by any of hashlib's or xxhash's algorithms; InputError where it cannot be read."""
+    """Return the hex digest of a file by an algorithm of hashlib or xxhash.
+
+    Raises InputError if the file cannot be read.
+    """
     with refusing((OSError,), f"{path}: cannot be read"), open(path, "rb") as file:
         return hashlib.file_digest(file, getattr(xxhash, algorithm, algorithm)).hexdigest()
 
 
 def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:
-    """One line for each file that is not what was written; none where all are intact. Reads every byte, if `hashed`; of a file
-    without recorded hashes the size alone counts."""
+    """Compare the files in `folder` with their records. Return one line for each damaged file.
+
+    With `hashed`, every byte of a file that has recorded hashes is read. Otherwise only the sizes
+    are compared.
+    """
 
     def damage(record: FileRecord) -> str | None:
         path = folder / record.name
         if not path.is_file():
             return f"{record.name}: missing"
-        if (size := path.stat().st_size) != record.size:
-            return f"{record.name}: has {size} bytes, and {record.size} were written"
-        wrong = [
-            algorithm
-            for algorithm, digest in record.hashes.items()
-            if hashed and hash_file(path, algorithm) != digest
-        ]
-        return (
-            f"{record.name}: damaged: its {wrong[0]} is not that of what was written"
-            if wrong
-            else None
-        )
+        size = path.stat().st_size
+        if size != record.size:
+            return f"{record.name}: has {size} bytes instead of {record.size}"
+        if hashed:
+            for algorithm, digest in record.hashes.items():
+                if hash_file(path, algorithm) != digest:
+                    return f"{record.name}: damaged: its {algorithm} differs from the recorded one"
+        return None
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
         return list(filter(None, threads.map(damage, records)))
@@ -159,8 +155,11 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
 def check_files(
     folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False
 ) -> None:
-    """InputError that names the first file that is missing, of another size or damaged. Without `hashed`, as at every start,
-    files that are large together are compared by their sizes alone."""
+    """Raise InputError, with `remedy`, for the first file that is missing, resized or damaged.
+
+    Files that hold at most ALWAYS_HASHED_BYTES together are hashed. Larger ones are hashed only
+    with `hashed`; otherwise their sizes are compared, which is fast enough for every start.
+    """
     records = list(records)
     small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
     if problems := find_damage(folder, records, hashed=hashed or small):
@@ -169,11 +168,18 @@ def check_files(
 
 @contextmanager
 def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
-    """While entered, holds the lock file `path`. Yields whether the file system has locks.
+    """Hold the lock file `path`. Yield False if the file system has no locks.
 
-    The kernel drops the lock when its holder ends, even by SIGKILL, so nobody ever has to remove a stale file. While another
-    process holds it, `when_held` is called with that holder, such as "process 4711 on node3": raise there to refuse, return to
-    wait. InputError where the file cannot be made.
+    The kernel releases the lock when the process ends, even by SIGKILL, so a stale lock file never
+    has to be removed.
+
+    Args:
+        path: The lock file. It names the process that holds it.
+        when_held: Called with the holder, such as "process 4711 on node3", if another process
+            holds the lock. Raise there to give up, or return to wait for the lock.
+
+    Raises:
+        InputError: The lock file cannot be created.
     """
     with refusing((OSError,), f"{path.parent}: cannot be written", "name another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -190,11 +196,12 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
             if error.errno not in CANNOT:
                 raise
             warnings.warn(
-                f"{path}: this file system has no locks; start no second command on it",
+                f"{path}: this file system has no locks; do not start a second command on it",
                 stacklevel=3,
             )
             has_locks = False
         file.truncate(0)
-        with suppress(OSError):  # on a full disk it does not say who holds it
+        # On a full disk the lock file stays empty, and its holder has no name.
+        with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield has_locks

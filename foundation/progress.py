@@ -1,52 +1,60 @@
-"""How far a long task is: a bar on a terminal, drawn by tqdm; in a log at most a mark every half minute, or nothing.
+"""Progress of long tasks: a bar on a terminal, or a line at most every half minute in a log.
 
-Code inside a task tells by `advance` how far it is, and knows nothing of who shows it.
+Code inside a task calls `advance`. It does not know where the progress is shown.
 """
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from tqdm import tqdm
 
-SHOWN_AFTER = 2.0  # seconds; what is done sooner needs no bar
-REDRAWN_EVERY, IN_LOGS_EVERY = 0.5, 30.0  # seconds, at most
+SHOW_AFTER = 2.0  # seconds; a shorter task shows no bar
+TERMINAL_INTERVAL = 0.5  # seconds between two updates of a bar, at least
+LOG_INTERVAL = 30.0  # seconds between two lines in a log, at least
 
-_under_way: list[Progress] = []  # the innermost last
+_running_tasks: list[Progress] = []  # the innermost task is the last
 
 
 def say(text: str, shown: bool = True) -> None:
-    """Print to stderr, where progress goes, so that stdout stays free for results; above bars that are on the screen."""
+    """Print `text` to stderr above any progress bar, so that stdout has results only."""
     if shown:
         tqdm.write(text, file=sys.stderr)
 
 
 def advance() -> None:
-    """Tell the innermost task under way in this process, if there is one, that one more of its units is done."""
-    if _under_way:
-        _under_way[-1].update()
+    """Count one more unit of the innermost running task of this process, if there is one."""
+    if _running_tasks:
+        _running_tasks[-1].update()
 
 
 class Progress(tqdm):
-    """Shows how far one task is, as a context manager. `unit`: what is counted; without one just the task is named. `options`:
-    tqdm's, such as the `total` and what is done already (`initial`)."""
+    """Context manager that shows the progress of one task.
+
+    Args:
+        task: The text before the bar.
+        unit: The noun that is counted. Without a unit only the task's name is shown.
+        shown: Whether to show anything at all.
+        options: Options of tqdm, such as `total` and `initial`, the number already done.
+    """
 
     def __init__(self, task: str, unit: str = "", shown: bool = True, **options: int) -> None:
-        counted = (
-            {"unit": f" {unit}", "unit_scale": True, "delay": SHOWN_AFTER}
-            if unit
-            else {"bar_format": "{desc}"}
-        )
-        every = REDRAWN_EVERY if sys.stderr.isatty() else IN_LOGS_EVERY
-        how = {"file": sys.stderr, "leave": False, "dynamic_ncols": True, "mininterval": every}
-        # a name that is wiped again serves no log
-        how["disable"] = not shown or not (unit or sys.stderr.isatty())
-        super().__init__(desc=task, **how, **counted, **options)
+        on_terminal = sys.stderr.isatty()
+        style: dict[str, Any] = {"file": sys.stderr, "leave": False, "dynamic_ncols": True}
+        style["mininterval"] = TERMINAL_INTERVAL if on_terminal else LOG_INTERVAL
+        if unit:
+            style |= {"unit": f" {unit}", "unit_scale": True, "delay": SHOW_AFTER}
+        else:
+            style["bar_format"] = "{desc}"
+        # A bare name that is erased afterwards is useless in a log.
+        style["disable"] = not shown or not (unit or on_terminal)
+        super().__init__(desc=task, **style, **options)
 
     def __enter__(self) -> Progress:
-        _under_way.append(self)
+        _running_tasks.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _under_way.pop()
+        _running_tasks.pop()
         self.close()

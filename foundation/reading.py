@@ -1,4 +1,4 @@
-"""Reading YAML and JSON: plain values only."""
+"""Read YAML and JSON files of plain values, and turn read errors into InputError."""
 
 from __future__ import annotations
 
@@ -15,17 +15,21 @@ import yaml
 from foundation.errors import InputError
 
 
-# libyaml's: most of a report over many runs was reading their settings
+# libyaml's loader, because a report reads the settings of many runs.
 class _Loader(yaml.CSafeLoader):
-    """Refuses a repeated key, where YAML silently takes the last value, and takes `1e6`, `1e-5` and `1.0e6` for numbers, which
-    YAML reads as text: without a dot, or without a sign after the e."""
+    """YAML loader that rejects repeated keys and reads `1e6`, `1e-5` and `1.0e6` as numbers.
+
+    By YAML's own rules the last of several equal keys wins silently, and a number with an exponent
+    is text unless it has both a dot and a sign after the e.
+    """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[object] = set()
         for key_node, _ in node.value:
-            if (key := self.construct_object(key_node, deep=True)) in seen:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key `{key}` stands twice", key_node.start_mark
+                    None, None, f"key `{key}` is repeated", key_node.start_mark
                 )
             seen.add(key)
         return super().construct_mapping(node, deep)
@@ -39,22 +43,28 @@ _Loader.add_implicit_resolver(
 
 
 def parse_yaml(text: str) -> Any:
-    """The value of a YAML text. Raises yaml.YAMLError, also for repeated keys and for tags; ValueError for a
-    date that is none, TypeError for a key that is a list."""
+    """Return the value of a YAML text.
+
+    Raises:
+        yaml.YAMLError: The text is not YAML, repeats a key, or has a tag.
+        ValueError: A date does not exist.
+        TypeError: A key is a list.
+    """
     return yaml.load(text, Loader=_Loader)
 
 
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The mapping that the YAML file at `path` holds; InputError where there is none."""
+    """Return the mapping in a YAML file. Raise InputError if the file holds none."""
     path = Path(path)
     with refusing(
         (OSError, ValueError, TypeError, yaml.YAMLError),
-        f"{path}: no YAML that can be read",
+        f"{path}: cannot be read as YAML",
     ):
         values = parse_yaml(path.read_text(encoding="utf-8"))
     if not isinstance(values, dict):
         raise InputError(
-            f"{path}: a mapping of keys to values is wanted, the file holds {type(values).__name__}"
+            f"{path}: a mapping of keys to values is expected, but the file holds "
+            f"{type(values).__name__}"
         )
     return values
 
@@ -62,50 +72,64 @@ def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
 def load_with_bases(
     path: str | os.PathLike[str], above: tuple[Path, ...] = ()
 ) -> list[tuple[Path, dict[str, Any]]]:
-    """The YAML file at `path` and those that it builds on, each with what it holds itself; the first is what all build on.
+    """Load a YAML file and its chain of `base` files.
 
-    A file names the one before it as `base`, relative to itself. InputError where there is none, or where they go in a circle;
-    `above`: the files that build on this one.
+    Return (path, values) of each file, the deepest base first. A file names its base by the key
+    `base`, as a path relative to itself. `above` has the files that build on this one. Raises
+    InputError if a file cannot be read or builds on itself.
     """
-    path, values = Path(path), load_yaml(path)
+    path = Path(path)
+    values = load_yaml(path)
     if path.resolve() in above:
-        raise InputError(f"{path}: builds on itself; leave out a `base`")
+        raise InputError(f"{path}: builds on itself; remove a `base`")
     base = values.pop("base", None)
-    below = (
-        load_with_bases(path.parent / os.path.expanduser(str(base)), (*above, path.resolve()))
-        if base
-        else []
-    )
-    return [*below, (path, values)]
+    if not base:
+        return [(path, values)]
+    base_path = path.parent / os.path.expanduser(str(base))
+    return [*load_with_bases(base_path, (*above, path.resolve())), (path, values)]
 
 
 def load_object(path: Path, remedy: str) -> dict[str, Any]:
-    """The object in a JSON file; InputError, with the `remedy`, where it cannot be read or holds something else."""
+    """Return the object in a JSON file.
+
+    Raises InputError, with `remedy`, if the file cannot be read or holds another type.
+    """
     with refusing((OSError, ValueError), f"{path}: cannot be read", remedy):
         value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise InputError(
-            f"{path}: a JSON object is wanted, here is {type(value).__name__}; {remedy}"
+            f"{path}: a JSON object is expected, but the file holds {type(value).__name__}; "
+            f"{remedy}"
         )
     return value
 
 
 def one_line(error: BaseException, *, named: bool = False) -> str:
-    """What an error says in one line, cut to 300 characters; its type where it says nothing, and before it if `named`."""
-    kind, text = type(error).__name__, " ".join(str(error).split())[:300]
-    return f"{kind}: {text}" if named and text else text or kind
+    """Return an error's message on one line, cut to 300 characters.
+
+    An error without a message is represented by its type. With `named`, the type always comes
+    first.
+    """
+    kind = type(error).__name__
+    text = " ".join(str(error).split())[:300]
+    if not text:
+        return kind
+    return f"{kind}: {text}" if named else text
 
 
 @contextmanager
 def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") -> Iterator[None]:
-    """Entered around what another library may refuse: an error of `kinds` becomes an InputError that says `what` was the matter,
-    the error in a line, and the `remedy`."""
+    """Re-raise exceptions of `kinds` from the block as InputError.
+
+    The message is `what`, the original error on one line, and `remedy`.
+    """
     try:
         yield
     except kinds as error:
-        said = one_line(
-            error, named=isinstance(error, (LookupError, AttributeError, AssertionError))
-        ).rstrip(". ")
         if isinstance(error, OSError) and error.filename and str(error.filename) in what:
-            said = error.strerror  # without the name again
-        raise InputError(f"{what}: {said}{remedy and f'; {remedy}'}") from None
+            reason = error.strerror  # without the file's name, which `what` already has
+        else:
+            # The messages of these types are unclear without the type: KeyError's is only the key.
+            unclear = isinstance(error, (LookupError, AttributeError, AssertionError))
+            reason = one_line(error, named=unclear).rstrip(". ")
+        raise InputError(f"{what}: {reason}{remedy and f'; {remedy}'}") from None

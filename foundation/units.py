@@ -1,4 +1,4 @@
-"""Figures as people read them: 47.5k, 1.72 B, 1 h 52 m; and tables of them, on a terminal and in Markdown alike."""
+"""Format numbers for people, such as 47.5k, 1.72 B and 1 h 52 m, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -8,30 +8,41 @@ from typing import Any
 
 TERA = 1e12
 GIB = 2**30  # bytes
+UNKNOWN = "–"  # shown for an unknown value
 
 
 def count(value: float) -> str:
-    """Three significant digits with a suffix: 950, 47.5k, 364 M, 1.72 B."""
+    """Format a count with three significant digits and a suffix: 950, 47.5k, 364 M, 1.72 B."""
     if not math.isfinite(value):
         return str(value)
     for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, "k")):
-        # Half a unit of the last shown digit below the size already rounds up to it: 999.6e3 is `1.00 M`, never `1000k`.
+        # A value less than half a unit of the last digit below `size` rounds up to it: 999.6e3 is
+        # `1.00 M` and not `1000k`.
         if abs(value) >= size * (1 - 0.5e-3):
             return three_digits(value / size) + suffix
     return three_digits(value) if value % 1 else f"{value:.0f}"
 
 
 def three_digits(value: float) -> str:
-    """0.412, 1.72, 47.5, 364: three digits that say something, without an exponent."""
+    """Format a value with three significant digits and no exponent: 0.412, 1.72, 47.5, 364."""
     size = abs(value)
-    decimals = 3 if size < 0.9995 else 2 if size < 9.995 else 1 if size < 99.95 else 0
+    if size < 0.9995:
+        decimals = 3
+    elif size < 9.995:
+        decimals = 2
+    elif size < 99.95:
+        decimals = 1
+    else:
+        decimals = 0
     return f"{value:.{decimals}f}"
 
 
 def duration(seconds: float) -> str:
-    """The two units that matter: 0.42 s, 38 s, 4 m 05 s, 1 h 52 m, 3 d 04 h."""
+    """Format a duration with at most two units: 0.42 s, 38 s, 4 m 05 s, 1 h 52 m, 3 d 04 h."""
+    if seconds < 0.995:
+        return f"{seconds:.2g} s"
     if seconds < 9.95:
-        return f"{seconds:.2g} s" if seconds < 0.995 else f"{seconds:.1f} s"
+        return f"{seconds:.1f} s"
     for size, large, small, step in (
         (86_400, "d", "h", 3600),
         (3600, "h", "m", 60),
@@ -44,54 +55,59 @@ def duration(seconds: float) -> str:
 
 
 def memory(gib: float) -> str:
-    """80.9 GiB, or MiB below one GiB."""
+    """Format a memory size in GiB as 80.9 GiB, or in MiB below one GiB."""
     return f"{gib:.1f} GiB" if gib >= 0.9995 else f"{gib * 1024:.0f} MiB"
 
 
 def percent(share: float) -> str:
-    """A share of one as 49.6 %."""
+    """Format a share between 0 and 1 as 49.6 %."""
     return f"{share * 100:.1f} %"
 
 
 def operations(value: float) -> str:
-    """Floating-point operations to four digits: 10.58 GFLOP, 1.387 PFLOP."""
+    """Format floating-point operations with four digits: 10.58 GFLOP, 1.387 PFLOP."""
     prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    rounded = float(f"{value:.4g}")  # first, so that 999,960 is 1 MFLOP and not 1000 kFLOP
+    rounded = float(f"{value:.4g}")  # rounded first: 999,960 is 1 MFLOP and not 1000 kFLOP
     scale = min(len(prefixes) - 1, int(math.log10(max(rounded, 1.0)) // 3))
     return f"{rounded / 1000**scale:.4g} {prefixes[scale]}FLOP"
 
 
 def plural(number: int, noun: str) -> str:
-    """1 pack, 2 packs, 1,024 batches."""
-    return f"{number:,} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
-
-
-UNKNOWN = "–"  # in place of what is not known
+    """Format a number with its noun: 1 pack, 2 packs, 1,024 batches."""
+    if number == 1:
+        ending = ""
+    else:
+        ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def cell(text: str) -> str:
-    """`text` as a cell of a table in Markdown, which a `|` or a line feed would end: the one is escaped, the other a space."""
+    """Return `text` as a cell of a Markdown table: `|` is escaped, a line feed becomes a space."""
     return " ".join(text.split("\n")).replace("|", "\\|")
 
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]], names: int = 1) -> str:
-    """A table in Markdown, also aligned as plain text: the first `names` columns to the left, figures to the right."""
+    """Return a Markdown table that is also aligned as plain text.
+
+    The first `names` columns are aligned to the left, the other columns to the right.
+    """
     header, *rows = (list(map(cell, row)) for row in (header, *rows))
     widths = [max(len(row[i]) for row in [header, *rows]) for i in range(len(header))]
 
     def line(values: Sequence[str]) -> str:
         padded = [
-            v.ljust(w) if i < names else v.rjust(w)
-            for i, (v, w) in enumerate(zip(values, widths, strict=True))
+            value.ljust(width) if i < names else value.rjust(width)
+            for i, (value, width) in enumerate(zip(values, widths, strict=True))
         ]
         return f"| {' | '.join(padded)} |"
 
     rule = "|".join(
-        "-" * (w + 2) if i < names else "-" * (w + 1) + ":" for i, w in enumerate(widths)
+        "-" * (width + 2) if i < names else "-" * (width + 1) + ":"
+        for i, width in enumerate(widths)
     )
     return "\n".join([line(header), f"|{rule}|", *map(line, rows)])
 
 
 def or_dash(value: Any, form: Callable[[Any], str] = str) -> str:
-    """`value` as `form` writes it; a dash for what is not known."""
+    """Return `form(value)`, or a dash if the value is None."""
     return UNKNOWN if value is None else form(value)

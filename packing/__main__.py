@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -38,6 +38,8 @@ _MOST_TEXT = 10**9
 
 class _Recipe(Settings):
     """What `prepare` reads of a recipe; the rest is the trainer's."""
+
+    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md has other trainers' names"
 
     data: DataSettings
 

@@ -52,11 +52,6 @@ class Pack:
     trained: np.ndarray | None = None
 
 
-def same_or_ignored(labels: np.ndarray, tokens: np.ndarray) -> bool:
-    """Returns whether `labels` are the tokens themselves, not shifted, but for some that are `IGNORE`."""
-    return len(labels) == len(tokens) and bool(((labels == tokens) | (labels == IGNORE)).all())
-
-
 class Packs:
     """Random access to the packs of one split, of any format. Threads may share one."""
 

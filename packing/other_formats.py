@@ -1,5 +1,5 @@
-"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, not compressed, every encoding that packs can
-use), and flat token files as nanoGPT writes them.
+"""Packs that other programs wrote: MosaicML streaming's MDS shards (version 2, raw or zstd, every
+encoding that packs can use), and flat token files as nanoGPT writes them.
 
 MDS (github.com/mosaicml/streaming, streaming/base/format/mds): `index.json` lists the shards and the columns of each. A shard is
 a count `n` (uint32), `n + 1` byte offsets (uint32), a copy of its configuration, and the samples. A sample is the sizes of its
@@ -12,9 +12,12 @@ holds `train.bin` and perhaps `val.bin`.
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from tempfile import NamedTemporaryFile, gettempdir
 from typing import Any
 
 import numpy as np
@@ -22,8 +25,18 @@ import pyarrow as pa
 
 from foundation.errors import InputError
 from foundation.files import FileRecord, check_files, hash_file, hash_of
+from foundation.progress import say
 from foundation.reading import load_object, refusing
-from packing.arrow import IGNORE, JoinedPacks, Pack, Packs, checked_index, same_or_ignored
+from packing.arrow import JoinedPacks, Pack, Packs, checked_index
+from packing.token_columns import (
+    BOUNDARIES,
+    LABELS,
+    MASK,
+    TOKEN_COLUMNS,
+    number_documents,
+    trained_tokens,
+)
+from packing.tokenizer import load_tokenizer
 
 INDEX = "index.json"
 _REMEDY = "fetch the folder again, or write it again"
@@ -66,8 +79,8 @@ def _array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.nd
 
 
 class Shard(Packs):
-    """The packs of one shard file, a sample each: `input_ids` (or `tokens`), cut into documents by `attention_mask` and
-    `position_ids` if there are any. Where there are `labels`, those of -100 are of tokens that are not to be learnt."""
+    """The packs of one shard file, a sample each: `input_ids` (or `tokens`) and the columns of
+    `packing.token_columns`. An `end_token` that is not None ends a document."""
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """entry: what index.json says of the shard."""
@@ -76,15 +89,14 @@ class Shard(Packs):
                 f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; MDS version 2 is read"
             )
         raw, self.folder, self.samples = entry["raw_data"], folder, entry["samples"]
-        if Path(raw["basename"]).is_absolute() or ".." in Path(raw["basename"]).parts:
-            raise InputError(f"{folder / INDEX}: {raw['basename']} is outside of it; {_REMEDY}")
-        self.record = FileRecord(raw["basename"], raw["bytes"], raw["hashes"])
+        self.hashes: dict[str, str] = raw["hashes"]
+        self.is_packed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
+        file = entry["zip_data"] if self.is_packed else raw
+        if Path(file["basename"]).is_absolute() or ".." in Path(file["basename"]).parts:
+            raise InputError(f"{folder / INDEX}: {file['basename']} is outside of it; {_REMEDY}")
+        self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.path = folder / self.record.name
-        if entry["zip_data"] and not self.path.exists():
-            packed = folder / entry["zip_data"]["basename"]
-            raise InputError(
-                f"{packed}: is compressed; write what is in it beside it, as `zstd -d {folder}/*.zstd` does"
-            )
+        self.codec = (entry["compression"] or "").partition(":")[0]  # as `zstd:7`
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # A column without a size (bytes of every value) has one that each sample states.
         self._columns = [
@@ -93,26 +105,38 @@ class Shard(Packs):
         ]
         self._tokens = "input_ids" if "input_ids" in self.layout[0] else "tokens"
 
-    def open(self) -> None:
-        """Map the file; InputError unless its own table agrees with the index."""
+    @cached_property
+    def content(self) -> tuple[memoryview, np.ndarray]:
+        """The mapped file, unpacked, and the offsets of its samples.
+
+        Raise InputError if the file's own table does not agree with the index.
+        """
         # Arrow's map keeps no file open, Python's does: a terabyte is 16,000 shards, and a process often may open only 1,024.
-        self._data = memoryview(pa.memory_map(str(self.path)).read_buffer())
-        fits = self._data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(
-            self._data
-        )
-        self._offsets = np.frombuffer(self._data, "<u4", self.samples + 1 if fits else 0, offset=4)
-        if (
-            not fits
-            or self._offsets[-1] != len(self._data)
-            or (self._offsets[1:] < self._offsets[:-1]).any()
-        ):
+        file = self._unpacked() if self.is_packed else pa.memory_map(str(self.path))
+        data = memoryview(file.read_buffer())
+        fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
+        offsets = np.frombuffer(data, "<u4", self.samples + 1 if fits else 0, offset=4)
+        if not fits or offsets[-1] != len(data) or (offsets[1:] < offsets[:-1]).any():
             raise InputError(
                 f"{self.path}: damaged: its table of samples does not fit the file and its index; {_REMEDY}"
             )
+        return data, offsets
+
+    def _unpacked(self) -> pa.MemoryMappedFile:
+        """Return the content of a compressed file, as the map of an unlinked temporary file."""
+        what = f"{self.path}: cannot be unpacked into {gettempdir()} (TMPDIR names another folder)"
+        with (
+            refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
+            NamedTemporaryFile() as file,
+        ):
+            shutil.copyfileobj(pa.input_stream(str(self.path), compression=self.codec), file)
+            file.flush()
+            return pa.memory_map(file.name)
 
     def sample(self, index: int) -> dict[str, Any]:
         """The columns of sample `index`, decoded. Arrays are views into the file."""
-        data = self._data[self._offsets[index] : self._offsets[index + 1]]
+        data, offsets = self.content
+        data = data[offsets[index] : offsets[index + 1]]
         variable = sum(not size for _, size, _ in self._columns)
         start, result = 4 * variable, {}
         sizes = iter(np.frombuffer(data, "<u4", variable).tolist())
@@ -135,18 +159,27 @@ class Shard(Packs):
             raise InputError(
                 f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
             )
-        mask, positions, labels = (
-            _row(sample, name, where) for name in ("attention_mask", "position_ids", "labels")
+        columns = {
+            name: _row(sample, name, where) for name in sample if name in (LABELS, *TOKEN_COLUMNS)
+        }
+        if self.end_token is not None:
+            columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
+        with refusing((ValueError,), where):
+            numbers = number_documents(len(ids), columns)
+            trained = trained_tokens(ids, columns)
+        real = numbers >= 0
+        first_position = int(columns.get("position_ids", numbers)[0])
+        if first_position < 0 or not real[: max(1, real.sum())].all():
+            raise InputError(
+                f"{where}: {', '.join(columns)} make no documents that are padded at the end only"
+            )
+        lengths = np.bincount(numbers[real]).astype(np.int32)
+        return Pack(
+            ids.astype(np.uint32, copy=False),
+            lengths,
+            first_position,
+            None if trained is None else trained & real,
         )
-        (lengths, first_position), trained = documents(len(ids), mask, positions, where), None
-        if labels is not None:
-            if not same_or_ignored(labels, ids):
-                raise InputError(
-                    f"{where}: its labels are neither its tokens nor {IGNORE}; write them unshifted, or not at all"
-                )
-            # padding is never to be learnt
-            trained = (labels != IGNORE) & (np.arange(len(ids)) < lengths.sum())
-        return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
 
 
 def read_index(folder: Path) -> list[Shard]:
@@ -155,27 +188,49 @@ def read_index(folder: Path) -> list[Shard]:
         shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
     check_files(folder, [shard.record for shard in shards], _REMEDY)
     for shard in shards:
-        shard.open()
+        if not shard.is_packed:  # what is compressed is unpacked when it is first read
+            _ = shard.content
     return shards
 
 
 class MDSPacks(JoinedPacks):
-    """Packs in MDS folders, one after another. length: None for what the first sample has."""
+    """Packs in MDS folders, one after another. length: None for what the first sample has.
 
-    def __init__(self, folders: list[Path], path: Path, length: int | None) -> None:
+    The EOS token of `tokenizer` ends a document if no column of the first sample says what a
+    document is.
+    """
+
+    def __init__(
+        self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None
+    ) -> None:
         shards = [shard for folder in folders for shard in read_index(folder)]
         if not shards:
             raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
         super().__init__(path, shards)
         # Of columns and content: the hashes of the index, or else the files' own. The same samples in other shards have another.
-        hashes = [each.record.hashes or {"sha256": hash_file(each.path)} for each in shards]
+        hashes = [each.hashes or {"sha256": hash_file(each.path)} for each in shards]
         content = [
             [each.samples, each.layout, its] for each, its in zip(shards, hashes, strict=True)
         ]
-        self.fingerprint = hash_of(content)
-        self.length = length or len(shards[0].sample(0).get(shards[0]._tokens, ()))
+        first = shards[0].sample(0)
+        tokens = first.pop(shards[0]._tokens, ())
+        self.length = length or len(tokens)
+        unread = ", ".join(name for name in first if name not in (LABELS, *TOKEN_COLUMNS))
+        say(
+            f"{path}: columns not read: {unread}",
+            shown=bool(unread) and os.environ.get("RANK", "0") == "0",
+        )
+        has_lengths = np.size(first.get(MASK, tokens)) != np.size(tokens)
+        says_documents = has_lengths or not first.keys().isdisjoint(BOUNDARIES)
+        end_token = (
+            load_tokenizer(tokenizer).special.get("eos")
+            if tokenizer and not says_documents
+            else None
+        )
+        self.fingerprint = hash_of(content if end_token is None else [*content, end_token])
         for shard in shards:
             shard.length = self.length
+            shard.end_token = end_token
         self[0]  # a wrong length or dtype shows here, before anything costs time
 
     def verify(self) -> None:
@@ -193,34 +248,6 @@ def _row(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
             f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 without a size"
         )
     return row
-
-
-def documents(
-    width: int, mask: np.ndarray | None, positions: np.ndarray | None, where: str
-) -> tuple[np.ndarray, int]:
-    """The document lengths ([documents] int32) and first position of a pack of `width` tokens. InputError where they disagree.
-
-    `mask` is either a list of document lengths, as the reference writes it, or an ordinary mask: ones, then zeros for padding.
-    Without lengths, a document begins wherever `positions` do not count on by one; without positions, a pack is one document.
-    """
-    real, fits = width, positions is None or (len(positions) == width and positions.min() >= 0)
-    if mask is not None and len(mask) == width and mask.max() <= 1:
-        real = int(mask.sum())
-        fits, mask = fits and real > 0 and mask[:real].all(), None
-    elif mask is not None:
-        fits = fits and mask.min(initial=0) >= 0 and mask.sum(dtype=np.int64) == width
-    if not fits:
-        raise InputError(
-            f"{where}: attention_mask and position_ids make no documents of {width} tokens, padded at the end only"
-        )
-    first_position = 0 if positions is None else int(positions[0])
-    if mask is not None:
-        return mask[mask > 0].astype(np.int32), first_position
-    if positions is None:
-        return np.array([real], np.int32), 0
-    counting = positions[:real].astype(np.int64)  # a narrow dtype could wrap around below
-    starts = np.flatnonzero(counting[1:] != counting[:-1] + 1) + 1
-    return np.diff(starts, prepend=0, append=real).astype(np.int32), first_position
 
 
 _SAMPLED_TOKENS, _FEWEST_TOKENS = 2**20, 64  # in fewer, chance may make them small

@@ -23,6 +23,7 @@ from packing.sources import Tokens
 
 # of the documents' order and of the held-out choice; runs with seeds of their own share packs
 SEED = 42
+_MOST_UNKNOWN = 0.01  # share of the tokenizer's unknown token above which there is a warning
 _PACKS_TOKENS = 2**22  # tokens of the packs that are put together at once
 
 
@@ -196,6 +197,7 @@ class Arranged:
     def __init__(self, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> None:
         """`one_file`: a document is a text file, and of a single one the tail is held out."""
         self.tokens, self.settings, lengths = tokens, settings, tokens.lengths
+        self.masked = settings.masks or tokens.counts.trained < tokens.counts.tokens
         alone = one_file and len(lengths) == 1 and settings.held_out
         tail = max(1, round(int(lengths[0]) * settings.held_out)) if alone else 0
         if tail:
@@ -215,7 +217,7 @@ class Arranged:
 
     def bytes(self) -> int:
         """Returns what the packs take on disk, but for less than a thousandth."""
-        length, masks = self.settings.length, self.settings.masks
+        length, masks = self.settings.length, self.masked
         return sum(
             4 * (len(layout) * (length + 2) + len(layout.document))
             + masks * len(layout) * -(-length // 8)
@@ -224,7 +226,7 @@ class Arranged:
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
         """Write the packs of `split`."""
-        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.settings.masks
+        layout, tokens, masked = self.layouts[split], self.tokens.tokens, self.masked
         starts, step = (
             self.begins[self.places[split]],
             max(1, _PACKS_TOKENS // self.settings.length),
@@ -238,6 +240,9 @@ class Arranged:
     def statistics(self) -> dict[str, Any]:
         """Returns what the manifest says of all of it."""
         counts, packs = self.tokens.counts, sum(map(len, self.layouts.values()))
+        unknown = f"{counts.unknown / counts.tokens:.2%} of all"
+        if counts.unknown > _MOST_UNKNOWN * counts.tokens:
+            unknown += "; warning: the tokenizer lacks this text, name another"
         return {
             "documents": counts.documents,
             "tokens": counts.tokens,
@@ -249,7 +254,9 @@ class Arranged:
             "empty_documents": counts.empty,
             "median_document": int(np.median(self.tokens.lengths)),
             "longest_document": int(self.tokens.lengths.max()),
-            **({"trained_tokens": counts.trained} if self.settings.masks else {}),
+            **({"trained_tokens": counts.trained} if self.masked else {}),
+            **({"unknown_tokens": unknown} if counts.unknown else {}),
+            **({"columns_not_read": ", ".join(counts.unread)} if counts.unread else {}),
         }
 
 

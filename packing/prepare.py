@@ -27,7 +27,6 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import fsync_tree, locked, replace_file, write_json
@@ -41,7 +40,7 @@ from packing.settings import DataSettings, SourceSettings
 from packing.sources import CHUNK_BYTES, Chunk, Counts, Place, Tokens, open_source, tokenize
 from packing.store import all_parts, find_splits, folder_of, is_there, training_parts
 from packing.stream import FAILED, LOOK, PartStart, bytes_below, check_disk, part_folder, read_part
-from packing.tokenizer import load_tokenizer
+from packing.tokenizer import TextTokenizer, load_tokenizer
 
 # The settings that decide which tokens there are, and which packs they go to. No other changes the packs.
 _TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
@@ -289,7 +288,7 @@ class PackMaker(AbstractContextManager):
 
 
 START = multiprocessing.get_context("spawn")
-_how: tuple[Tokenizer, Records, DataSettings] | None = None  # in a worker, how it tokenises
+_how: tuple[TextTokenizer, Records, DataSettings] | None = None  # in a worker, how it tokenises
 
 
 @contextmanager
@@ -316,7 +315,7 @@ def _begin(settings: DataSettings) -> None:
     loaded = load_tokenizer(str(settings.tokenizer))
     # it would add special tokens that nobody asks for, and take blanks out of offsets
     loaded.tokenizer.post_processor = None
-    _how = loaded.tokenizer, records_of(settings, loaded), settings
+    _how = loaded, records_of(settings, loaded), settings
 
 
 def _tokenize(chunk: Chunk) -> Tokens:

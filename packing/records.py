@@ -11,10 +11,12 @@ Llama's, use the date that they name instead.
 
 from __future__ import annotations
 
+import json
 import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +26,9 @@ from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line, refusing
-from packing.arrow import IGNORE, same_or_ignored
 from packing.settings import DataSettings
-from packing.tokenizer import REMEDY, TextTokenizer, file_of
+from packing.token_columns import LABELS, TOKEN_COLUMNS, number_documents, trained_tokens
+from packing.tokenizer import REMEDY, TextTokenizer, file_of, without_nulls
 
 # a bit in the id of a token that is not to be learnt, until it is in a pack
 UNTRAINED = np.uint32(1 << 31)
@@ -37,19 +39,46 @@ CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-_ROLES = {"human": "user", "gpt": "assistant"}  # ShareGPT's names
+# From the role of a message to the role that a template takes.
+_ROLES = {
+    **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
+    **{role: role for role in ("observation", "ipython", "environment")},
+    **dict.fromkeys(("gpt", "chatgpt", "bard", "bing", "claude", "bot", "model"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    "human": "user",
+}
+_SHAREGPT_ROLES = _ROLES | {"observation": "tool", "function_response": "tool"}
+_SHAREGPT_KEYS = {"from": "role", "value": "content"}
+_LOSS_MARKS = ("weight", "train", "training", "loss")  # 0 or false: the message has no loss
+_MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}  # read with any template
+_SYSTEM_COLUMNS = ("system", "system_prompt")  # a chat's first message
+_OTHER_ANSWER = "PLACEHOLDER"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # What a template can end with: its own refusal, or a chat of another shape.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
 
 
+class Records:
+    """Makes documents of records, by their columns."""
+
+    columns: tuple[str, ...]  # that a record must have
+    others: tuple[str, ...] = ()  # that have an effect if a record has them
+
+    def unread(self, record: dict[str, Any]) -> set[str]:
+        """Return the names of the columns that have a value and no effect."""
+        return {name for name, value in record.items() if value is not None} - {
+            *self.columns,
+            *self.others,
+        }
+
+
 @dataclass(frozen=True)
-class TextTemplate:
+class TextTemplate(Records):
     """Makes a text of a record: from one column, or by a template such as "{title}\\n\\n{body}".
 
-    Null counts as no text and numbers are written out; lists, mappings and bytes would stand there as Python writes them, and are
-    refused.
+    Null and NaN count as no text. Numbers are written out. Lists, mappings and bytes are refused:
+    they would stand there as Python writes them.
     """
 
     columns: tuple[str, ...]
@@ -74,9 +103,13 @@ class TextTemplate:
         )
 
     def fill(self, record: dict[str, Any]) -> str:
-        values = {
-            column: "" if record[column] is None else record[column] for column in self.columns
+        # NaN, which is no number equal to itself, is a null that a table wrote as one.
+        missing = {
+            column
+            for column in self.columns
+            if record[column] is None or record[column] != record[column]
         }
+        values = {column: "" if column in missing else record[column] for column in self.columns}
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
                 raise ValueError(
@@ -98,7 +131,7 @@ class TextTemplate:
 
 
 @dataclass(frozen=True)
-class ChatColumns:
+class ChatColumns(Records):
     """Makes a chat of a record, from a column of messages or from two that are a prompt and its response: its text, and where the
     answers stand in it, from a character to one, in order."""
 
@@ -108,30 +141,66 @@ class ChatColumns:
     # what templates know of the tokenizer: ("bos_token", "<s>"), ...
     tokens: tuple[tuple[str, str], ...]
 
-    def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The chat that `record` holds, written out. Raises ValueError, also where nobody answers."""
+    def _names(self, word: str) -> bool:
+        """Return whether the template has a word. Other columns and keys have no effect."""
+        return re.search(rf"\b{re.escape(word)}\b", self.template) is not None
+
+    @property
+    def others(self) -> tuple[str, ...]:
+        return (*_SYSTEM_COLUMNS, "tools") if self._names("tools") else _SYSTEM_COLUMNS
+
+    def unread(self, record: dict[str, Any]) -> set[str]:
+        """Return the names of columns, and of keys of messages, with a value and no effect."""
+        messages = [] if self.pair else record.get(self.columns[0]) or []
+        keys = {key for message in messages for key in message if message[key] is not None}
+        ignored = {key for key in keys - _MESSAGE_KEYS if not self._names(key)}
+        return super().unread(record) | {f"message.{key}" for key in ignored}
+
+    def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
+        """Return the chat that `record` holds, written out, or None if no answer is to have a loss.
+
+        Raise ValueError if the chat is malformed or has no answer.
+        """
         if self.pair:
             roles = zip(("user", "assistant"), self.pair, strict=True)
             chat = [{"role": role, "content": template.fill(record)} for role, template in roles]
         else:
-            chat = _messages(record, self.columns[0])
-        answers = [
-            number
-            for number, message in enumerate(chat)
-            if message["role"] == "assistant"
-            and (message.get("content", "").strip() or message.get("tool_calls"))
-        ]
+            chat = self._messages(record[self.columns[0]])
+        stated = [message.get("content") for message in chat[:1] if message["role"] == "system"]
+        others = [record.get(name) for name in _SYSTEM_COLUMNS if name not in self.columns]
+        given = [text for text in others if text and isinstance(text, str)]
+        if len({*stated, *given}) > 1:
+            raise ValueError(
+                f"a chat with several system messages, of its own or in the columns "
+                f"{' and '.join(_SYSTEM_COLUMNS)}; leave one"
+            )
+        chat = [{"role": "system", "content": text} for text in given[:1] if not stated] + chat
+        tools = record.get("tools") if "tools" in self.others else None
+        text, spans = self._render(chat, tools)
+        turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
+        answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
             raise ValueError(
-                "a chat without an answer: no message of the role `assistant` holds any text"
+                "a chat without an answer: the chat template writes nothing of a message of the "
+                "role `assistant`"
             )
-        text, spans = self._render(chat)
+        trained = [
+            number for number in answers if all(chat[number].get(mark, 1) for mark in _LOSS_MARKS)
+        ]
         if not _MARKED.search(self.template):
-            spans = self._after_prompts(chat, answers, text)
-        if not (spans := [(begin, end) for begin, end in spans if begin < end]):
+            spans = self._after_prompts(chat, trained, text, tools)
+        elif trained != turns:
+            if len(spans) != len(turns):
+                raise ValueError(
+                    f"the chat template marks {len(spans)} passages of {len(turns)} answers: mark "
+                    "one of each, so that answers without a loss can be told"
+                )
+            spans = [span for number, span in zip(turns, spans, strict=True) if number in trained]
+        spans = [(begin, end) for begin, end in spans if begin < end]
+        if trained and not spans:
             raise ValueError(f"the chat template writes nothing for the answers; {_MARK}")
         text.encode()  # raises for half a surrogate pair
-        return text, spans
+        return (text, spans) if trained else None
 
     def encode(
         self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]
@@ -147,28 +216,82 @@ class ChatColumns:
                 ids = np.array(encoding.ids, np.uint32)
                 yield np.where(trained, ids, ids | UNTRAINED)
 
+    def _messages(self, value: Any) -> list[dict[str, Any]]:
+        """Return the messages in a column, without null keys, which tables give every message."""
+        column = self.columns[0]
+        chat = []
+        if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+            raise ValueError(
+                f"column `{column}` holds no list of messages, each with a `role` and a `content`"
+            )
+        for message in value:
+            keys = _SHAREGPT_KEYS if message.get("from") else {}
+            roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
+            present = {
+                key: item for key, item in message.items() if item == item and item is not None
+            }
+            kept = {keys.get(key, key): item for key, item in present.items()}
+            role = str(kept.get("role", "(none)"))
+            if role not in roles and not self._names(role):
+                raise ValueError(
+                    f"column `{column}` has a message of the role {role}, which is neither usual "
+                    "nor in the chat template; write user, assistant, system or tool"
+                )
+            if not isinstance(kept.get("content", ""), str):
+                raise ValueError(f"column `{column}` has a message whose content is no text")
+            if any(kept.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
+                raise ValueError(
+                    f"column `{column}` has a message whose {' or '.join(_LOSS_MARKS)} is neither "
+                    "0 nor 1"
+                )
+            chat.append(kept | {"role": roles.get(role, role)})
+        return chat
+
+    def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
+        """Return whether `text`, the whole chat, has more of an answer than its begin and end."""
+        whole = chat[number].get("content", "")
+        content = whole.strip()
+        blank = {"role": "assistant", "content": whole.replace(content, "")}
+        without = [*chat[:number], blank, *chat[number + 1 :]]
+        return bool(content and content in text) or self._render(without, tools)[0] != text
+
     def _after_prompts(
-        self, chat: list[dict[str, Any]], answers: list[int], text: str
+        self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
-        """Where each answer stands by a template that does not mark them: behind the prompt for it."""
+        """Where each answer stands by a template that does not mark them: behind the prompt for it.
+
+        A prompt may open a thought that the answer lacks. Such an answer stands behind what the
+        template writes before any other answer.
+        """
         spans = []
         for number in answers:
-            before, _ = self._render(chat[:number], add_generation_prompt=True)
-            with_answer = text if number + 1 == len(chat) else self._render(chat[: number + 1])[0]
-            if not (text.startswith(with_answer) and with_answer.startswith(before)):
+            prompt, _ = self._render(chat[:number], tools, add_generation_prompt=True)
+            with_answer = (
+                text if number + 1 == len(chat) else self._render(chat[: number + 1], tools)[0]
+            )
+            if not with_answer.startswith(prompt):
+                other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
+                prompt = self._render(other, tools)[0].rpartition(_OTHER_ANSWER)[0] or prompt
+            if not (text.startswith(with_answer) and with_answer.startswith(prompt)):
                 raise ValueError(
-                    f"the chat template writes message {number + 1} otherwise once others follow; {_MARK}"
+                    f"the chat template writes message {number + 1} otherwise once others follow, "
+                    f"or begins it otherwise than its prompt for it; {_MARK}"
                 )
-            spans.append((len(before), len(with_answer)))
+            spans.append((len(prompt), len(with_answer)))
         return spans
 
     def _render(
-        self, chat: list[dict[str, Any]], **more: bool
+        self, chat: list[dict[str, Any]], tools: Any, **more: bool
     ) -> tuple[str, list[tuple[int, int]]]:
+        """tools: a list of objects, which tables often hold as JSON."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         mask = _MARKED.search(self.template) is not None
         try:
+            if tools:
+                more["tools"] = (
+                    json.loads(tools) if isinstance(tools, str) else without_nulls(tools)
+                )
             texts, spans = render_jinja_template(
                 [chat],
                 chat_template=_NO_CLOCK + self.template,
@@ -181,79 +304,68 @@ class ChatColumns:
                 f"data.chat_template: no Jinja that can be used: {error}; correct it, or name another"
             ) from None
         except _REFUSALS as error:
+            with_tools = " and its `tools`" if tools else ""
             raise ValueError(
-                f"the chat template does not take this chat: {one_line(error, named=True)}"
+                f"the chat template does not take this chat{with_tools}: "
+                f"{one_line(error, named=True)}"
             ) from None
         return texts[0], spans[0] if spans else []
 
 
-def _messages(record: dict[str, Any], column: str) -> list[dict[str, Any]]:
-    """The messages of a record, without keys that are null: tables give every message the keys of all."""
-    value = record[column]
-    # ShareGPT's
-    if isinstance(value, list) and all(
-        isinstance(message, dict) and message.get("from") for message in value
-    ):
-        value = [
-            {"role": _ROLES.get(each["from"], each["from"]), "content": each.get("value")}
-            for each in value
-        ]
-    if not isinstance(value, list) or not all(
-        isinstance(message, dict) and message.get("role") for message in value
-    ):
-        raise ValueError(
-            f"column `{column}` holds no list of messages, each with a `role` and a `content`"
-        )
-    if not all(isinstance(message.get("content") or "", str) for message in value):
-        raise ValueError(f"column `{column}` has a message whose content is no text")
-    return [{key: item for key, item in message.items() if item is not None} for message in value]
-
-
 @dataclass(frozen=True)
-class TokenColumns:
-    """Takes a record that is tokenized: its tokens as they are, with nothing put before or after them."""
+class TokenColumns(Records):
+    """Takes a record that is tokenized: its tokens as they are, with nothing before or after them.
+
+    The columns of `packing.token_columns` say which of them are padding, begin a document, or have
+    a loss.
+    """
 
     input_ids: str
-    labels: str | None  # the tokens themselves, with `IGNORE` where there is no loss
+    # The tokens themselves, with -100 where there is no loss. None: `labels`, if a record has them.
+    labels: str | None
     vocabulary: int  # ids of the tokenizer
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
 
+    @property
+    def others(self) -> tuple[str, ...]:
+        return (self.labels or LABELS, *TOKEN_COLUMNS)
+
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
+        names = [
+            name
+            for name in (*self.columns, *self.others)
+            if name in self.columns or record.get(name) is not None
+        ]
         try:
-            tokens = np.array(record[self.input_ids] or [], np.int64)
-            labels = np.array(record[self.labels] or [], np.int64) if self.labels else tokens
-        except (TypeError, ValueError, OverflowError):
+            columns = {
+                name: np.fromiter(map(index, record[name] or ()), np.int64) for name in names
+            }
+        except (TypeError, OverflowError):
             raise ValueError(
-                f"{' and '.join(f'`{name}`' for name in self.columns)}: not a list of ids"
+                f"`{'` or `'.join(names)}` holds no list of whole numbers; leave out the column "
+                "that has none"
             ) from None
-        if len(wrong := tokens[(tokens < 0) | (tokens >= self.vocabulary)]):
+        ids = columns.pop(self.input_ids)
+        numbers = number_documents(len(ids), columns)
+        real = numbers >= 0
+        if len(wrong := ids[real & ((ids < 0) | (ids >= self.vocabulary))]):
             raise ValueError(
                 f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids"
             )
-        if not same_or_ignored(labels, tokens):
-            raise ValueError(
-                f"column `{self.labels}` is neither `{self.input_ids}` nor {IGNORE}; write it unshifted, or leave data.labels out"
-            )
-        return (
-            [
-                np.where(
-                    labels == IGNORE, tokens.astype(np.uint32) | UNTRAINED, tokens.astype(np.uint32)
-                )
-            ]
-            if len(tokens)
-            else []
+        trained = trained_tokens(ids, columns, self.labels or LABELS)
+        marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
+        documents = np.split(
+            marked[real].astype(np.uint32), np.flatnonzero(np.diff(numbers[real])) + 1
         )
+        return [document for document in documents if len(document)]
 
     def encode(
         self, tokenizer: Tokenizer, documents: list[list[np.ndarray]]
     ) -> Iterator[np.ndarray]:
         yield from (ids for document in documents for ids in document)
-
-
-Records = TextTemplate | ChatColumns | TokenColumns
 
 
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
@@ -282,21 +394,32 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
-    """The text of `data.chat_template`, or of the tokenizer's own where that is None. InputError where there is none."""
+    """Return the text of `data.chat_template`, or of the tokenizer's own template if that is None.
+
+    Raise InputError if there is none.
+    A tokenizer may have several templates by name: `given` chooses one, None the one named default.
+    """
     if given == "chatml":
         return CHATML
     if given is not None and ("{" in given or "\n" in given):
         return given
-    if given is not None and not Path(given).is_file():
-        raise InputError(
-            f"data.chat_template: {given}: no such file; name a Jinja file, or write the template itself"
-        )
-    if file := Path(given) if given else file_of(tokenizer, CHAT_TEMPLATE, needed=False):
+    file = Path(given) if given else file_of(tokenizer, CHAT_TEMPLATE, needed=False)
+    if file and file.is_file():
         return file.read_text(encoding="utf-8")
     config = file_of(tokenizer, "tokenizer_config.json", needed=False)
-    template = load_object(config, REMEDY).get("chat_template") if config else None
-    if template is None:
-        raise InputError(
-            f"data.chat_template: {tokenizer} has none; set it to chatml or a Jinja file, or take an instruct model's tokenizer"
+    stored = load_object(config, REMEDY).get("chat_template") if config else None
+    if isinstance(stored, list):
+        stored = {template["name"]: template["template"] for template in stored}
+    named = {"default": stored} if isinstance(stored, str) else stored or {}
+    if (given or "default") not in named:
+        what = (
+            f"{given}: no such file or template"
+            if given
+            else f"{tokenizer} has none" + " named default" * bool(named)
         )
-    return template
+        names = ", ".join(["chatml", *named])
+        raise InputError(
+            f"data.chat_template: {what}; set it to {names} or a Jinja file, or take an instruct "
+            "model's tokenizer"
+        )
+    return named[given or "default"]

@@ -36,13 +36,15 @@ class SourceSettings(Settings):
     # A chat instead of `text`, of whose tokens the assistant's have a loss: the column with a list of {role, content}, or a list
     # of two, prompt and response, each a column or a template over columns.
     messages: str | tuple[str, ...] | None = None
-    # of a chat: chatml, a Jinja file, or the template itself; null: the tokenizer's own
+    # Of a chat: chatml, a Jinja file, the name of one of the tokenizer's templates, or the template
+    # itself; null: the tokenizer's own, of several the one named default.
     chat_template: PathText | None = None
 
     # Tokens instead of `text`, as they are, of a source that is tokenized already:
     # tokens instead of `text`: column with a record's ids, of the tokenizer that `tokenizer` names
     input_ids: str | None = None
-    # column with the same ids and -100 where there is no loss; null: every token is trained on
+    # Column with the same ids and -100 where there is no loss; null: `labels`, if the source has
+    # such a column. docs/data.md lists the columns that are read beside it.
     labels: str | None = None
 
     @property
@@ -115,7 +117,9 @@ class DataSettings(SourceSettings):
     # true: a Hugging Face dataset is read without a download first, and all packs are made before the run. A mapping, of any
     # source: packs are made while the run trains, on a bounded disk.
     streaming: bool | StreamingSettings = False
-    # Hub name, folder, or tokenizer.json. Its EOS token ends the documents of a token .bin, of which else a pack is one.
+    # Hub name, folder, or tokenizer.json. Its EOS token ends the documents of a token .bin, and of
+    # MDS without columns that say what a document is. Without a tokenizer, each of their packs is
+    # one document.
     tokenizer: PathText | None = None
     # truncate: documents one after another, cut where a pack is full; best_fit: whole documents where they fit, little is cut.
     packing: Literal["truncate", "best_fit"] = "truncate"

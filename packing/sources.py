@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
-from tokenizers import Tokenizer
 
 from foundation.errors import InputError
 from foundation.files import hash_of
@@ -30,6 +29,7 @@ from foundation.reading import one_line, refusing
 from packing.arrow import MANIFEST
 from packing.records import UNTRAINED, Records
 from packing.settings import HUB_NAME, DataSettings, split_revision
+from packing.tokenizer import TextTokenizer
 
 if TYPE_CHECKING:
     import datasets
@@ -110,6 +110,7 @@ class Chunk:
     first: int  # number of the first record there: lines count from 1, rows from 0
     payload: bytes
     after: Place  # behind it
+    columns: tuple[str, ...] = ()  # all columns of a table; its payload has those that are read
 
 
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
@@ -309,10 +310,10 @@ class FileSource:
             )
             first = bisect_right(ends, at)
             begin, groups = ends[first - 1] if first else 0, list(range(first, len(ends)))
-            for batch in file.iter_batches(
-                _ROWS, row_groups=groups, columns=list(self.records.columns)
-            ):
-                yield from _rows(batch.slice(max(0, at - begin)), str(path), max(at, begin), size)
+            wanted = [*self.records.columns, *self.records.others]  # pyarrow takes those it has
+            for batch in file.iter_batches(_ROWS, row_groups=groups, columns=wanted):
+                rows = batch.slice(max(0, at - begin))
+                yield from _rows(rows, file.schema_arrow.names, str(path), max(at, begin), size)
                 begin += len(batch)
 
 
@@ -348,17 +349,14 @@ class DatasetSource:
         come before."""
         import datasets
 
-        data, begin, size, columns = (
-            self._data,
-            begin or {},
-            size or CHUNK_BYTES,
-            list(self.records.columns),
-        )
+        data, begin, size, names = self._data, begin or {}, size or CHUNK_BYTES, []
+        wanted = (*self.records.columns, *self.records.others)
         if isinstance(data, datasets.Dataset):
             data = data.to_iterable_dataset()
         if data.features is not None:
-            check_columns(self.name, self.records, list(data.features))
-            data = data.select_columns(columns)
+            names = list(data.features)
+            check_columns(self.name, self.records, names)
+            data = data.select_columns([name for name in names if name in wanted])
         data, row, state = data.with_format("arrow"), begin.get("row", 0), begin.get("state")
         first = row - begin.get("skip", 0)
         try:
@@ -366,7 +364,9 @@ class DatasetSource:
                 data.load_state_dict(state)
             for table in data.iter(_ROWS):
                 check_columns(self.name, self.records, table.schema.names)
-                for chunk in _rows(table.select(columns).slice(row - first), self.name, row, size):
+                names = names or table.schema.names
+                table = table.select([name for name in table.schema.names if name in wanted])
+                for chunk in _rows(table.slice(row - first), names, self.name, row, size):
                     row = chunk.after["at"]
                     yield replace(chunk, after={"row": row, "skip": row - first, "state": state})
                 first, state = first + len(table), data.state_dict()
@@ -412,7 +412,9 @@ class DatasetSource:
             return datasets.load_dataset(name, settings.subset, **chosen)
 
 
-def _rows(table: pa.RecordBatch | pa.Table, origin: str, first: int, size: int) -> Iterator[Chunk]:
+def _rows(
+    table: pa.RecordBatch | pa.Table, columns: list[str], origin: str, first: int, size: int
+) -> Iterator[Chunk]:
     """`table` in pieces of about `size` bytes; `after` says which row of the whole comes next."""
     rows = max(1, len(table) * size // max(table.nbytes, 1))
     for start in range(0, len(table), rows):
@@ -426,6 +428,7 @@ def _rows(table: pa.RecordBatch | pa.Table, origin: str, first: int, size: int) 
             first + start,
             sink.getvalue().to_pybytes(),
             {"at": first + start + len(piece)},
+            tuple(columns),
         )
 
 
@@ -436,13 +439,16 @@ class Counts:
     documents: int = 0
     tokens: int = 0
     trained: int = 0  # of the tokens, those that are to be learnt
+    unknown: int = 0  # of the tokens, those that stand for text which the vocabulary lacks
     skipped: int = 0  # malformed records, with on_bad_line: skip
     empty: int = 0  # records without any text
     first_skipped: str | None = None  # where, and why
+    unread: tuple[str, ...] = ()  # columns with a value and no effect, the first ones by name
 
     def __add__(self, other: Counts) -> Counts:
-        *numbers, first_skipped = zip(astuple(self), astuple(other), strict=True)
-        return Counts(*map(sum, numbers), first_skipped[0] or first_skipped[1])
+        *numbers, first_skipped, unread = zip(astuple(self), astuple(other), strict=True)
+        names = sorted({*unread[0], *unread[1]})[:30]  # some records have keys without end
+        return Counts(*map(sum, numbers), first_skipped[0] or first_skipped[1], tuple(names))
 
 
 @dataclass(frozen=True)
@@ -456,17 +462,19 @@ class Tokens:
 
 
 def tokenize(
-    chunk: Chunk, tokenizer: Tokenizer, records: Records, settings: DataSettings
+    chunk: Chunk, tokenizer: TextTokenizer, records: Records, settings: DataSettings
 ) -> Tokens:
     """The documents of `chunk` as ids."""
     documents, left_out = read_chunk(chunk, records, settings.on_bad_line == "skip")
-    encoded = list(records.encode(tokenizer, documents))
+    encoded = list(records.encode(tokenizer.tokenizer, documents))
     tokens, lengths = (
         np.concatenate([np.zeros(0, np.uint32), *encoded]),
         np.array([len(ids) for ids in encoded], np.int64),
     )
-    trained, empty = int(np.count_nonzero(tokens < UNTRAINED)), len(documents) - len(encoded)
-    counts = left_out + Counts(len(encoded), len(tokens), trained, empty=empty)
+    trained = int(np.count_nonzero(tokens < UNTRAINED))
+    empty = max(0, len(documents) - len(encoded))  # a record of tokens may hold several documents
+    unknown = int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown))
+    counts = left_out + Counts(len(encoded), len(tokens), trained, unknown, empty=empty)
     return Tokens(tokens, lengths, counts, chunk.after)
 
 
@@ -474,15 +482,16 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
     """The documents of `chunk`, as `records` fill them, and counts of what was left out. A malformed record raises InputError
     with its place, or is counted with `skip_bad`."""
     documents, skipped = [], []
+    unread = records.unread(dict.fromkeys(chunk.columns, ""))
     for place, record in _records(chunk, records):
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
                     documents.append(str(stream.read(), "utf-8-sig"))
             else:
-                documents.append(
-                    records.fill(_parsed(record, records) if isinstance(record, bytes) else record)
-                )
+                parsed = _parsed(record, records) if isinstance(record, bytes) else record
+                documents.append(records.fill(parsed))
+                unread |= records.unread(parsed)
         except (ValueError, OSError) as error:
             wrong = error
             if isinstance(error, UnicodeDecodeError):
@@ -495,7 +504,9 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
             skipped.append(f"{place}: {wrong}")
     filled = [document for document in documents if document]
     empty, first_skipped = len(documents) - len(filled), skipped[0] if skipped else None
-    return filled, Counts(skipped=len(skipped), empty=empty, first_skipped=first_skipped)
+    return filled, Counts(
+        skipped=len(skipped), empty=empty, first_skipped=first_skipped, unread=tuple(unread)
+    )
 
 
 def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
@@ -511,7 +522,7 @@ def _records(chunk: Chunk, records: Records) -> Iterator[tuple[str, bytes | Path
     elif chunk.kind == "text":
         yield chunk.origin, Path(chunk.origin)
     else:
-        table = pa.ipc.open_stream(chunk.payload).read_all().select(records.columns)
+        table = pa.ipc.open_stream(chunk.payload).read_all()
         yield from (
             (f"{chunk.origin}, row {row}", record)
             for row, record in enumerate(table.to_pylist(), chunk.first)

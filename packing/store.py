@@ -187,7 +187,8 @@ def find_splits(
     path: Path, length: int | None, tokenizer: str | None = None
 ) -> dict[Split, partial[Packs]]:
     """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on. `length`
-    is for formats that do not say it, and so is the `tokenizer`, whose EOS token ends a document."""
+    is for formats that do not say it. So is the `tokenizer`: its EOS token ends a document of packs
+    that do not say where one ends."""
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
@@ -209,7 +210,7 @@ def find_splits(
                 if index.parent.name not in _HELD_OUT_NAMES
             )
             if folders := [place] if (place / INDEX).is_file() else inside:
-                return partial(MDSPacks, folders, path, length)
+                return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
     if train := first_of(path / "train", path / "train.bin"):

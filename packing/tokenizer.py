@@ -17,6 +17,10 @@ from foundation.reading import load_object, one_line
 from packing.settings import split_revision
 
 REMEDY = "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, or name another"
+_CONVERT = (
+    "where vocab.json, merges.txt or a .model file is in its place, write it with transformers' "
+    "`AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
+)
 # tokenizer_config.json says which special token ends a document; where there is none, these usual names decide.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
@@ -43,7 +47,7 @@ class TextTokenizer:
             key: value for key, value in content.items() if key not in _NOT_PART_OF_THE_FINGERPRINT
         }
         canonical = json.dumps(
-            _without_nulls(deciding), sort_keys=True, ensure_ascii=False, separators=(",", ":")
+            without_nulls(deciding), sort_keys=True, ensure_ascii=False, separators=(",", ":")
         )
         return hashlib.sha256(canonical.encode()).hexdigest()
 
@@ -51,6 +55,13 @@ class TextTokenizer:
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included: so many embeddings a model needs at least."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
+
+    @cached_property
+    def unknown(self) -> int | None:
+        """The id that stands for text which the vocabulary lacks, or None if there is none."""
+        model = json.loads(self.tokenizer.to_str())["model"]
+        unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
+        return None if unknown in self.special.values() else unknown
 
     @property
     def padding(self) -> int:
@@ -90,7 +101,8 @@ def load_tokenizer(name: str) -> TextTokenizer:
             raise
         # The library has no narrower class for a file that it cannot use.
         raise InputError(
-            f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; {REMEDY}"
+            f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; "
+            f"{_CONVERT.format(file.parent)}, or {REMEDY}"
         ) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -114,7 +126,9 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         file = (path if path.is_dir() else path.parent) / name
         if file.is_file() or not needed:
             return file if file.is_file() else None
-        raise InputError(f"data.tokenizer: {file}: no such file; {REMEDY}")
+        raise InputError(
+            f"data.tokenizer: {file}: no such file; {_CONVERT.format(file.parent)}, or {REMEDY}"
+        )
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -134,15 +148,16 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         if not needed and isinstance(error, absent):
             return None
         raise InputError(
-            f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: {one_line(error)}; {REMEDY}"
+            f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: "
+            f"{one_line(error)}; {_CONVERT.format(repository)}, or {REMEDY}"
         ) from None
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
     """`value` without null fields, which one library version writes and another leaves out."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {key: without_nulls(item) for key, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 END_OF_TEXT = "<|endoftext|>"  # closes every document, and pads

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from packing.arrow import IGNORE
-from pretrain.model.fused.formulas import HeadNorms, Heads
+from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 
 triton = pytest.importorskip(

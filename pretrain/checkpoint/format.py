@@ -1,29 +1,35 @@
-"""A checkpoint on the disk: the names of its folder, the manifest of what it must hold, and its tensors in safetensors files.
+"""The format of a checkpoint: its folder, its manifest, and its tensors in safetensors files.
 
     checkpoints/                                  on a disk that all processes share
       step-00000100/                              complete
-        model-00000-of-00002-part-000.safetensors      parameters under their Hugging Face names, by rank
+        model-00000-of-00002-part-000.safetensors      parameters by Hugging Face name, by rank
         optimizer-00000-of-00002-part-000.safetensors
-        state.json                                step, tokens and what defines the training
+        state.json                                step, tokens and the identity of the training
         manifest.json                             written last
-      .partial-step-00000200/                     while it is written
-      abandoned-step-00000150/                    set aside: gone back to before it, written anew, too old; a save deletes it
+      .partial-step-00000200/                     being written
+      abandoned-step-00000150/                    set aside; the next save deletes it
 
     manifest.json:
     {"format": 1, "step": 100, "world_size": 2,
-     "files":     [{"name": "model-00000-of-00002-part-000.safetensors", "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
+     "files":     [{"name": "model-00000-of-00002-part-000.safetensors",
+                    "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
      "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "checksum": 33292288,
                                          "pieces": [
-                      {"file": "model-00000-of-00002-part-000.safetensors", "offset": [0], "shape": [1024]}, ...]}, ...},
+                      {"file": "model-00000-of-00002-part-000.safetensors",
+                       "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
-     "sha256": "of all the above, so that a flipped bit in the manifest shows too"}
+     "sha256": "of everything above, to detect a flipped bit in the manifest"}
 
-Each file is flushed to the disk, the manifest comes last, and only then does the folder get its name. So a process may die at any
-instruction, and the machine at any moment: a folder named step-* is whole.
+A checkpoint is set aside if the run went back to an earlier step, if it was written again, or if it
+is too old.
 
-Each process holds one block of each tensor: all of it (plain tensors, Replicate) or its part (DTensor, Shard). A block that
-several processes hold is written by one of them, so data-parallel replicas share the writing. docs/log.md
-says why torch.distributed.checkpoint is not used.
+Each file is flushed to the disk, the manifest comes last, and only then does the folder get its
+name. A process may die at any instruction and the machine at any moment: a folder named step-* is
+complete.
+
+Each process holds one block of each tensor: the full tensor (plain tensors, Replicate) or a part of
+it (DTensor, Shard). A block that several processes hold is written by one of them, so data-parallel
+replicas share the writing. docs/log.md explains why torch.distributed.checkpoint is not used.
 """
 
 from __future__ import annotations
@@ -54,9 +60,12 @@ from foundation.reading import load_object, refusing
 from pretrain.model.gradients import local_part
 
 FORMAT = 1
-MANIFEST, STATE = "manifest.json", "state.json"
-PARTIAL_STEP, ABANDONED_STEP = ".partial-", "abandoned-"
-# of a file, which its last block may exceed: enough files to keep the hashing threads busy
+MANIFEST = "manifest.json"
+STATE = "state.json"
+PARTIAL_STEP = ".partial-"
+ABANDONED_STEP = "abandoned-"
+# Size at which a rank starts a new file. The last block of a file may exceed it. Files of this size
+# are enough to keep the hashing threads busy.
 PART_BYTES = 2 * 2**30
 DTYPES = {
     "F64": torch.float64,
@@ -64,61 +73,58 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "BOOL": torch.bool,
-}
-DTYPES |= {
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
 }
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # as safetensors has them
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # the names of safetensors
 _log = logging.getLogger(__name__)
 
 
-# ── Names ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Folders ──
 
 
 def step_folder(parent: Path, step: int) -> Path:
+    """Return the folder of checkpoint `step` in `parent`."""
     return parent / f"step-{step:08d}"
 
 
 def step_of(folder: Path) -> int:
-    """The step in the name of a checkpoint folder; ValueError for another name."""
+    """Return the step in the name of a checkpoint folder. Raise ValueError for another name."""
     return int(folder.name.removeprefix("step-"))
 
 
 def step_folders(parent: Path) -> list[Path]:
-    """All folders in `parent` that are named like a checkpoint, newest first."""
-    return sorted(
-        (path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)),
-        key=step_of,
-        reverse=True,
-    )
+    """Return the folders in `parent` with the name of a complete checkpoint, newest first."""
+    folders = [path for path in parent.glob("step-*") if re.fullmatch(r"step-\d{8,}", path.name)]
+    return sorted(folders, key=step_of, reverse=True)
 
 
 def newest_in(source: Path) -> Path:
-    """The newest checkpoint of the run folder `source`; `source` itself where it is no such folder."""
+    """Return the newest checkpoint of the run folder `source`, or `source` if it has none."""
     return next(iter(step_folders(source / "checkpoints")), source)
 
 
 def partial_folder(final: Path) -> Path:
-    """Returns the folder in which the checkpoint `final` is written before it has its name."""
+    """Return the folder where the checkpoint `final` is written before it is complete."""
     return final.with_name(f"{PARTIAL_STEP}{final.name}")
 
 
 def complete(final: Path, manifest: Manifest, state: bytes) -> None:
-    """Write the state and, last, the manifest beside the files that the manifest has, and let the checkpoint appear as `final`;
-    what had that name is set aside. Raises OSError."""
-    partial, record = (
-        partial_folder(final),
-        FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()}),
-    )
+    """Write the state and the manifest, and rename the partial folder to `final`.
+
+    The files of `manifest` must be written already. An existing folder `final` is set aside. Raises
+    OSError.
+    """
+    partial = partial_folder(final)
+    state_record = FileRecord(STATE, len(state), {"sha256": hashlib.sha256(state).hexdigest()})
     write_file(partial / STATE, state)
-    content = {"format": FORMAT, **asdict(replace(manifest, files=[*manifest.files, record]))}
-    write_file(
-        partial / MANIFEST, json.dumps({**content, "sha256": hash_of(content)}, indent=1).encode()
-    )
+    with_state = replace(manifest, files=[*manifest.files, state_record])
+    content = {"format": FORMAT, **asdict(with_state)}
+    signed = {**content, "sha256": hash_of(content)}
+    write_file(partial / MANIFEST, json.dumps(signed, indent=1).encode())
     fsync(partial)
     if final.exists():
         set_aside(final)
@@ -127,7 +133,10 @@ def complete(final: Path, manifest: Manifest, state: bytes) -> None:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a checkpoint so that no run resumes from it unless it is named; returns the new path. One of that name goes."""
+    """Rename a checkpoint so that no run resumes from it automatically. Return the new path.
+
+    A folder that already has the new name is deleted.
+    """
     aside = folder.with_name(f"{ABANDONED_STEP}{folder.name}")
     if aside.exists():
         shutil.rmtree(aside)
@@ -136,22 +145,26 @@ def set_aside(folder: Path) -> Path:
 
 
 def remove(parent: Path, folders: list[Path]) -> None:
-    """Delete `folders`, what was set aside in `parent` and what dead writers left. A failure is logged: it costs only space."""
+    """Delete `folders`, the checkpoints set aside in `parent`, and partial ones of dead processes.
+
+    A failure is only logged, because it costs nothing but space.
+    """
     try:
         for folder in folders:
-            set_aside(folder)  # an interrupted deletion leaves nothing that looks like a checkpoint
+            # Renamed first: an interrupted deletion leaves nothing that looks like a checkpoint.
+            set_aside(folder)
         for leftover in (*parent.glob(f"{ABANDONED_STEP}step-*"), *parent.glob(f"{PARTIAL_STEP}*")):
             shutil.rmtree(leftover)
     except OSError as error:
         _log.warning("%s: an old checkpoint could not be removed: %s", parent, error)
 
 
-# ── The manifest ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The manifest ──
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One block of a tensor and the file that holds it, under the tensor's name."""
+    """One block of a tensor, and the file that has it under the tensor's name."""
 
     file: str
     offset: tuple[int, ...]
@@ -160,25 +173,30 @@ class Piece:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A whole tensor: safetensors dtype name, global shape, and the disjoint pieces that cover it."""
+    """A full tensor, with the disjoint pieces that cover it."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # name in safetensors
+    shape: tuple[int, ...]  # global
     pieces: tuple[Piece, ...]
     checksum: int | None = None  # of the live tensor; None in checkpoints of earlier versions
 
 
 @dataclass(frozen=True)
 class Manifest:
+    """Files and tensors of a checkpoint."""
+
     step: int
     world_size: int
-    files: list[FileRecord]  # all but the manifest itself, each with its SHA-256
+    files: list[FileRecord]  # with SHA-256; all files except the manifest
     model: dict[str, TensorEntry]
     optimizer: dict[str, TensorEntry]
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint at `folder`; InputError where there is none, or one that is damaged."""
+    """Read the manifest of the checkpoint at `folder`.
+
+    Raises InputError if it is missing or damaged, or if its pieces do not fill a tensor.
+    """
     path = folder / MANIFEST
     content = load_object(
         path, "this is no complete checkpoint; name a step-* folder in the `checkpoints` of a run"
@@ -194,12 +212,12 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-# ── Who writes what ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The assignment of blocks to ranks ──
 
 
 @dataclass(frozen=True)
 class ShardBlock:
-    """What a process holds of a tensor, without its data, so that it can be sent to the others."""
+    """Description of a process's part of a tensor, without its data, to be sent to all ranks."""
 
     dtype: str
     global_shape: tuple[int, ...]
@@ -209,11 +227,14 @@ class ShardBlock:
 
 
 def block_of(tensor: Tensor) -> ShardBlock:
-    """Returns where this process's part of `tensor` lies in the whole; ValueError for a DTensor whose part is not one block."""
+    """Describe this process's part of `tensor`.
+
+    Raises ValueError for a DTensor whose part is not one block.
+    """
     local = local_part(tensor)
     offset: tuple[int, ...] = (0,) * local.dim()
     if isinstance(tensor, DTensor):
-        # torch's own description, for its checkpoints; refuses Partial placements
+        # torch.distributed.checkpoint uses this method. It rejects Partial placements.
         (chunk,) = tensor.__create_chunk_list__()
         offset = tuple(chunk.offsets)
     return ShardBlock(
@@ -222,7 +243,7 @@ def block_of(tensor: Tensor) -> ShardBlock:
 
 
 def rank_stem(kind: str, rank: int, world_size: int) -> str:
-    """How the names of all files begin that `rank` writes."""
+    """Return the prefix of the names of all files that `rank` writes."""
     return f"{kind}-{rank:05d}-of-{world_size:05d}"
 
 
@@ -231,43 +252,57 @@ def lay_out(
     offers: list[dict[str, ShardBlock]],
     checksums: Mapping[str, int | None],
 ) -> dict[str, TensorEntry]:
-    """The index of a checkpoint: which rank writes each block into which file. Each distinct block is for one of the ranks that
-    hold it, the largest first for the one with least to write (LPT), which begins a new file after each PART_BYTES.
+    """Assign the blocks of all tensors to ranks and files, and return the index of the tensors.
 
-    `offers[rank]` has the block that this rank holds of each tensor. A pure function, so every rank computes the same index
-    without a further exchange.
+    Each distinct block is written by one of the ranks that hold it. Blocks are assigned in order of
+    size, the largest first, each to the rank with the fewest bytes so far (LPT scheduling). A rank
+    begins a new file after every PART_BYTES. The function is pure, so all ranks compute the same
+    index without another exchange.
+
+    Args:
+        kind: "model" or "optimizer".
+        offers: For each rank, the block that it holds of each tensor.
+        checksums: Checksum of each tensor.
     """
-    whole = {name: block for offer in offers for name, block in offer.items()}
-    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(whole)}
+    any_block = {name: block for offer in offers for name, block in offer.items()}
+    pieces: dict[str, list[Piece]] = {name: [] for name in sorted(any_block)}
     holders: dict[tuple[str, ShardBlock], list[int]] = {}
     for rank, offer in enumerate(offers):
-        for held in offer.items():
-            holders.setdefault(held, []).append(rank)
-    written = [0] * len(offers)  # bytes of each rank so far
-    for name, block in sorted(holders, key=lambda held: (-held[1].bytes, held[0], held[1].offset)):
-        if block.bytes:  # of more ranks than rows some hold nothing
-            rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
-            file = f"{rank_stem(kind, rank, len(offers))}-part-{written[rank] // PART_BYTES:03d}.safetensors"
-            pieces[name].append(Piece(file, block.offset, block.shape))
-            written[rank] += block.bytes
+        for named_block in offer.items():
+            holders.setdefault(named_block, []).append(rank)
+
+    def largest_first(named_block: tuple[str, ShardBlock]) -> tuple[int, str, tuple[int, ...]]:
+        name, block = named_block
+        return -block.bytes, name, block.offset
+
+    written = [0] * len(offers)  # bytes assigned to each rank
+    for name, block in sorted(holders, key=largest_first):
+        if not block.bytes:  # with more ranks than rows, some ranks hold nothing
+            continue
+        rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
+        part = written[rank] // PART_BYTES
+        file = f"{rank_stem(kind, rank, len(offers))}-part-{part:03d}.safetensors"
+        pieces[name].append(Piece(file, block.offset, block.shape))
+        written[rank] += block.bytes
     return {
         name: TensorEntry(
-            whole[name].dtype,
-            whole[name].global_shape,
-            tuple(parts),
-            checksums[name],
+            any_block[name].dtype, any_block[name].global_shape, tuple(parts), checksums[name]
         )
         for name, parts in pieces.items()
     }
 
 
-# ── Writing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Writing ──
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Write `tensors` (local data, any device) as one safetensors file, flushed to disk; returns its size and SHA-256. Neither
-    writing nor hashing holds Python's lock. InputError where the disk is full."""
+    """Write `tensors` as one safetensors file, flush it, and return its size and SHA-256.
+
+    `tensors` are local parts on any device. Neither writing nor hashing holds Python's lock. Raises
+    InputError if the disk is full.
+    """
     with refusing((SafetensorError,), f"{path}: cannot be written"):
+        # The copies have no name, so that they are freed before the file is hashed.
         save_file(
             {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
             path,
@@ -278,57 +313,70 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
     return FileRecord(path.name, path.stat().st_size, {"sha256": hash_file(path)})
 
 
-# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Reading ──
 
 
 def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) -> list[str]:
-    """One line for each reason why the saved tensors cannot be loaded into `targets`; empty: they can.
+    """Return one line for each reason why the saved tensors cannot be loaded into `targets`.
 
-    A floating-point tensor may be loaded into another floating-point dtype: moments may be kept in another one.
+    A floating-point tensor may be loaded into another floating-point dtype, because a recipe may
+    change the dtype of the moments.
     """
     problems = [f"it lacks {name}" for name in sorted(targets.keys() - index.keys())]
     problems += [f"only it has {name}" for name in sorted(index.keys() - targets.keys())]
     for name in sorted(targets.keys() & index.keys()):
-        saved, dtype, wanted = index[name], DTYPES[index[name].dtype], targets[name]
-        alike = dtype == wanted.dtype or (
-            dtype.is_floating_point and wanted.dtype.is_floating_point
-        )
-        if saved.shape != tuple(wanted.shape) or not alike:
-            ours = f"{DTYPE_NAMES[wanted.dtype]} {list(wanted.shape)}"
-            problems.append(f"{name} is {saved.dtype} {list(saved.shape)} there and {ours} here")
+        saved = index[name]
+        target = targets[name]
+        dtype = DTYPES[saved.dtype]
+        both_floating = dtype.is_floating_point and target.dtype.is_floating_point
+        is_convertible = dtype == target.dtype or both_floating
+        if saved.shape != tuple(target.shape) or not is_convertible:
+            expected = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
+            problems.append(
+                f"{name} is {saved.dtype} {list(saved.shape)} there and {expected} here"
+            )
     return problems
 
 
 def load_tensors(
     folder: Path, index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]
 ) -> None:
-    """Fill `targets`, of any sharding and without mismatches, from the checkpoint in `folder`, converted to their dtypes.
+    """Fill `targets` from the checkpoint in `folder`, converted to their dtypes.
 
-    Files are mapped, not loaded: a rank touches only the bytes of its own part.
+    The targets may have any sharding, and must have no `mismatches`. Files are mapped and not
+    loaded: a rank reads only the bytes of its own part.
     """
     with ExitStack() as stack, torch.no_grad():
         open_file = cache(
             lambda file: stack.enter_context(safe_open(folder / file, framework="pt", device="cpu"))
         )
         for name, target in targets.items():
-            mine, local = block_of(target), local_part(target)
+            block = block_of(target)
+            local = local_part(target)
             for piece in index[name].pieces:
-                if overlap := _overlap(piece, mine):
-                    (where, here), file = overlap, open_file(piece.file)
-                    # without dimensions there are no slices
-                    is_whole = where == tuple(slice(0, size) for size in piece.shape)
-                    local[here].copy_(
-                        file.get_tensor(name) if is_whole else file.get_slice(name)[where]
-                    )
+                overlap = _overlap(piece, block)
+                if overlap is None:
+                    continue
+                in_piece, in_block = overlap
+                file = open_file(piece.file)
+                # A tensor without dimensions has no slices, so full pieces are read as a tensor.
+                is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
+                values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
+                local[in_block].copy_(values)
 
 
-def _overlap(one: Piece | ShardBlock, other: Piece | ShardBlock) -> list[tuple[slice, ...]] | None:
-    """What two blocks of a tensor share, as slices of each; None if they share nothing."""
-    sizes = zip(one.offset, one.shape, other.offset, other.shape, strict=True)
-    where = [(max(a, b), min(a + n, b + m)) for a, n, b, m in sizes]
-    if any(start >= stop for start, stop in where):
-        return None
-    return [
-        tuple(slice(a - base, b - base) for (a, b), base in zip(where, each.offset, strict=True))
-        for each in (one, other)
-    ]
+def _overlap(
+    piece: Piece | ShardBlock, block: Piece | ShardBlock
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the common part of two blocks of a tensor as slices of each, or None."""
+    in_piece = []
+    in_block = []
+    dimensions = zip(piece.offset, piece.shape, block.offset, block.shape, strict=True)
+    for piece_start, piece_size, block_start, block_size in dimensions:
+        start = max(piece_start, block_start)
+        stop = min(piece_start + piece_size, block_start + block_size)
+        if start >= stop:
+            return None
+        in_piece.append(slice(start - piece_start, stop - piece_start))
+        in_block.append(slice(start - block_start, stop - block_start))
+    return tuple(in_piece), tuple(in_block)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from foundation.files import WRITTEN_BY
 from foundation.units import count
+from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.metrics.run_record import RunRecord
 
 SMOOTHED_SHARE = 1 / 50  # of a run's steps in each mean of a smoothed curve

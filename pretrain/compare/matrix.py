@@ -14,12 +14,12 @@ from pathlib import Path
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import check_replaceable
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
 from pretrain.compare.comparison import TOLERANCE
 from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
 from pretrain.compare.matrix_run import command_of, run_all, say, stopped
+from pretrain.compare.output_files import check_replaceable
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import LOSS_KEY, RunRecord

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foundation.files import WRITTEN_BY
 from foundation.units import plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
 from pretrain.compare.comparison import RunComparison, Standing, machine_of
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
+from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.compare.seed_groups import SeedComparison
 from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.run_record import RunRecord, read_lines

@@ -14,12 +14,13 @@ from pathlib import Path
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
-from foundation.files import check_replaceable, replace_file
+from foundation.files import replace_file
 from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
 from pretrain.compare.comparison import TOLERANCE, RunComparison
 from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
+from pretrain.compare.output_files import check_replaceable
 from pretrain.compare.page import render
 from pretrain.compare.seed_groups import SeedComparison, grouped
 from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, read_run

@@ -1,1 +1,1 @@
-"""The Hugging Face model on packed documents: attention, fused layers, the loss, and what is put around them."""
+"""The Hugging Face model on packed documents: attention, layers, loss, gradients, sharding."""

@@ -30,7 +30,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_MAPPING,
+    AttentionInterface,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from foundation.errors import InputError
 from pretrain.precision import transformer_engine
@@ -128,27 +134,31 @@ def check(model: PreTrainedModel, length: int) -> None:
     A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
     """
     config, name = model.config, f"model: {type(model).__name__}"
-    # it would ignore the name we registered and let documents see each other
-    if not model._supports_attention_backend:
-        raise InputError(
-            f"{name} does not use transformers' attention registry, which keeps documents apart; name another"
-        )
     # None: all alike, as Mistral's with one window for all layers
     layer_types = getattr(config, "layer_types", None)
-    if model._is_stateful or {*(layer_types or ())} - {"full_attention", "sliding_attention"}:
-        raise InputError(
-            f"{name} has layers other than attention, whose state would run on into the next document; name another"
-        )
-    if not model._supports_sdpa or getattr(config, "kv_lora_rank", None):
-        raise InputError(
-            f"{name} caps its scores, has sinks or latent keys, which no attention here computes; name another"
-        )
-    for key in (
-        "attn_logit_softcapping",
-        "attention_dropout",
-        "attn_pdrop",
-        "attention_probs_dropout_prob",
-    ):
+    others = sorted({*(layer_types or ())} - {"full_attention", "sliding_attention", "mlp", "moe"})
+    sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
+    cap = getattr(config, "attn_logit_softcapping", None)
+    lacking = {
+        f"has layers other than attention ({', '.join(others) or 'recurrent'}); they need kernels "
+        "that begin anew at each document": others or (model._is_stateful and layer_types is None),
+        # It would ignore the name we registered and let documents see each other.
+        "does not use transformers' attention registry, which keeps documents apart": (
+            not model._supports_attention_backend
+        ),
+        f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in "
+        "the softmax": sinks,
+        "has latent keys; they need kernels for keys wider than values": getattr(
+            config, "kv_lora_rank", None
+        ),
+        f"caps its scores at {cap}, which needs kernels that do, or "
+        "`model.config.attn_logit_softcapping: null`": cap,
+        "has scores that torch's own attention does not compute": not model._supports_sdpa
+        and not hasattr(config, "attn_logit_softcapping"),
+    }
+    if reason := next((reason for reason, found in lacking.items() if found), None):
+        raise InputError(f"{name} {reason}; name another")
+    for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
             raise InputError(
                 f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: 0.0`"
@@ -168,6 +178,16 @@ def check(model: PreTrainedModel, length: int) -> None:
         raise InputError(
             f"{name}: longrope or dynamic rotation changes all documents beyond {most}; set `data.length` to {most}"
         )
+
+
+def admit_packed_sdpa(config: PretrainedConfig) -> None:
+    """Let transformers build the model of `config` with `packed_sdpa`.
+
+    It refuses names with "sdpa" for classes whose scores can be capped. `check` refuses the scores
+    that are.
+    """
+    for classes in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        classes[type(config)]._supports_sdpa = True
 
 
 def longest_rotated(config: PretrainedConfig) -> int | None:

@@ -1,4 +1,4 @@
-"""Accelerate, set up, and the model that it places on devices; it converts nothing. And processes that agree."""
+"""Set up Accelerate and its topology, place the model on devices, and let processes agree."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pretrain.settings.launch import with_topology
 from pretrain.settings.recipe import Recipe
 
 T = TypeVar("T")
-# How long ranks wait in a collective for one that hangs or does what takes long: a save, an export.
+# Timeout of a collective. Ranks wait for one that saves, exports or hangs.
 RANKS_WAIT = InitProcessGroupKwargs(timeout=timedelta(minutes=30))
 _REFUSED = (ValueError, LookupError, TypeError, ImportError, AssertionError)
 _explaining_accelerate = partial(
@@ -33,59 +33,70 @@ _explaining_accelerate = partial(
 )
 
 
-# ── What accelerate sets up, and what it leaves out ─────────────────────────────────────────────────────────────────────────────
+# ── The Accelerator and its topology ──
 
 
 def as_launched(recipe: Recipe) -> tuple[Accelerator, tuple[str, ...]]:
-    """The Accelerator of a launch, set up as `recipe` wants it, and notices of what was corrected in the launch."""
+    """Return the Accelerator of a launch, and notices about corrected settings of the launch."""
     if recipe.deterministic:
         compute_in_a_fixed_order()
     launch = with_topology(os.environ, has_gpu=torch.accelerator.is_available())
-    with _explaining_accelerate():  # in no precision of its own: the linears are converted later
+    with _explaining_accelerate():
+        # Mixed precision is off, because this project converts the linears itself, later.
         accelerator = Accelerator(mixed_precision="no", kwargs_handlers=[RANKS_WAIT])
     complete_topology(accelerator, launch.replicas, gathers_as_fits=launch.gathers_as_fits)
     return accelerator, launch.notices
 
 
 def compute_in_a_fixed_order() -> None:
-    """`deterministic: true`: on a GPU too, the same bits from every run of one recipe (docs/training.md has all that it takes).
-    Called before anything is on a GPU, as cuBLAS reads the environment then. Tables' gradients, searched products and compiled
-    reductions ask torch whether it is so."""
-    # as large as what torch takes by itself on Hopper
+    """Make results on a GPU reproducible bit for bit, for `deterministic: true`.
+
+    Call it before anything is on a GPU, because cuBLAS reads the environment then. Gradients of
+    embedding tables, searched products and compiled reductions ask torch for this mode.
+    docs/training.md lists everything that reproducible runs need.
+    """
+    # The size that torch uses on Hopper.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # it costs a pass over all new memory, and here all is written
+    # Filling would cost a pass over all new memory, and all of it is written anyway.
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
 def complete_topology(
     accelerator: Accelerator, replicas: int = 1, *, gathers_as_fits: bool = False
 ) -> None:
-    """Set up of the launched topology what accelerate leaves out: FSDP2 on CPUs, HSDP, shards gathered as memory allows.
+    """Set up what accelerate does not: FSDP2 on CPUs, HSDP, and gathering as memory allows.
 
-    `replicas`: under FSDP2, so many times the parameters are held, each time sharded over the processes of one replica (HSDP).
-    `gathers_as_fits`: the plan says whether shards are gathered once a step or for each use.
-    InputError where several processes were launched but do not form a group: accelerate would train that many copies.
+    Args:
+        accelerator: The run's Accelerator; changed in place.
+        replicas: Number of copies of the parameters under FSDP2. Each copy is sharded over the
+            processes of one replica (HSDP).
+        gathers_as_fits: Let the plan decide whether shards are gathered once a step or for each
+            use.
+
+    Raises:
+        InputError: Several processes were launched but do not form a group. accelerate would train
+            an independent model on each.
     """
-    launched, count = int(os.environ.get("WORLD_SIZE", "1")), accelerator.num_processes
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    count = accelerator.num_processes
     if launched != count:
         raise InputError(
-            f"accelerate configuration: {launched} processes were launched but each runs alone (accelerate sees {count}). On "
-            "CPUs use `distributed_type: MULTI_GPU` and set ACCELERATE_USE_CPU=true"
+            f"accelerate configuration: {launched} processes were launched but each runs alone "
+            f"(accelerate sees {count}). On CPUs use `distributed_type: MULTI_GPU` and set "
+            "ACCELERATE_USE_CPU=true"
         )
     state = accelerator.state
-    if (
-        os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        and accelerator.distributed_type != DistributedType.FSDP
-    ):
-        with _explaining_accelerate():  # it has chosen DDP, as it does for processes on CPUs
+    wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if wants_fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        # accelerate chooses DDP for processes on CPUs.
+        with _explaining_accelerate():
             state.fsdp_plugin = FullyShardedDataParallelPlugin()
-            state.distributed_type = PartialState._shared_state["distributed_type"] = (
-                DistributedType.FSDP
-            )
-    # after FSDP2, without which accelerate refuses them; the processes of a replica follow each
-    # other
+            state.distributed_type = DistributedType.FSDP
+            PartialState._shared_state["distributed_type"] = DistributedType.FSDP
     if replicas > 1:
+        # Set after FSDP2, because accelerate rejects replicas without it. The processes of a
+        # replica have consecutive ranks.
         state.parallelism_config = ParallelismConfig(
             dp_replicate_size=replicas, dp_shard_size=count // replicas
         )
@@ -95,25 +106,36 @@ def complete_topology(
 
 
 def end_processes(accelerator: Accelerator) -> None:
-    """Free the model, then end the process group: under FSDP2, ending it first was seen to abort its process. Collective."""
+    """Free the model, then end the process group. Collective.
+
+    Under FSDP2, ending the process group first was seen to abort the process.
+    """
     accelerator.free_memory()
     accelerator.wait_for_everyone()
     accelerator.end_training()
 
 
 def gathers_once_a_step(accelerator: Accelerator) -> bool | None:
-    """Whether FSDP2 was asked to gather once a step; None: as the memory planned allows. False without FSDP2."""
-    reshards = accelerator.state.fsdp_plugin.reshard_after_forward if accelerator.is_fsdp2 else True
+    """Return whether FSDP2 is configured to gather once a step; False without FSDP2.
+
+    Return None if the plan decides it from the memory.
+    """
+    if not accelerator.is_fsdp2:
+        return False
+    reshards = accelerator.state.fsdp_plugin.reshard_after_forward
     return None if reshards is None else not reshards
 
 
 def replicas_of(accelerator: Accelerator) -> int:
-    """How many times the sharded parameters are held; 1 where they are not sharded."""
+    """Return the number of copies of the sharded parameters, or 1 without sharding."""
     return accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
 
 
 def device_of(accelerator: Accelerator) -> tuple[str, int]:
-    """Name and bytes of memory of the device that this process trains on; processes on CPUs share the machine's memory evenly."""
+    """Return the name of this process's device and its memory in bytes.
+
+    Processes on CPUs share the memory of the machine evenly.
+    """
     if accelerator.device.type == "cuda":
         properties = torch.cuda.get_device_properties(accelerator.device)
         return properties.name, properties.total_memory
@@ -121,12 +143,10 @@ def device_of(accelerator: Accelerator) -> tuple[str, int]:
 
 
 def describe_topology(accelerator: Accelerator) -> dict[str, Any]:
-    """What accelerate set up, for the run's environment file."""
+    """Return the topology for the run's environment file."""
     topology = {
         "distributed_type": accelerator.distributed_type.value,
         "processes": accelerator.num_processes,
-    }
-    topology |= {
         "device": accelerator.device.type,
         "sharded": accelerator.is_fsdp2,
         "replicas": replicas_of(accelerator),
@@ -145,56 +165,63 @@ def sharded_as_planned(
     *,
     once_a_step: bool,
 ) -> Iterator[None]:
-    """`accelerator.prepare(model, optimizer)` within this shards the model by FSDP2, and leaves `optimizer` with the shards.
+    """Configure FSDP2 for `accelerator.prepare(model, optimizer)` in the block.
 
-    Parameters are gathered in `compute_dtype`, `once_a_step` or for each use, and gradients are summed over ranks in FP32. A run
-    without FSDP2 needs none of it: its model is built on its device. DistributedDataParallel, which accelerate would put around
-    that, adds up in the parameters' dtype; `RankSums` of pretrain.model.gradients adds up in FP32.
+    Afterwards the model is sharded and `optimizer` has the shards. Parameters are gathered in
+    `compute_dtype`, and gradients are summed over ranks in FP32.
+
+    A run without FSDP2 does not call `prepare`: its model is built on its device. `prepare` would
+    wrap it in DistributedDataParallel, which sums gradients in the parameters' dtype. `RankSums` of
+    pretrain.model.gradients sums them in FP32.
+
+    Args:
+        accelerator: The run's Accelerator.
+        model: The model, on the meta device or not.
+        optimizer: The optimizer of its parameters.
+        compute_dtype: Dtype of gathered parameters.
+        once_a_step: Gather once a step (ZeRO-2) instead of for each use (ZeRO-3).
     """
     plugin = accelerator.state.fsdp_plugin
     plugin.reshard_after_forward = not once_a_step
-    # A group of each decoder layer, whatever was asked for. accelerate asks the model for the classes of its layers; ours is
-    # around transformers' model and names none, and then all layers would be one group, gathered at once.
+    # Make one group of each decoder layer. accelerate asks the model for the classes of its layers,
+    # but PackedLanguageModel names none, and then all layers would be gathered at once.
     layers = {
         type(module).__name__
         for module in model.modules()
         if isinstance(module, GradientCheckpointingLayer)
     }
-    plugin.auto_wrap_policy, plugin.transformer_cls_names_to_wrap = (
-        transformer_auto_wrap_policy,
-        sorted(layers),
-    )
+    plugin.auto_wrap_policy = transformer_auto_wrap_policy
+    plugin.transformer_cls_names_to_wrap = sorted(layers)
     plugin.mixed_precision_policy = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [
+    group_names = [
         [names[parameter] for parameter in group["params"]] for group in optimizer.param_groups
     ]
-    del names  # or FSDP2 could not free the whole parameters as it shards them
+    # FSDP2 frees the full parameters as it shards them. It could not if `names` kept them.
+    del names
     yield
-    stay_on = (
-        torch.device("cpu")
-        if isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-        else accelerator.device
-    )
-    model._apply(lambda each: torch.empty_like(each, device=stay_on) if each.is_meta else each)
-    # accelerate finds an optimizer's parameters again by their address, and on the meta device they have none.
+    offloads = isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    device = torch.device("cpu") if offloads else accelerator.device
+    model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t)
+    # accelerate matches the optimizer's parameters with the shards by address, and parameters on
+    # the meta device have no address.
     shards = dict(model.named_parameters())
-    for group, of_group in zip(optimizer.param_groups, groups, strict=True):
-        group["params"] = [shards[name] for name in of_group]
+    for group, parameter_names in zip(optimizer.param_groups, group_names, strict=True):
+        group["params"] = [shards[name] for name in parameter_names]
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
-            # a plain sum, or it would be one of values times a factor
+            # Use a plain sum instead of a sum of values that are multiplied by a factor.
             module.set_force_sum_reduction_for_comms(True)
 
 
-# ── Processes that agree ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Agreement between processes ──
 
 
 def from_all_ranks(item: T) -> list[T]:
-    """Returns what every rank passed, in the order of the ranks; small objects only. Collective."""
+    """Return the items of all ranks, in the order of ranks. For small objects. Collective."""
     if not torch.distributed.is_initialized():
         return [item]
     items: list[Any] = [None] * torch.distributed.get_world_size()
@@ -203,28 +230,36 @@ def from_all_ranks(item: T) -> list[T]:
 
 
 def largest_over_ranks(accelerator: Accelerator, value: int) -> int:
-    """The largest of the ranks' values, the same on all of them, so that all leave a loop together."""
+    """Return the largest value over ranks, so that all ranks leave a loop together. Collective."""
     if accelerator.num_processes == 1:
         return value
     return int(accelerator.gather(torch.tensor([value], device=accelerator.device)).max())
 
 
 def refused_together(make: Callable[[], T]) -> T:
-    """What `make` returns, which every process calls. Where it raises InputError on any of them, all raise the first one's: the
-    others would wait for it where it never comes. Collective."""
-    made, refusal = None, None
+    """Call `make` on all ranks and return its result. Collective.
+
+    If it raises InputError on any rank, all ranks raise the message of the first such rank.
+    Otherwise the other ranks would wait for it in their next collective.
+    """
+    result = None
+    refusal = None
     try:
-        made = make()
+        result = make()
     except InputError as error:
         refusal = str(error)
-    if refusals := [each for each in from_all_ranks(refusal) if each is not None]:
-        raise InputError(refusals[0])
-    return made
+    for message in from_all_ranks(refusal):
+        if message is not None:
+            raise InputError(message)
+    return result
 
 
 @torch.no_grad()
 def take_from_first_rank(accelerator: Accelerator, tensors: Iterable[Tensor]) -> None:
-    """Overwrite `tensors`, contiguous, by the first rank's: other machines' files or libraries may differ. Collective."""
+    """Overwrite contiguous `tensors` with the tensors of the first rank. Collective.
+
+    Files and libraries of other machines may differ.
+    """
     if accelerator.num_processes > 1:
         for tensor in tensors:
             torch.distributed.broadcast(tensor.detach().view(-1).view(torch.uint8), src=0)

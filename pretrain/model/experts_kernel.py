@@ -1,5 +1,8 @@
-"""The way back from a mixture's experts to its tokens, in BF16 on a GPU: each token's weighted sum of its choices' rows, in FP32
-and rounded once, and the gradients of both. A program has a token: sums have one order, and no choice is written out twice."""
+"""Triton kernels that combine the outputs of a token's experts, in BF16, with the gradients.
+
+A token's result is the weighted sum of its choices' rows, computed in FP32 and rounded once. A
+program computes one token, so sums have a fixed order and no intermediate copy is written.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,25 @@ from torch import Tensor
 
 @triton.jit
 def _combine(
-    rows, place, weights, y, choices: tl.constexpr, width: tl.constexpr, step: tl.constexpr
+    rows,  # BF16 [rows, width]
+    place,  # int64 [tokens x choices]: the row of each choice
+    weights,  # [tokens, choices], or None
+    y,  # BF16 [tokens, width], written
+    choices: tl.constexpr,
+    width: tl.constexpr,
+    step: tl.constexpr,
 ):
-    token, j = tl.program_id(0).to(tl.int64), tl.arange(0, step)
+    """Write the weighted sum of one token. `step` is the smallest power of two >= `width`."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, step)
     total = tl.zeros([step], tl.float32)
     for n in tl.range(0, choices):
-        at = tl.load(place + token * choices + n) * width + j
-        values = tl.load(rows + at, mask=j < width, other=0.0).to(tl.float32)
+        index = tl.load(place + token * choices + n) * width + column
+        values = tl.load(rows + index, mask=column < width, other=0.0).to(tl.float32)
         if weights is not None:
             values *= tl.load(weights + token * choices + n).to(tl.float32)
         total += values
-    tl.store(y + token * width + j, total.to(tl.bfloat16), mask=j < width)
+    tl.store(y + token * width + column, total.to(tl.bfloat16), mask=column < width)
 
 
 @triton.jit
@@ -30,37 +41,38 @@ def _combine_backward(
     rows,  # BF16 [rows, width]
     place,  # int64 [tokens x choices]
     weights,  # [tokens, choices]
-    d_rows,  # as rows
-    d_weights,  # FP32 [tokens, choices]
+    d_rows,  # BF16 [rows, width], written
+    d_weights,  # FP32 [tokens, choices], written
     choices: tl.constexpr,
     width: tl.constexpr,
-    step: tl.constexpr,  # the least power of two that holds a row
+    step: tl.constexpr,
 ):
-    token, j = tl.program_id(0).to(tl.int64), tl.arange(0, step)
-    gradient = tl.load(dy + token * width + j, mask=j < width, other=0.0).to(tl.float32)
+    """Write the gradients of one token's rows and weights."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, step)
+    gradient = tl.load(dy + token * width + column, mask=column < width, other=0.0).to(tl.float32)
     for n in tl.range(0, choices):
         choice = token * choices + n
-        at = tl.load(place + choice) * width + j
-        values = tl.load(rows + at, mask=j < width, other=0.0).to(tl.float32)
+        index = tl.load(place + choice) * width + column
+        values = tl.load(rows + index, mask=column < width, other=0.0).to(tl.float32)
         tl.store(d_weights + choice, tl.sum(values * gradient, axis=0))
         scaled = gradient * tl.load(weights + choice).to(tl.float32)
-        tl.store(d_rows + at, scaled.to(tl.bfloat16), mask=j < width)
+        tl.store(d_rows + index, scaled.to(tl.bfloat16), mask=column < width)
 
 
 def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) -> Tensor:
-    """The sum [tokens, width] of each token's `rows` [rows, width], at `place` [tokens x choices], times their `weights`
-    [tokens, choices], where there are any. BF16, contiguous; weights of any dtype."""
+    """Return the weighted sum of each token's rows, BF16 [tokens, width].
+
+    Args:
+        rows: Outputs of the experts, BF16 [rows, width], contiguous.
+        place: The row of each choice of each token, int64 [tokens x choices].
+        weights: Factor of each choice [tokens, choices] in any dtype, or None for a plain sum.
+        tokens: Number of tokens.
+    """
     width = rows.shape[1]
     y = rows.new_empty(tokens, width)
-    arguments = (
-        rows,
-        place,
-        weights,
-        y,
-        len(place) // tokens,
-        width,
-        triton.next_power_of_2(width),
-    )
+    choices = len(place) // tokens
+    arguments = (rows, place, weights, y, choices, width, triton.next_power_of_2(width))
     _combine[(tokens,)](*arguments, enable_fp_fusion=False)
     return y
 
@@ -68,19 +80,15 @@ def combine(rows: Tensor, place: Tensor, weights: Tensor | None, tokens: int) ->
 def combine_backward(
     dy: Tensor, rows: Tensor, place: Tensor, weights: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of `rows`, which holds anything where no choice is, and of `weights`, FP32."""
-    (tokens, width), d_rows = dy.shape, torch.empty_like(rows)
+    """Return the gradients of `rows`, BF16, and of `weights`, FP32.
+
+    The gradient of `rows` is uninitialized in rows that no choice uses.
+    """
+    tokens, width = dy.shape
+    d_rows = torch.empty_like(rows)
     d_weights = torch.empty_like(weights, dtype=torch.float32)
-    arguments = (
-        dy,
-        rows,
-        place,
-        weights,
-        d_rows,
-        d_weights,
-        weights.shape[1],
-        width,
-        triton.next_power_of_2(width),
-    )
-    _combine_backward[(tokens,)](*arguments, enable_fp_fusion=False)
+    choices = weights.shape[1]
+    arguments = (dy, rows, place, weights, d_rows, d_weights, choices, width)
+    step = triton.next_power_of_2(width)
+    _combine_backward[(tokens,)](*arguments, step, enable_fp_fusion=False)
     return d_rows, d_weights

@@ -1,14 +1,19 @@
-"""Where the gradients of a step add up: FP32 (or BF16) sums beside the parameters, over microbatches and then over ranks.
+"""Main gradients: sums of gradients beside the parameters, over microbatches and then over ranks.
 
-Autograd sums into `parameter.grad`, in the parameter's dtype: BF16 rounds the sum with every microbatch after the first. Here
-the sum is `parameter.main_grad`. A hook adds what autograd delivers in `.grad`, and frees it at once. A product may add to
-`main_grad` itself; it then returns no gradient for that weight.
+Autograd accumulates in `parameter.grad`, in the parameter's dtype. In BF16 the sum is rounded with
+every microbatch after the first. Main gradients accumulate in `parameter.main_grad`, in FP32 or
+BF16. A hook adds the gradient that autograd writes to `.grad`, and frees it at once. A matrix
+product may add to `main_grad` itself; it then returns no gradient for that weight.
 
-All sums lie in one allocation: what does not fit fails at the start, and clearing is one write. Cleared, it holds -0.0. Adding to
-that changes no bits, and a sum that is all -0.0 has had nothing added: products begin at +0.0. They lie in about the order in
-which backward finishes them, so that what is whole is in one piece, which ranks exchange while backward still runs (`RankSums`).
+All main gradients of a model are in one allocation. A run that does not fit into memory fails at
+its start, and clearing the gradients is one write. A cleared gradient holds -0.0, which changes no
+bits when something is added. A sum of only -0.0 has had nothing added, because products start from
++0.0. The main gradients are stored about in the order of backward. Finished
+gradients are therefore contiguous, and ranks exchange them while backward is still running
+(`RankSums`).
 
-Under FSDP2 the gathered parameters have sums, which pretrain.model.sharding hands to it; what it gives is the shards' `.grad`.
+Under FSDP2 the gathered parameters have main gradients, which `pretrain.model.sharding` passes to
+FSDP2. The reduced gradients are in `.grad` of the shards.
 """
 
 from __future__ import annotations
@@ -26,41 +31,46 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
-# values; a sum begins at a multiple of 256 bytes at least, where every kernel may write at its
-# widest
+# Main gradients start at multiples of this number of values. These are at least 256 bytes, which
+# allows the widest memory access of any kernel.
 _ALIGNMENT = 128
 _EMPTY = -0.0
-# Values of a bucket, at most, but for a parameter that alone has more: 64 MiB in FP32. Small ones waste time in starting, of a
-# large one too little of the exchange is hidden behind backward.
+# Maximum number of values in a bucket, unless a single parameter has more: 64 MiB in FP32. The
+# all-reduce of a smaller bucket would be dominated by its latency. A larger one would overlap less
+# with backward.
 BUCKET = 2**24
-COPIES = 2  # sums kept in BF16 are exchanged as FP32 copies, of so many buckets at once
+# BF16 sums are exchanged as FP32 copies. At most this number of buckets has a copy at a time.
+COPIES = 2
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """Returns this process's part of a DTensor, live; any other tensor as it is."""
+    """Return this process's part of a DTensor, or a plain tensor itself. Neither is copied."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def gradient_of(parameter: Tensor) -> Tensor | None:
-    """The parameter's gradient, wherever it adds up; None where it has none and no buffer for one."""
+    """Return the main gradient of a parameter, or its `.grad` if it has no main gradient."""
     main = getattr(parameter, "main_grad", None)
     return parameter.grad if main is None else main
 
 
-# ── Over microbatches ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Over microbatches ──
 
 
 def attach_main_gradients(
     model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()
 ) -> None:
-    """Give every trained parameter of `model` a `main_grad` of its shape in `dtype` (FP32 or BF16), cleared; a tied one once.
+    """Give every trained parameter of `model` a cleared `main_grad` of its shape.
 
-    `stacks`: parameters that are the rows of one matrix, in order (queries, keys and values, say), each trained and in one stack.
-    Their sums are the rows of one contiguous matrix too, so that one product can add to all of them.
+    Args:
+        model: Tied parameters get one main gradient.
+        dtype: FP32 or BF16.
+        stacks: Lists of trained parameters that are the rows of one matrix, in order, such as
+            queries, keys and values. Their main gradients are the rows of one contiguous matrix
+            too, so that one product can add to all of them. A parameter is in one stack at most.
     """
-    attach_sums(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], dtype, stacks
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    attach_sums(trained, dtype, stacks)
     if dtype == torch.float32:
         for module in model.modules():
             if isinstance(module, nn.Embedding):
@@ -73,213 +83,246 @@ def attach_sums(
     stacks: Sequence[Sequence[nn.Parameter]],
     memory: Tensor | None = None,
 ) -> Tensor:
-    """Does for these parameters what `attach_main_gradients` does. `memory`: where their sums are to lie, of `dtype` and of
-    `values_of_sums` values at least; several sets of parameters may share it that never add up at the same time. Returns the part
-    that is used."""
+    """Give the parameters `trained` a cleared `main_grad`; see `attach_main_gradients`.
+
+    `memory` is a 1-D tensor of `dtype` with at least `values_of_sums(trained)` values, to store the
+    main gradients in. Sets of parameters that never accumulate at the same time may share it. By
+    default it is allocated. Returns the part of the memory that is used.
+    """
     stacked = {id(parameter) for stack in stacks for parameter in stack}
-    runs = [*stacks, *([parameter] for parameter in trained if id(parameter) not in stacked)]
+    single = [[parameter] for parameter in trained if id(parameter) not in stacked]
+    runs = [*stacks, *single]
     places = {id(parameter): place for place, parameter in enumerate(trained)}
-    # backward begins at the end
+    # Backward starts with the last parameters.
     runs.sort(key=lambda run: min(places[id(parameter)] for parameter in run), reverse=True)
     sizes = [_aligned(sum(map(torch.numel, run))) for run in runs]
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)
     empty_sums(memory)
-    begin = 0
+    run_start = 0
     for run, size in zip(runs, sizes, strict=True):
-        at = begin
+        start = run_start
         for parameter in run:
-            parameter.main_grad = memory[at : at + parameter.numel()].view(parameter.shape)
-            parameter.grad_dtype = None  # any
+            end = start + parameter.numel()
+            parameter.main_grad = memory[start:end].view(parameter.shape)
+            parameter.grad_dtype = None  # accepts gradients of any dtype
             parameter.register_post_accumulate_grad_hook(_add_to_main)
-            at += parameter.numel()
-        begin += size
-    return memory[:begin]
+            start = end
+        run_start += size
+    return memory[:run_start]
 
 
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
-    """How many values the sums of these parameters take at most, however they are stacked."""
+    """Return the maximum number of values in the main gradients, whatever the stacks."""
     return sum(_aligned(parameter.numel()) for parameter in parameters)
 
 
 def _aligned(values: int) -> int:
+    """Round up to a multiple of `_ALIGNMENT`."""
     return -(-values // _ALIGNMENT) * _ALIGNMENT
 
 
 def empty_sums(memory: Tensor) -> None:
-    """Marks the sums in `memory` as empty: nothing has been added to them yet."""
+    """Mark all main gradients in `memory` as empty by filling it with -0.0."""
     memory.fill_(_EMPTY)
 
 
 def clear_main_gradients(parameters: Iterable[nn.Parameter]) -> None:
-    """Empty all sums, in place; what a backward that failed has left in `.grad` of these parameters goes too."""
+    """Empty all main gradients in place.
+
+    Also drop `.grad` of these parameters, which a failed backward may have left.
+    """
     attached = [
         parameter for parameter in parameters if getattr(parameter, "main_grad", None) is not None
     ]
-    for memory in {id(each.main_grad._base): each.main_grad._base for each in attached}.values():
+    allocations = {id(p.main_grad._base): p.main_grad._base for p in attached}
+    for memory in allocations.values():
         empty_sums(memory)
     for parameter in attached:
         parameter.grad = None
 
 
 def was_reached(parameter: nn.Parameter) -> bool:
-    """Whether a backward has given this parameter a gradient since they were cleared, even one of zeros. Waits for the device;
-    collective where the gradient is sharded."""
+    """Return whether backward has added to the gradient since it was cleared, even if only zeros.
+
+    Waits for the device. Collective if the gradient is sharded.
+    """
     gradient = gradient_of(parameter)
     if gradient is None:
         return False
-    # reduced from sums: under FSDP2 what nothing was added to has a gradient too
     if isinstance(gradient, DTensor):
-        mesh, local = gradient.device_mesh, gradient.to_local()
+        # Under FSDP2 even an empty sum is reduced and has a gradient.
+        mesh = gradient.device_mesh
+        local = gradient.to_local()
         reached = ((local != 0).any() | ~local.signbit().all()).int()
         dist.all_reduce(reached, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
         return bool(reached)
-    return (
-        gradient is parameter.grad
-        or bool((gradient != 0).any())
-        or not bool(gradient.signbit().all())
-    )
+    if gradient is parameter.grad:
+        return True
+    return bool((gradient != 0).any()) or not bool(gradient.signbit().all())
 
 
 def _add_to_main(parameter: nn.Parameter) -> None:
-    """Adds a gradient to its sum as soon as autograd has it whole. BF16 is added to FP32 without a copy; FP32 to BF16 is rounded
-    once, the sum."""
-    # the hook runs also where all that use the parameter have returned none
+    """Add `.grad` to the main gradient and free it, as soon as autograd has accumulated it.
+
+    A BF16 gradient is added to an FP32 sum without a copy. If an FP32 gradient is added to a BF16
+    sum, the sum is rounded once.
+    """
+    # The hook also runs if all users of the parameter have returned no gradient.
     if parameter.grad is not None:
         parameter.main_grad.add_(parameter.grad)
         parameter.grad = None
 
 
 def sum_rows_in_fp32(embedding: nn.Embedding) -> None:
-    """Let the gradients of a BF16 table's repeated tokens add up in FP32: autograd sums them before the hook sees them, and a
-    common token comes a thousand times in a microbatch. A tied head's gradient is made FP32 before autograd adds the two."""
-    # as by `casting_output`
-    changed = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)
-    if embedding.weight.dtype == torch.float32 or not embedding.weight.requires_grad or changed:
+    """Accumulate the gradient of a BF16 embedding in FP32 over repeated tokens.
+
+    Autograd sums over tokens before the hook sees the gradient, and a common token occurs a
+    thousand times in a microbatch. The gradient of a tied head is converted to FP32 before autograd
+    adds both. Has no effect if the embedding is FP32, not trained, or has another forward, such as
+    that of `casting_output`.
+    """
+    overridden = type(embedding).forward is not nn.Embedding.forward or "forward" in vars(embedding)
+    weight = embedding.weight
+    if weight.dtype == torch.float32 or not weight.requires_grad or overridden:
         return
-    embedding.weight.grad_dtype = torch.float32
+    weight.grad_dtype = torch.float32
     embedding.forward = lambda ids: _Lookup.apply(ids, embedding.weight, embedding.padding_idx)
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows of a table [vocabulary, hidden] by `ids`; the table's gradient is FP32 whatever the rows are."""
+    """Embedding lookup in a table [vocabulary, hidden] whose gradient is FP32 for any dtype."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.table, ctx.padding = table, -1 if padding is None else padding
+        ctx.table = table
+        ctx.padding = -1 if padding is None else padding
         return F.embedding(ids, table)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
+        gradient = gradient.float()
         main = getattr(ctx.table, "main_grad", None)
-        if (
-            main is not None
-            and main.is_cuda
-            and ctx.padding < 0
-            and not torch.are_deterministic_algorithms_enabled()
-        ):
-            # Without a gradient of the whole table, zeros but for the microbatch's tokens.
-            main.index_add_(0, ids.flatten(), gradient.flatten(0, -2).float())
+        adds_to_main = main is not None and main.is_cuda and ctx.padding < 0
+        if adds_to_main and not torch.are_deterministic_algorithms_enabled():
+            # Avoids a gradient of the size of the table that is zero except for a few rows.
+            main.index_add_(0, ids.flatten(), gradient.flatten(0, -2))
             return None, None, None
-        rows = len(ctx.table)
-        return (
-            None,
-            torch.ops.aten.embedding_dense_backward(
-                gradient.float(), ids, rows, ctx.padding, False
-            ),
-            None,
+        d_table = torch.ops.aten.embedding_dense_backward(
+            gradient, ids, len(ctx.table), ctx.padding, False
         )
+        return None, d_table, None
 
 
-# ── Over ranks ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Over ranks ──
 
 
 class RankSums:
-    """The main gradients of one model, which become their sums over all ranks: in FP32, once a step, while the backward of the
-    step's last microbatch still runs. A sum and not a mean, as the loss is divided by the tokens of all ranks.
+    """Sum of the main gradients over ranks that each hold the complete model.
 
-    Every rank holds the whole model. The memory of its sums is cut into buckets; a bucket's all-reduce starts when backward has
-    finished the last of its parameters. Buckets always start in the order in which they lie, so all ranks call the same
-    collectives in the same order, also where a rank's microbatches do not reach a parameter. The bounds are fixed before the
-    first step, so a resumed run adds in the order of the unbroken one. The sums have a process group of their own: within a
-    backward, delayed scaling exchanges its amaxes in the default one, and which of the two comes first may differ between ranks.
+    Gradients are summed in FP32 once a step, overlapped with the backward of the last microbatch.
+    The result is a sum and not a mean, because the loss is already divided by the tokens of all
+    ranks.
+
+    The memory of the main gradients is split into buckets. The all-reduce of a bucket starts when
+    backward has finished the last of its parameters. Buckets always start in the order of memory.
+    All ranks therefore issue the same collectives in the same order, even if the microbatches of
+    one rank do not reach a parameter. The buckets are fixed before the first step, so a resumed run
+    sums in the same order as an uninterrupted one.
+
+    The sums have their own process group. Delayed scaling exchanges amaxes in the default group
+    during backward, and the order of the two may differ between ranks.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Collective: every rank has the same parameters, all with main gradients in one allocation."""
-        attached = {
-            id(each): each for each in parameters if getattr(each, "main_grad", None) is not None
-        }
-        in_order = sorted(attached.values(), key=lambda each: each.main_grad.storage_offset())
+        """Create the buckets. Collective.
+
+        All ranks pass the same parameters, with main gradients in one allocation.
+        """
+        attached = {id(p): p for p in parameters if getattr(p, "main_grad", None) is not None}
+        in_order = sorted(attached.values(), key=lambda p: p.main_grad.storage_offset())
         memory = in_order[0].main_grad._base
         self._group = dist.new_group()
-        self._buckets: list[Tensor] = []  # pieces of the main gradients' memory
-        self._parameters: list[int] = []  # of each bucket
-        # of these, those that the step's last backward has not finished; empty in any other
-        self._missing: list[int] = []
-        self._started = 0  # buckets
-        # the exchange, its FP32 values, and the sums
-        self._under_way: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
-        # of the graph; autograd itself keeps them, and their hooks, no longer than a graph
-        self._ends: list[Node] = []
+        self._buckets: list[Tensor] = []  # slices of `memory`
+        self._parameter_counts: list[int] = []  # number of parameters in each bucket
+        # Number of parameters in each bucket that the last backward of the step has not finished.
+        # Empty in any other backward.
+        self._unfinished: list[int] = []
+        self._started = 0  # number of buckets whose all-reduce has started
+        # Running exchanges: the work, its FP32 values, and the bucket.
+        self._running: deque[tuple[dist.Work, Tensor, Tensor]] = deque()
+        # Autograd keeps these nodes, with their hooks, only as long as a graph exists.
+        self._gradient_nodes: list[Node] = []
         for bucket, members in enumerate(_cut(in_order)):
-            begin, last = members[0].main_grad.storage_offset(), members[-1].main_grad
-            self._buckets.append(memory[begin : last.storage_offset() + last.numel()])
-            self._parameters.append(len(members))
+            start = members[0].main_grad.storage_offset()
+            last = members[-1].main_grad
+            self._buckets.append(memory[start : last.storage_offset() + last.numel()])
+            self._parameter_counts.append(len(members))
             for parameter in members:
-                # Called after the last use of the parameter in a backward has delivered, also where all have returned none, as
-                # products do that add to the main gradient; and after what was delivered has been added there.
-                end = get_gradient_edge(parameter).node
-                end.register_hook(partial(self._count, bucket))
-                self._ends.append(end)
+                # The hook runs after all users of the parameter have finished in a backward, even
+                # if they returned no gradient because they add to the main gradient. By then
+                # `_add_to_main` has added `.grad`.
+                node = get_gradient_edge(parameter).node
+                node.register_hook(partial(self._count, bucket))
+                self._gradient_nodes.append(node)
 
     @contextmanager
     def starting_early(self) -> Iterator[None]:
-        """Put this around the backward after which nothing is added: each bucket starts once it and all before it are whole."""
-        self._started, self._missing = 0, list(self._parameters)
-        self._under_way.clear()  # of a step that was broken off
+        """Start the exchange of finished buckets during the last backward of a step."""
+        self._started = 0
+        self._unfinished = list(self._parameter_counts)
+        self._running.clear()  # may have work of an interrupted step
         try:
             yield
         finally:
-            self._missing = []
+            self._unfinished = []
 
     def finish(self) -> None:
-        """Exchange what has not been yet, and wait: the main gradients are now their sums over ranks, the same bits on each.
-        Collective. Once a step, after `starting_early` or, on a rank that has nothing to compute in this step, alone."""
+        """Exchange the remaining buckets and wait, so that main gradients are sums over ranks.
+
+        All ranks get the same bits. Call it once a step, after `starting_early`, or alone on a rank
+        that has no microbatch in this step. Collective.
+        """
         while self._started < len(self._buckets):
             self._start()
-        while self._under_way:
+        while self._running:
             self._end()
         self._started = 0
 
     def _count(self, bucket: int, *_: object) -> None:
-        if self._missing:
-            self._missing[bucket] -= 1
-            while self._started < len(self._buckets) and self._missing[self._started] == 0:
+        """Count a finished parameter and start all buckets that are complete."""
+        if self._unfinished:
+            self._unfinished[bucket] -= 1
+            while self._started < len(self._buckets) and self._unfinished[self._started] == 0:
                 self._start()
 
     def _start(self) -> None:
+        """Start the all-reduce of the next bucket."""
         sums = self._buckets[self._started]
         self._started += 1
-        if sums.dtype != torch.float32 and len(self._under_way) == COPIES:
+        if sums.dtype != torch.float32 and len(self._running) == COPIES:
             self._end()
-        values = sums.float()  # a copy of BF16 sums only
-        self._under_way.append(
-            (dist.all_reduce(values, group=self._group, async_op=True), values, sums)
-        )
+        values = sums.float()  # copies only BF16 sums
+        work = dist.all_reduce(values, group=self._group, async_op=True)
+        self._running.append((work, values, sums))
 
     def _end(self) -> None:
-        work, values, sums = self._under_way.popleft()
-        work.wait()  # on a GPU the stream waits, and not the host
+        """Wait for the oldest exchange and store its result in the bucket."""
+        work, values, sums = self._running.popleft()
+        work.wait()  # on a GPU this blocks the stream and not the host
         if values is not sums:
             sums.copy_(values)
 
 
 def _cut(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Neighbours in buckets of at most BUCKET values. One that is larger has a bucket of its own: others need not wait for it."""
+    """Group consecutive parameters into buckets of at most BUCKET values.
+
+    A parameter with more values gets a bucket to itself, so that other parameters need not wait for
+    it.
+    """
     bucket: list[nn.Parameter] = []
     for parameter in parameters:
         if bucket and sum(map(torch.numel, bucket)) + parameter.numel() > BUCKET:

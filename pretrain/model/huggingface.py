@@ -5,12 +5,13 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import json
 import math
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,8 +47,8 @@ from pretrain.settings.recipe import LossSettings, ModelSettings
 _OF_WEIGHTS = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
 )
-# Kept by the config classes under another name, so that they are no attribute of a fresh config.
-_RENAMED_KEYS = {"rope_theta", "torch_dtype", "dtype"}
+# Buffers that files of older versions hold; models compute them.
+_FORMER_BUFFERS = re.compile(r"(rotary_emb\.inv_freq|attn\.masked_bias)$")
 # What transformers and torch raise for values that they did not expect: an architecture checks values in its own way, or not at
 # all and fails where it first uses them.
 _WRONG_VALUES = (
@@ -96,15 +97,58 @@ transformers_logging.disable_progress_bar()  # they are drawn into log files too
 
 def load_config(settings: ModelSettings) -> PretrainedConfig:
     """The model's configuration, from `source` with `config` laid over it, or from `config` alone. InputError for an unknown
-    source, model type or key (transformers would keep the last silently), and for values that the configuration class refuses."""
+    source, model type or key (transformers would keep the last silently), for a key without
+    effect, and for values that the configuration class refuses."""
+    kind, stored, changes = _read(settings)
+    values = _rebased(kind, stored, changes) | changes if changes else stored
+    with _refusing(f"`model.config`: {kind.__name__} does not take these values"):
+        config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
+    for key in changes:
+        _check_effect(kind, values, key, over_source=bool(stored))
+    if "router_aux_loss_coef" in changes and not (
+        getattr(config, "output_router_logits", None)
+        and 0 <= config.router_aux_loss_coef < math.inf
+    ):
+        raise InputError(
+            f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or"
+            " more is wanted, and `model.config.output_router_logits: true`"
+        )
+    return config
+
+
+def kept_from_source(settings: ModelSettings) -> list[str]:
+    """Describe values of the source's config.json that would follow from `config` if the file did
+    not list them, such as `head_dim` under another `hidden_size`. One line, or none."""
+    if settings.source is None or not settings.config:
+        return []
+    kind, stored, changes = _read(settings)
+    base = _rebased(kind, stored, changes)
+    file = config_values(kind, base)
+    changed = config_values(kind, base | changes)
+    kept = [
+        f"{key}: {changed[key]}"
+        for key in sorted((base.keys() & changed.keys()) - changes.keys())
+        if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
+        and config_values(kind, _without(key, base)) == file
+    ]
+    return (
+        [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"]
+        if kept
+        else []
+    )
+
+
+def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
+    """Return the configuration class, the values of the source's config.json, and the changes of
+    `config`, both by the class's names of keys. Raise InputError for an unknown source or type."""
     changes, stored = copy.deepcopy(settings.config or {}), {}
     if settings.source is None:
-        kind = str(changes.pop("model_type"))
-        if kind not in CONFIG_MAPPING:
+        name = str(changes.pop("model_type"))
+        if name not in CONFIG_MAPPING:
             raise InputError(
-                f"`model.config.model_type`: transformers has no {kind!r}{_nearest(kind, CONFIG_MAPPING)}"
+                f"`model.config.model_type`: transformers has no {name!r}{_nearest(name, CONFIG_MAPPING)}"
             )
-        config = AutoConfig.for_model(kind)
+        kind = CONFIG_MAPPING[name]
     else:
         if not (stored := _stored_config(settings)):
             raise InputError(
@@ -115,70 +159,108 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
                 f"`model.source`: {settings.source} brings code of its own, which is never run; name another model"
             )
         with _refusing(f"`model.source`: {settings.source}: its config.json is not understood"):
-            config = AutoConfig.from_pretrained(
-                settings.repository, revision=settings.revision, trust_remote_code=False
+            kind = type(
+                AutoConfig.from_pretrained(
+                    settings.repository, revision=settings.revision, trust_remote_code=False
+                )
             )
-    if (named := changes.pop("model_type", config.model_type)) != config.model_type:
+    if (named := changes.pop("model_type", kind.model_type)) != kind.model_type:
         raise InputError(
-            f"`model.config.model_type: {named}`: `model.source` is a {config.model_type}; leave one of them out"
+            f"`model.config.model_type: {named}`: `model.source` is a {kind.model_type}; leave one of them out"
         )
-    known, other_names = {*dir(config), *_RENAMED_KEYS, *config.attribute_map}, config.attribute_map
-    if key := next(
-        (key for key in changes if key not in known and not _model_reads(key, type(config))), None
-    ):
-        near = _nearest(key, {*config.to_dict(), *other_names, *_RENAMED_KEYS})
-        raise InputError(f"`model.config.{key}`: {type(config).__name__} has no such key{near}")
+    names = kind.attribute_map | {"torch_dtype": "dtype"}
     if twice := next(
-        (key for key in changes if other_names.get(key, key) in changes.keys() - {key}), None
+        (key for key in changes if names.get(key, key) in changes.keys() - {key}), None
     ):
         raise InputError(
-            f"`model.config.{twice}` is another name of `model.config.{other_names[twice]}`; leave one out"
+            f"`model.config.{twice}` is another name of `model.config.{names[twice]}`; leave one out"
         )
     stored, changes = (
-        {other_names.get(key, key): value for key, value in each.items()}
-        for each in (stored, changes)
+        {names.get(key, key): value for key, value in each.items()} for each in (stored, changes)
     )
-    with _refusing(f"`model.config`: {type(config).__name__} does not take these values"):
-        config = type(config).from_dict(
-            _laid_over(stored, changes, config) | {"model_type": config.model_type}
-        )
-    if "router_aux_loss_coef" in changes and not getattr(config, "output_router_logits", None):
-        raise InputError(
-            "`model.config.router_aux_loss_coef` needs `model.config.output_router_logits: true`; set that too"
-        )
-    if "router_aux_loss_coef" in changes and not 0 <= config.router_aux_loss_coef < math.inf:
-        raise InputError(
-            f"`model.config.router_aux_loss_coef: {config.router_aux_loss_coef}`: a number of 0.0 or more is wanted"
-        )
-    return config
+    return kind, stored, changes
 
 
-def _laid_over(
-    stored: dict[str, Any], changes: dict[str, Any], config: PretrainedConfig
+def _rebased(
+    kind: type[PretrainedConfig],
+    stored: dict[str, Any],
+    changes: dict[str, Any],
 ) -> dict[str, Any]:
-    """A file's values, `stored`, with `changes` laid over them. A configuration is built anew from these, not from `config`,
-    the file's own: a configuration derives keys from others, as head_dim from hidden_size, and those would stay as they were.
+    """Return values that make the configuration of `stored`, and over which `changes` take effect.
 
-    transformers 5 also writes such keys into files. `layer_types` is left out where it only says what follows from other keys.
-    `rope_parameters` holds what older files call `rope_theta` and `rope_scaling`; where both are given, the older names win.
+    transformers 5 writes derived values into config.json. Lists that follow from other keys, such
+    as `layer_types`, are dropped. `rope_parameters` is replaced by the keys of older files, unless
+    `changes` sets it. Then `rope_scaling` of an older file is dropped.
     """
-    stored, older = dict(stored), ("rope_theta", "rope_scaling")
+    file, base = config_values(kind, stored), dict(stored)
     if "rope_parameters" in changes:
-        stored = {key: value for key, value in stored.items() if key not in older}
-    elif (rope := stored.get("rope_parameters")) and (
-        moved := {key: changes[key] for key in older if key in changes}
-    ):
-        if "rope_theta" not in rope:
-            raise InputError(
-                f"`model.config.{next(iter(moved))}`: each kind of layer has its own; set `rope_parameters` instead"
-            )
-        changes = {key: value for key, value in changes.items() if key not in older}
-        kept = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        changes["rope_parameters"] = kept | (moved.pop("rope_scaling", rope) or {}) | moved
-    if layer_types := stored.pop("layer_types", None):
-        derived = type(config).from_dict(copy.deepcopy(stored)).layer_types == config.layer_types
-        stored |= {} if derived else {"layer_types": layer_types}
-    return stored | changes
+        base.pop("rope_scaling", None)
+    elif isinstance(rope := stored.get("rope_parameters"), dict):
+        apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+        scaling = {key: value for key, value in rope.items() if key not in apart}
+        unfolded = _without("rope_parameters", base) | apart | {"rope_scaling": scaling}
+        base = unfolded if file.items() <= config_values(kind, unfolded).items() else base
+    for key in [key for key, value in base.items() if isinstance(value, list)]:
+        if file.items() <= config_values(kind, _without(key, base)).items():
+            del base[key]
+    return base
+
+
+def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the public values of the configuration that `values` make, none if they are refused.
+
+    A configuration stores unknown keys too. Two of them are therefore compared by the values of the
+    first, with `<=`. Warnings of transformers are not logged.
+    """
+    with ExitStack() as restored, suppress(*_WRONG_VALUES):
+        restored.callback(transformers_logging.set_verbosity, transformers_logging.get_verbosity())
+        transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+        made = kind.from_dict(copy.deepcopy(values)).to_dict()
+        return {key: value for key, value in made.items() if not key.startswith("_")}
+    return {}
+
+
+def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name != key}
+
+
+def _check_effect(
+    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+) -> None:
+    """Raise InputError if `kind` has no `key`, or if it has no effect beside the other `values`.
+
+    Without a source, a key of the class may lack an effect: published files have nulls in place of
+    defaults, and keys that a switch beside them turns off.
+    """
+    without = config_values(kind, _without(key, values))
+    public = not key.startswith("_") and not callable(getattr(kind, key, None))
+    if key in without:
+        # A dict is completed by the class, so it need not be equal.
+        accepted = not over_source or without[key] == values[key] or isinstance(values[key], dict)
+    else:
+        accepted = (
+            not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
+        )
+    if public and (accepted or not without.items() <= config_values(kind, values).items()):
+        return
+    if public and (key in without or _reacts(kind, {}, key)):
+        raise InputError(
+            f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} sets it itself, or"
+            " takes it from other keys, such as `rope_parameters` and `layer_types`, which "
+            "transformers 5 writes into a source's config.json; set those"
+        )
+    near = _nearest(key, {*without, *kind.attribute_map})
+    raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
+
+
+def _reacts(kind: type[PretrainedConfig], others: dict[str, Any], key: str) -> bool:
+    """Whether a value of `key` changes another key of the configuration that `others` make."""
+    without = config_values(kind, others)
+    made = (
+        config_values(kind, others | {key: value})
+        for value in (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
+    )
+    return any(values and not without.items() <= values.items() for values in made)
 
 
 def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
@@ -287,6 +369,7 @@ def build(
     From scratch, weights are drawn in FP32 from `seed` and then rounded, so that FP32 and BF16 runs start from the same draw.
     Every process draws the same.
     """
+    attention.admit_packed_sdpa(config)
     options = {"attn_implementation": backend, "trust_remote_code": False}
     if settings.weights_source is None:
         torch.manual_seed(seed)
@@ -310,10 +393,35 @@ def build(
             f"`model.source`: {settings.source}: has no weights for {len(missing)} of the model's parameters, {missing[0]} among "
             f"them; {remedy}"
         )
+    if surplus := sorted(
+        name for name in loading["unexpected_keys"] if not _FORMER_BUFFERS.search(name)
+    ):
+        raise InputError(
+            f"`model.source`: {settings.source}: {len(surplus)} of its weights have no place in the"
+            f" model, {surplus[0]} among them; {_making_room(settings, config, surplus) or remedy}"
+        )
     # which transformers forgets as it loads
     for name, parameter in build_on_meta(config).named_parameters():
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
+
+
+def _making_room(
+    settings: ModelSettings,
+    config: PretrainedConfig,
+    weights: list[str],
+) -> str | None:
+    """Say which key of `model.config` gives the model all of `weights`: a switch, or the number of
+    layers. None if no such key does."""
+    keys = {key: not value for key, value in config.to_dict().items() if isinstance(value, bool)}
+    layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
+    for key, value in ({"num_hidden_layers": max(layers, default=0) + 1} | keys).items():
+        with suppress(InputError):
+            changed = {"config": (settings.config or {}) | {key: value}}
+            larger = build_on_meta(load_config(settings.model_copy(update=changed)))
+            if {*weights} <= larger.state_dict().keys():
+                return f"set `model.config.{key}: {json.dumps(value)}`"
+    return None
 
 
 def build_on_first_rank(
@@ -329,6 +437,7 @@ def build_on_first_rank(
     """The model under FSDP2, with parameters of dtype `weights` on the meta device and real buffers; and on the first rank the
     parameters' values as `build` gives them, by name, in `kept`, in host memory. `part_from_first` hands them out. Collective;
     InputError on all ranks where the first cannot build it."""
+    attention.admit_packed_sdpa(config)
     reads = settings.weights_source is not None
     # what is drawn depends on the device that draws
     device = torch.device("cpu") if reads else accelerator.device

@@ -1,4 +1,4 @@
-"""Train on packed documents: the model that maps a microbatch to its loss, and a step's passes."""
+"""The language model on packed documents, and the forward and backward of a training step."""
 
 from __future__ import annotations
 
@@ -26,37 +26,44 @@ from pretrain.settings.recipe import LossSettings
 class PackedLanguageModel(nn.Module):
     """A causal language model that maps a packed microbatch to its summed loss.
 
-    `hf` keeps its parameter names. Everything that is added is in wrapped forwards
-    (pretrain.model.wrapping), in the class of the LM head, and in modules that compute in low
+    `hf` keeps its parameter names. What this project adds is in wrapped forwards
+    (`pretrain.model.wrapping`), in the class of the LM head, and in the modules that compute in low
     precision.
+
+    Args:
+        hf: The model of transformers. Its LM head is replaced by a `LossHead`.
+        attention: The name of the attention implementation, such as "packed_varlen".
+        loss: Loss and penalty.
+        context: Precision shared by all low-precision modules. By default nothing is quantized.
+
+    Attributes:
+        fused: The fused decoder layers, or None.
+        rank_sums: Sum of gradients over ranks that each hold the complete model, or None.
+        sharding: Gradient accumulation under FSDP2, or None.
+        routing: The routers of a mixture of experts, or None.
     """
 
     def __init__(
         self,
         hf: PreTrainedModel,
-        backend: str,
+        attention: str,
         loss: LossSettings,
         context: PrecisionContext | None = None,
     ) -> None:
-        """Wrap `hf`.
-
-        backend: the name of the packed attention.
-        context: the state that products share. By default nothing is quantized.
-        """
         super().__init__()
         self.hf = hf
-        self.backend = backend
+        self.attention = attention
         self.context = context or PrecisionContext(None, hf.dtype)
         self.fused: FusedLayers | None = None
-        self.rank_sums: RankSums | None = None  # if each of several processes holds all weights
-        self.sharding: Sharding | None = None  # under FSDP2
+        self.rank_sums: RankSums | None = None
+        self.sharding: Sharding | None = None
         self.routing = Routing.of(hf) if is_mixture(hf) else None
         if self.routing is not None:
             self.routing.in_fp32()
         hf.set_output_embeddings(LossHead.replacing(hf.get_output_embeddings(), loss, self.context))
-        # In each forward GPT-2 looks for padding that no mask hides, waits for the device to do so,
-        # and warns about a pack's EOS. The padding of a pack is a document without labels, so it
-        # needs no mask.
+        # GPT-2 looks for padding without a mask in each forward, which waits for the device, and
+        # warns about the end-of-text tokens of a pack. The padding of a pack is a document without
+        # labels, so it needs no mask.
         hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
     def forward(
@@ -67,19 +74,22 @@ class PackedLanguageModel(nn.Module):
         cu_seqlens: Tensor,
         max_seqlen: int,
     ) -> Tensor:
-        """Return the summed loss over the labels that are not -100, an FP32 scalar.
+        """Return the summed loss over all labels that are not -100, an FP32 scalar.
 
-        input_ids, position_ids, labels: [1, T] int64. Labels are shifted already.
-        cu_seqlens: [bucket] int32: 0, the ends of the documents, then T.
-        max_seqlen: the pack length.
+        In training it is the loss to minimize, with the penalty and the router loss. In evaluation
+        it is the cross-entropy.
 
-        In training the loss includes the penalty and the loss that balances experts. In evaluation it
-        is cross-entropy.
+        Args:
+            input_ids: [1, T] int64.
+            position_ids: [1, T] int64.
+            labels: [1, T] int64, already shifted.
+            cu_seqlens: [bucket] int32: 0, the ends of the documents, then T in the unused places.
+            max_seqlen: Pack length.
         """
         documents: dict[str, Any] = {"cu_seqlens": cu_seqlens, "max_seqlen": max_seqlen}
-        if self.routing is not None:  # which records them itself
-            documents["output_router_logits"] = False
-        if self.backend == "packed_sdpa":
+        if self.routing is not None:
+            documents["output_router_logits"] = False  # `Routing` records the logits
+        if self.attention == "packed_sdpa":
             documents["document_mask"] = attention.document_mask(
                 cu_seqlens, max_seqlen, input_ids.shape[1]
             )
@@ -89,36 +99,48 @@ class PackedLanguageModel(nn.Module):
             )
             with torch.profiler.record_function("loss"):
                 loss = self.hf.get_output_embeddings()(output.last_hidden_state, labels)
-        if self.routing is None:
-            return loss
-        return self.routing.add_loss(loss, labels, training=self.training)
+        if self.routing is not None:
+            loss = self.routing.add_loss(loss, labels, training=self.training)
+        return loss
 
-    # accelerate's FSDP2 preparation calls these to keep tied weights in one shard group.
+    # accelerate asks for these two under FSDP2, to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
         return self.hf.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
         return self.hf.get_output_embeddings()
 
-    def take_sums(self) -> dict[str, Tensor]:
-        """Return and reset the sums of losses and routers over labels, since the last call.
+    def discard_partial_gradients(self) -> None:
+        """Discard gradients that FSDP2 has accumulated but not reduced.
 
-        They are FP32 scalars of this rank's training, by their names in metrics.jsonl.
+        A backward leaves such gradients if it fails or is not the last of its step. Has no effect
+        without FSDP2. Collective.
+        """
+        if self.sharding is not None:
+            self.sharding.discard_partial_gradients()
+
+    def take_sums(self) -> dict[str, Tensor]:
+        """Return and reset the sums of this rank's losses and router statistics in training.
+
+        They are sums over labels since the last call, FP32 scalars by the names in metrics.jsonl.
         """
         parts = self.hf.get_output_embeddings().take_parts()
         sums = {} if parts is None else dict(zip(("loss", "penalty"), parts, strict=True))
-        return sums if self.routing is None else sums | self.routing.take_sums()
+        if self.routing is not None:
+            sums |= self.routing.take_sums()
+        return sums
 
     def mean_losses(
         self, accelerator: Accelerator, tokens: int, trained: Tensor
     ) -> dict[str, Tensor]:
-        """Return the losses of a step, FP32 scalars. Collective.
+        """Return the mean losses and the expert balance of a step, as FP32 scalars. Collective.
 
-        tokens: valid tokens over all ranks.
-        trained: the step's mean loss.
+        `loss` is the cross-entropy. Penalty and router loss are not multiplied by their weights.
 
-        `loss` is the cross-entropy within `trained`. Penalty and router loss are means without their
-        weights. A mixture also has the figures of its balance.
+        Args:
+            accelerator: The run's Accelerator.
+            tokens: Number of labels of all ranks.
+            trained: Mean loss that the step minimizes, the same on all ranks.
         """
         balance = self.routing.balance(accelerator) if self.routing else {}
         sums = self.take_sums()
@@ -126,9 +148,9 @@ class PackedLanguageModel(nn.Module):
         names += self.routing.names if self.routing else []
         if not names:
             return {"loss": trained}
-        nothing = torch.zeros((), device=trained.device)
-        stacked = torch.stack([sums.get(name, nothing) for name in names])
-        means = accelerator.reduce(stacked, reduction="sum") / max(tokens, 1)
+        zero = torch.zeros((), device=trained.device)
+        rank_sums = torch.stack([sums.get(name, zero) for name in names])
+        means = accelerator.reduce(rank_sums, reduction="sum") / max(tokens, 1)
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
         if "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
@@ -136,10 +158,13 @@ class PackedLanguageModel(nn.Module):
 
 
 def inputs_of(batch: Microbatch, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `PackedLanguageModel` on `device`. The copies do not wait."""
+    """Return the keyword arguments of `PackedLanguageModel.forward`, copied to `device`.
+
+    The copies are asynchronous.
+    """
     names = ("input_ids", "position_ids", "labels", "cu_seqlens")
     tensors = {name: getattr(batch, name).to(device, non_blocking=True) for name in names}
-    # The one shape that varies must recompile nothing.
+    # cu_seqlens is the only tensor whose shape varies. It must not trigger a recompilation.
     torch._dynamo.mark_dynamic(tensors["cu_seqlens"], 0)
     return {**tensors, "max_seqlen": batch.max_seqlen}
 
@@ -152,44 +177,50 @@ def forward_backward(
     *,
     first_apart: bool = False,
 ) -> Tensor:
-    """Accumulate the gradient of the step's mean loss. Return that loss, the same on every rank.
+    """Accumulate the gradient of a step's mean loss and return that loss, an FP32 scalar.
 
-    around_first: entered around the first microbatch, the one in which weights are quantized.
-    first_apart: when `around_first` ends, the gradients are still those of this rank's first
-        microbatch alone.
+    The mean loss is the sum over all valid tokens of the step on all ranks, divided by their
+    number. Gradients are summed over ranks, by `rank_sums` or by FSDP2, so the gradient of a token
+    is the same for any number of ranks. The returned loss is the same on every rank. Collective.
 
-    The loss is an FP32 scalar: the sum over all valid tokens of the step, divided by their number over
-    all ranks. The gradients of all ranks are summed by `rank_sums` or by FSDP2. So the gradient of a
-    token is the same on any number of ranks.
+    Args:
+        model: The model, with cleared gradients.
+        batches: The microbatches of this rank.
+        accelerator: The run's Accelerator.
+        around_first: Context manager that observes the first microbatch. Weights are quantized in
+            this microbatch.
+        first_apart: Exchange no gradients before `around_first` is left, even if the step has only
+            one microbatch.
     """
-    context, rank_sums, sharding = model.context, model.rank_sums, model.sharding
-    model.take_sums()  # drops those of forwards before the step
+    context = model.context
+    rank_sums = model.rank_sums
+    model.take_sums()  # discard the sums of forwards before this step
     tokens = max(batches.valid_tokens, 1)
     total = torch.zeros((), device=accelerator.device)
     last = len(batches.microbatches) - 1
     for index, microbatch in enumerate(batches.microbatches):
-        context.first_microbatch = index == 0  # in which weights are cast or quantized again
-        with ExitStack() as around:
-            if index == 0 and around_first is not None:
-                around.enter_context(around_first)
-            if index < last:
-                if sharding:
-                    around.enter_context(sharding.accumulating())
-            elif rank_sums and not (first_apart and index == 0):
-                around.enter_context(rank_sums.starting_early())
+        context.first_microbatch = index == 0  # casts or quantizes weights again
+        with ExitStack() as contexts:
+            if around_first is not None and index == 0:
+                contexts.enter_context(around_first)
+            if index == last:
+                if rank_sums and not (first_apart and index == 0):
+                    contexts.enter_context(rank_sums.starting_early())
+            elif model.sharding:
+                contexts.enter_context(model.sharding.accumulating())
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * (1 / tokens))
         total += loss_sum.detach()
-    context.first_microbatch = True  # for any forward before the next step
+    context.first_microbatch = True  # for a forward between this step and the next
     if rank_sums:
         rank_sums.finish()
     return accelerator.reduce(total, reduction="sum") / tokens
 
 
 def same_on_all_ranks(accelerator: Accelerator, *figures: Tensor) -> list[float]:
-    """Return the first rank's scalars as numbers, the same on every rank. Waits for the device.
+    """Return the first rank's scalars as floats, so that all ranks take the same decisions.
 
-    So all ranks decide alike by them.
+    Waits for the device. Collective.
     """
     stacked = torch.stack([figure.to(accelerator.device) for figure in figures])
     if accelerator.num_processes > 1:

@@ -1,17 +1,21 @@
-"""FSDP2 as accelerate has set it up: when weights are gathered, and where gradients add up. Configured, not rewritten.
+"""Gradient accumulation under FSDP2, on the shard groups that accelerate has created.
 
-accelerate makes a shard group of each decoder layer, of the embedding, of the head (of both where they are tied) and of what is
-left, the final norm. docs/scaling.md says when a group is gathered and reduced: once a step (ZeRO-2), where each rank adds its
-gradients up whole, or for each use (ZeRO-3), where microbatches add up in the shards, in `kept`.
+accelerate creates a shard group for each decoder layer, for the embedding, for the head (one for
+both if they are tied), and for the rest, which is the final norm. docs/scaling.md describes when a
+group is gathered and reduced. Either once a step (ZeRO-2): each rank accumulates unsharded
+gradients. Or for each use (ZeRO-3): microbatches accumulate in the shards, in dtype `kept`.
 
-In both, the sums are FSDP2's own `unsharded_accumulated_grad`, which it adds to and reduces. We say where they lie: the gathered
-parameters have a `main_grad`, which products add to by themselves. For each use, all groups share one memory, since only one of
-them is in its backward at a time.
+In both cases the sums are `unsharded_accumulated_grad` of FSDP2, which adds to them and reduces
+them. `Sharding` decides where they are stored: gathered parameters have a `main_grad`, which matrix
+products add to. With ZeRO-3 all groups share one memory, because only one group at a time is in its
+backward.
 
-FSDP2 returns gradients in the parameter's dtype, which would round the FP32 sums of BF16 weights. `kept` is the dtype to return
-instead: with FP32, BF16 shards and their remainder bits (`weights: bf16_exact`) take the very updates that one process makes.
+FSDP2 returns gradients in the parameter's dtype. That would round the FP32 sums of BF16 weights.
+`kept` is the dtype to return instead. With FP32, BF16 shards and their remainder bits (`weights:
+bf16_exact`) get the same updates as in one process.
 
-Private attributes of FSDP2's groups and parameters are used, which torch 2.11 to 2.13 have.
+This file uses private attributes of FSDP2's groups and parameters, which exist in torch 2.11 to
+2.13.
 """
 
 from __future__ import annotations
@@ -34,21 +38,26 @@ from pretrain.model.gradients import attach_sums, empty_sums, sum_rows_in_fp32, 
 
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
-    """This process's part, as `parameter` is sharded, of the first rank's `values`, which have the parameter's whole shape and
-    `dtype`; the other ranks pass None. Collective."""
+    """Shard the first rank's `values` like `parameter` and return this process's part.
+
+    On the first rank `values` has the full shape of `parameter` and dtype `dtype`. The other ranks
+    pass None. Collective.
+    """
     device = torch.device(parameter.device_mesh.device_type)
-    whole = (
-        torch.empty(parameter.shape, dtype=dtype, device=device)
-        if values is None
-        else values.to(device)
-    )
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements).to_local()
+    if values is None:
+        full = torch.empty(parameter.shape, dtype=dtype, device=device)
+    else:
+        full = values.to(device)
+    return distribute_tensor(full, parameter.device_mesh, parameter.placements).to_local()
 
 
 @contextmanager
 def gathered(model: nn.Module) -> Iterator[None]:
-    """Holds whole, while entered, what no decoder layer owns: embedding, final norm, head. Collective; without FSDP2 it does
-    nothing. For calls that go past the forward of the prepared `model`, whose own hooks would do it, such as generation."""
+    """Keep the parameters outside of decoder layers gathered: embedding, final norm and head.
+
+    For calls that bypass the forward of the prepared `model` and its hooks, such as generation. Has
+    no effect without FSDP2. Collective.
+    """
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in sharded:
         if not isinstance(module, GradientCheckpointingLayer):
@@ -56,7 +65,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module in sharded:  # layers too: they may have been kept after their forward
+        # Layers may have stayed gathered after their forward.
+        for module in sharded:
             module.reshard()
 
 
@@ -64,27 +74,33 @@ def gathered(model: nn.Module) -> Iterator[None]:
 class _Group:
     """Parameters that are gathered and reduced together."""
 
-    module: FSDPModule  # one of those that the group was made of
+    module: FSDPModule  # one of the modules of the group
     fsdp: Any  # torch's FSDPParamGroup
-    sums: Tensor | None = None  # the memory that they add up in
-    shares: bool = False  # the memory with other groups
+    sums: Tensor | None = None  # memory of the main gradients
+    shares_memory: bool = False  # with other groups
 
     @property
     def trained(self) -> list[Any]:
-        """torch's FSDPParam of each parameter that is trained."""
-        return [each for each in self.fsdp.fsdp_params if each.sharded_param.requires_grad]
+        """torch's FSDPParam for each trained parameter."""
+        return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
 
     @property
-    def adds_up(self) -> bool:
-        """Whether its sums hold something that is not reduced yet."""
-        return any(each.unsharded_accumulated_grad is not None for each in self.trained)
+    def is_accumulating(self) -> bool:
+        """True if the main gradients hold values that are not reduced yet."""
+        return any(param.unsharded_accumulated_grad is not None for param in self.trained)
 
 
 class Sharding:
-    """The groups of one prepared model; made once, after accelerate has sharded it. Collective, as all that it does.
+    """Main gradients and their reduction for one model that accelerate has sharded.
 
-    `kept`: the dtype of the reduced gradient in the shards. `stacks`: parameters of the sharded model that are the rows of one
-    matrix, as in `attach_main_gradients`. `once_a_step`: the first of the two ways above.
+    Create it once, after `accelerator.prepare`. All methods are collective.
+
+    Args:
+        model: The prepared model.
+        kept: Dtype of the reduced gradients in the shards.
+        stacks: Parameters of the sharded model that are the rows of one matrix; see
+            `attach_main_gradients`.
+        once_a_step: Gather and reduce once a step (ZeRO-2) instead of for each use (ZeRO-3).
     """
 
     def __init__(
@@ -96,10 +112,13 @@ class Sharding:
         once_a_step: bool,
     ) -> None:
         self.once_a_step = once_a_step
-        self._model, self._kept = model, kept
-        # A fused layer returns a view of what it computed. No layer writes into what came in, which is what torch warns of.
+        self._model = model
+        self._kept = kept
+        # A fused layer returns a view of its result. torch warns because a layer might write into
+        # its input, and no layer does.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
+        self._choose_shared_memory()
         self._attach(stacks)
         for group in self._groups:
             for module in group.fsdp.modules:
@@ -108,13 +127,13 @@ class Sharding:
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Put this around the forward and backward of every microbatch of a step but the last."""
+        """Accumulate gradients of a microbatch that is not the last of its step."""
         model = self._model
         if self.once_a_step:
             model.set_requires_gradient_sync(False)
             model.set_reshard_after_backward(False)
         else:
-            # replicas of shards exchange their sums once a step
+            # Replicas of shards exchange their sums once a step.
             model.set_requires_all_reduce(False)
         try:
             yield
@@ -122,85 +141,110 @@ class Sharding:
             model.set_requires_gradient_sync(True)
             model.set_reshard_after_backward(True)
 
-    def abandon(self) -> None:
-        """Forget sums that were not reduced, as a backward leaves that failed or was not a step's last, and reshard."""
+    def discard_partial_gradients(self) -> None:
+        """Discard sums that are not reduced, and reshard.
+
+        A backward leaves such sums if it fails or is not the last of its step.
+        """
         for group in self._groups:
-            for each in group.fsdp.fsdp_params:
-                each.unsharded_accumulated_grad = each._unsharded_param.grad = None
+            for param in group.fsdp.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                param._unsharded_param.grad = None
         self._reshard()
 
     def _reshard(self) -> None:
         for group in self._groups:
             group.module.reshard()
 
-    def _attach(self, stacks: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Give each gathered parameter its sum; the parameter is the same object each time that it is gathered again."""
+    def _choose_shared_memory(self) -> None:
+        """Decide which groups store their main gradients in the same memory."""
         for number, group in enumerate(self._groups):
-            # The model's own group, and that of a tied head and embedding, are in their backward beside others.
-            beside_others = (number == 0 and group.module is self._model) or len(
-                group.fsdp.modules
-            ) > 1
-            group.shares = not (self.once_a_step or beside_others)
+            is_root = number == 0 and group.module is self._model
+            is_tied = len(group.fsdp.modules) > 1  # embedding and head
+            # The backward of these two groups overlaps with that of others.
+            overlaps = is_root or is_tied
+            group.shares_memory = not (self.once_a_step or overlaps)
+
+    def _attach(self, stacks: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Give each gathered parameter a main gradient.
+
+        A gathered parameter is the same object every time that it is gathered.
+        """
         shared = None
-        if sharing := [group for group in self._groups if group.shares]:
+        sharing = [group for group in self._groups if group.shares_memory]
+        if sharing:
             values = max(
-                values_of_sums(each.sharded_param for each in group.trained) for group in sharing
+                values_of_sums(p.sharded_param for p in group.trained) for group in sharing
             )
-            shared = torch.empty(
-                values, dtype=torch.float32, device=sharing[0].trained[0].sharded_param.device
-            )
+            device = sharing[0].trained[0].sharded_param.device
+            shared = torch.empty(values, dtype=torch.float32, device=device)
         for group in self._groups:
             trained = group.trained
             group.module.unshard()
-            whole = {id(each.sharded_param): each._unsharded_param for each in trained}
-            rows = [[whole[id(one)] for one in stack] for stack in stacks if id(stack[0]) in whole]
+            gathered_of = {id(param.sharded_param): param._unsharded_param for param in trained}
+            rows = [
+                [gathered_of[id(parameter)] for parameter in stack]
+                for stack in stacks
+                if id(stack[0]) in gathered_of
+            ]
             if trained:
-                group.sums = attach_sums(
-                    list(whole.values()), torch.float32, rows, shared if group.shares else None
-                )
-            for each in trained:
-                each.sharded_param.grad_dtype = None  # any
-                for module in (each._module_info.module, *each._module_info.shared_modules):
+                memory = shared if group.shares_memory else None
+                group.sums = attach_sums(list(gathered_of.values()), torch.float32, rows, memory)
+            for param in trained:
+                param.sharded_param.grad_dtype = None  # accepts gradients of any dtype
+                for module in (param._module_info.module, *param._module_info.shared_modules):
                     if isinstance(module, nn.Embedding):
                         sum_rows_in_fp32(module)
             group.module.reshard()
 
     def _after_forward(self, group: _Group, module: nn.Module, inputs: Any, output: Any) -> None:
-        """Prepares the backward as FSDP2 does: a hook on what a group's forward returned runs before all else in its backward."""
+        """Register `_before_backward` on the outputs of a group's forward.
+
+        FSDP2 prepares its backward in the same way: a hook on an output runs before everything else
+        in the group's backward.
+        """
         if torch.is_grad_enabled():
             for tensor in pytree.tree_leaves(output):
                 if isinstance(tensor, Tensor) and tensor.requires_grad:
                     tensor.register_hook(lambda gradient: self._before_backward(group))
 
     def _before_backward(self, group: _Group) -> None:
+        """Empty a group's main gradients and pass them to FSDP2, at the first use in a step."""
         group.fsdp._orig_dtype = self._kept
-        # an earlier microbatch's, or that of another module of the group
-        if group.adds_up or group.sums is None:
+        # The sums may come from an earlier microbatch or from another module of the group.
+        if group.is_accumulating or group.sums is None:
             return
-        if group.shares and any(other.shares and other.adds_up for other in self._groups):
+        if group.shares_memory and any(
+            other.shares_memory and other.is_accumulating for other in self._groups
+        ):
             raise RuntimeError(
-                "FSDP2: the backward of a shard group began before that of another had ended, in the same memory"
+                "FSDP2: the backward of a shard group began before that of another group had "
+                "ended, and both use the same memory"
             )
         empty_sums(group.sums)
-        for each in group.trained:
-            each.unsharded_accumulated_grad = each._unsharded_param.main_grad
+        for param in group.trained:
+            param.unsharded_accumulated_grad = param._unsharded_param.main_grad
 
     def _after_model(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        """No backward will give back what a forward without gradients has gathered; and weights may be changed next."""
+        """Reshard after a forward without gradients.
+
+        No backward will reshard, and the weights may be changed next.
+        """
         if not torch.is_grad_enabled():
             self._reshard()
 
 
 def _groups_of(model: nn.Module) -> list[_Group]:
-    """Each once, that of `model` itself first where it has one."""
+    """Return the shard groups of `model` without repetition, that of `model` itself first."""
     groups: dict[int, _Group] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
-            # torch 2.11 may know one group a module, later versions several.
-            several = hasattr(state, "_fsdp_param_groups")
-            for fsdp in (
-                state._fsdp_param_groups if several else filter(None, [state._fsdp_param_group])
-            ):
+            # A module has one group in torch 2.11 and may have several in later versions.
+            if hasattr(state, "_fsdp_param_groups"):
+                param_groups = state._fsdp_param_groups
+            else:
+                param_groups = filter(None, [state._fsdp_param_group])
+            for fsdp in param_groups:
                 groups.setdefault(id(fsdp), _Group(module, fsdp))
     return list(groups.values())

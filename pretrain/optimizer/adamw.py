@@ -1,7 +1,7 @@
-"""AdamW for every way to store weights, its parameter groups, gradient norm and clipping, and its state by parameter name.
+"""AdamW over FP32, BF16 and exact BF16 weights, with gradient norm, clipping and named state.
 
-Every way (pretrain.optimizer.exact_weights) takes the same update in FP32, so BF16 weights with remainders follow the trajectory
-of FP32 weights bit for bit.
+The update is computed in FP32, however weights are stored (see `pretrain.optimizer.exact_weights`).
+BF16 weights with remainders therefore follow the trajectory of FP32 weights bit for bit.
 """
 
 from __future__ import annotations
@@ -23,21 +23,30 @@ from pretrain.settings.recipe import OptimizerSettings
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from pretrain.model.packed import PackedLanguageModel
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
-# Values of a parameter that a CPU updates at once. The dozen operations then find them in its caches, a megabyte of each
-# tensor; a whole matrix would come from memory for each of them.
+# Number of values that a CPU updates at once. The dozen operations of an update then find their
+# operands in the cache, with a megabyte of each tensor, instead of reading a whole matrix from
+# memory each time.
 IN_CACHE = 1 << 18
 
 
 class ExactAdamW(torch.optim.Optimizer):
-    """AdamW over FP32 and BF16 parameters, plain or DTensor, with or without the remainders that make BF16 exact.
+    """AdamW over FP32 and BF16 parameters, plain or DTensor, with optional exact BF16 weights.
 
-    `exact`: keep remainders for BF16 parameters. FP32 parameters need none.
-    `moments`: dtype of both moments, FP32 or BF16. None: FP32 where updates are exact; for plain BF16 parameters BF16, as in
-    torch. BF16 moments halve their memory, but with beta2 at 0.999 a second moment then never shrinks: one part in a thousand is
-    less than half a unit in its last place.
+    The state of a parameter has `exp_avg`, `exp_avg_sq`, `remainder` (BF16 with `exact` only), and
+    `step`, which is on the host so that reading it needs no synchronization.
 
-    State of a parameter: `exp_avg`, `exp_avg_sq`, `remainder` (mode bf16_exact), and `step` on the host, so that nothing waits.
+    Args:
+        params: Parameters or parameter groups.
+        exact: Keep the 16 remainder bits that make a BF16 parameter exact. FP32 parameters need
+            none.
+        moments: Dtype of both moments, FP32 or BF16. By default, moments are FP32, but BF16 for
+            BF16 parameters without `exact`, as in torch. BF16 moments take half the memory. With
+            beta2 = 0.999 a BF16 second moment never shrinks, because 0.1 % is less than half a unit
+            in its last place.
+        defaults: `lr`, `betas`, `eps` and `weight_decay` for groups that do not set them.
     """
 
     def __init__(
@@ -48,86 +57,106 @@ class ExactAdamW(torch.optim.Optimizer):
         moments: torch.dtype | None = None,
         **defaults: Any,
     ) -> None:
-        """`defaults`: lr, betas, eps and weight_decay of the groups in `params` that do not say them."""
         super().__init__(params, defaults)
-        self.exact, self.moments = exact, moments
-        # values in the last step, and lost updates among them
-        self._updated, self._lost = 0, torch.zeros((), dtype=torch.int64)
+        self.exact = exact
+        self.moments = moments
+        # Of the last step on this process: updated values, and those whose update was lost.
+        self._updated_count = 0
+        self._lost_count = torch.zeros((), dtype=torch.int64)
 
     def materialise(self) -> None:
-        """Allocate all state now: what does not fit fails at the start, and a checkpoint has a place to load into."""
+        """Allocate the state of all parameters.
+
+        A run that does not fit into memory then fails at its start, and a checkpoint can be loaded
+        in place.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._state_of(parameter)
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return the state of a parameter, and allocate it at the first call."""
         state = self.state[parameter]
         if not state:
-            bf16 = parameter.dtype == torch.bfloat16
-            moments = self.moments or (torch.bfloat16 if bf16 and not self.exact else torch.float32)
+            is_bf16 = parameter.dtype == torch.bfloat16
+            default = torch.bfloat16 if is_bf16 and not self.exact else torch.float32
             state["step"] = torch.zeros(())
-            state |= {name: torch.zeros_like(parameter, dtype=moments) for name in MOMENTS}
-            if bf16 and self.exact:
+            for name in MOMENTS:
+                state[name] = torch.zeros_like(parameter, dtype=self.moments or default)
+            if is_bf16 and self.exact:
                 state["remainder"] = torch.zeros_like(parameter, dtype=torch.int16)
         return state
 
     @torch.no_grad()
     def set_master(self, parameter: Tensor, master: Tensor) -> None:
-        """Store the FP32 `master`, a tensor like the parameter or its local part, as this parameter's mode does."""
-        weight, remainder = local_part(master), self._state_of(parameter).get("remainder")
+        """Store the FP32 weight `master` in `parameter` and, with `exact`, in its remainder.
+
+        `master` has the layout of the parameter, or is its local part.
+        """
+        weight = local_part(master)
+        remainder = self._state_of(parameter).get("remainder")
         if remainder is not None:
-            weight, rest = split(weight)
-            local_part(remainder).copy_(rest)
+            weight, remainder_bits = split(weight)
+            local_part(remainder).copy_(remainder_bits)
         local_part(parameter).copy_(weight)
 
     @torch.no_grad()
     def step(self, *, clip_coefficient: Tensor | None = None) -> None:
-        """One update of every parameter with a gradient, each gradient times `clip_coefficient`, an FP32 scalar on its device.
+        """Update every parameter that has a gradient.
 
-        Clipping here spares reading and writing all gradients once more, and the rounding of clipped BF16 gradients.
+        Each gradient is multiplied by `clip_coefficient`, an FP32 scalar on its device. Clipping
+        here saves one pass over all gradients, and the rounding of clipped BF16 gradients.
         """
         updates: list[Update] = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                if (gradient := gradient_of(parameter)) is None:
+                gradient = gradient_of(parameter)
+                if gradient is None:
                     continue
                 state = self._state_of(parameter)
                 state["step"] += 1
+                beta1, beta2 = group["betas"]
                 hyper = Hyperparameters(
-                    group["lr"],
-                    group["weight_decay"],
-                    *group["betas"],
-                    group["eps"],
-                    int(state["step"]),
+                    learning_rate=group["lr"],
+                    weight_decay=group["weight_decay"],
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=group["eps"],
+                    step=int(state["step"]),
                 )
-                tensors = (
-                    parameter,
-                    state.get("remainder"),
-                    gradient.contiguous(),
-                    *(state[name] for name in MOMENTS),
+                remainder = state.get("remainder")
+                tensors = ParameterTensors(
+                    weight=local_part(parameter),
+                    remainder=None if remainder is None else local_part(remainder),
+                    gradient=local_part(gradient.contiguous()),
+                    exp_avg=local_part(state["exp_avg"]),
+                    exp_avg_sq=local_part(state["exp_avg_sq"]),
                 )
-                local = ParameterTensors(
-                    *(None if each is None else local_part(each) for each in tensors)
-                )
-                if local.weight.numel():  # a process may hold no part of a sharded parameter
-                    updates.append((local, hyper))
-        self._updated = sum(tensors.weight.numel() for tensors, _ in updates)
-        self._lost = _update_all(updates, clip_coefficient)
+                if tensors.weight.numel():  # a process may hold no part of a sharded parameter
+                    updates.append((tensors, hyper))
+        self._updated_count = sum(tensors.weight.numel() for tensors, _ in updates)
+        self._lost_count = _update_all(updates, clip_coefficient)
 
     def frozen_counts(self) -> Tensor:
-        """Counts of the last step on the parameters' device, int64 [2]: this process's values whose update was lost, and all.
+        """Return this process's number of lost updates and of all updates in the last step.
 
-        Lost means that the update was not zero and the stored weight (in mode bf16_exact: the master) is what it was before. An
-        update is zero where the learning rate is, or where neither its first moment nor its decay moves the weight.
+        The result is int64 of shape [2] on the parameters' device. An update is lost if it is not
+        zero but leaves the stored weight unchanged (with `exact`, the master). An update is zero if
+        the learning rate is zero, or if neither the first moment nor the decay moves the weight.
         """
-        return torch.stack([self._lost, torch.full_like(self._lost, self._updated)])
+        return torch.stack(
+            [self._lost_count, torch.full_like(self._lost_count, self._updated_count)]
+        )
 
 
-# ── The update ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The update ──
 
 
 class Hyperparameters(NamedTuple):
-    """The numbers of one update, in double precision; each is rounded to FP32 where it is used, as torch does with its own."""
+    """Numbers of one update, in double precision.
+
+    They are rounded to FP32 where they are used, as in torch.
+    """
 
     learning_rate: float
     weight_decay: float
@@ -138,63 +167,77 @@ class Hyperparameters(NamedTuple):
 
     @property
     def decay(self) -> float:
+        """Factor of the weight in decoupled weight decay."""
         return 1 - self.learning_rate * self.weight_decay
 
     @property
     def step_size(self) -> float:
+        """Learning rate with the bias correction of the first moment."""
         return self.learning_rate / (1 - self.beta1**self.step)
 
     @property
     def bias_correction2_sqrt(self) -> float:
+        """Square root of the bias correction of the second moment."""
         return math.sqrt(1 - self.beta2**self.step)
 
 
 class ParameterTensors(NamedTuple):
-    """The local tensors of one parameter: contiguous, of one shape and device."""
+    """Local tensors of one parameter: contiguous, of the same shape and device."""
 
     weight: Tensor  # FP32 or BF16
-    remainder: Tensor | None  # int16, in mode bf16_exact
+    remainder: Tensor | None  # int16, of exact BF16 weights
     gradient: Tensor  # FP32 or BF16
-    exp_avg: Tensor  # FP32 or BF16, both moments alike
-    exp_avg_sq: Tensor
+    exp_avg: Tensor  # FP32 or BF16
+    exp_avg_sq: Tensor  # of the dtype of exp_avg
 
 
 Update = tuple[ParameterTensors, Hyperparameters]
 
 
 def _update_all(updates: Sequence[Update], clip_coefficient: Tensor | None) -> Tensor:
-    """Update all of these in place, each gradient times the FP32 scalar `clip_coefficient`; returns how many updates were lost
-    (ExactAdamW.frozen_counts), an int64 scalar on their device."""
+    """Update parameters in place and return the number of lost updates.
+
+    The number is an int64 scalar on the parameters' device; see `ExactAdamW.frozen_counts`. Each
+    gradient is multiplied by the FP32 scalar `clip_coefficient`.
+    """
     if updates and updates[0][0].weight.is_cuda:
-        # needs Triton, which machines without a GPU may lack
+        # Imported here because a machine without a GPU may lack Triton.
         from pretrain.optimizer.adamw_kernel import update_by_kernel
 
         return update_by_kernel(updates, clip_coefficient)
     lost = torch.zeros((), dtype=torch.int64)
     for tensors, hyper in updates:
-        pieces = (
-            repeat(None) if each is None else each.view(-1).split(IN_CACHE) for each in tensors
+        chunks = (
+            repeat(None) if tensor is None else tensor.view(-1).split(IN_CACHE)
+            for tensor in tensors
         )
-        for piece in zip(*pieces, strict=False):  # a missing remainder has no end
-            lost += _update(ParameterTensors(*piece), hyper, clip_coefficient)
+        for chunk in zip(*chunks, strict=False):  # `repeat`, for a missing remainder, is endless
+            lost += _update(ParameterTensors(*chunk), hyper, clip_coefficient)
     return lost
 
 
 def _update(
     tensors: ParameterTensors, hyper: Hyperparameters, clip_coefficient: Tensor | None
 ) -> Tensor:
-    """The algorithm is Loshchilov and Hutter's (arXiv:1711.05101, algorithm 2). The operations and their order are those of
-    torch.optim.adam._single_tensor_adam, in FP32 whatever is stored: FP32 masters get torch.optim.AdamW's bits, and BF16 moments
-    and plain BF16 weights are rounded once, when they are written. The kernel for GPUs rounds in the same places."""
-    weight, remainder = tensors.weight, tensors.remainder
-    in_place = weight.dtype == torch.float32  # the weight is its own master
+    """Update one parameter in place and return the number of lost updates, an int64 scalar.
+
+    The algorithm is algorithm 2 of Loshchilov and Hutter (arXiv:1711.05101). The operations and
+    their order match `torch.optim.adam._single_tensor_adam`, in FP32 whatever is stored.
+    FP32 masters get the same bits as from `torch.optim.AdamW`. BF16 moments and BF16 weights
+    without remainder are rounded once, when they are written. The Triton kernel rounds in the same
+    places.
+    """
+    weight = tensors.weight
+    remainder = tensors.remainder
+    in_place = weight.dtype == torch.float32  # an FP32 weight is its own master
     before = weight.to(torch.float32, copy=True) if remainder is None else join(weight, remainder)
     gradient = tensors.gradient.float()
     if clip_coefficient is not None:
         gradient = gradient * clip_coefficient
     master = weight if in_place else before.clone()
-    # FP32 moments: no copies
-    exp_avg, exp_avg_sq = tensors.exp_avg.float(), tensors.exp_avg_sq.float()
+    # FP32 moments are updated in place: `float` returns the tensor itself.
+    exp_avg = tensors.exp_avg.float()
+    exp_avg_sq = tensors.exp_avg_sq.float()
 
     if hyper.weight_decay != 0:
         master.mul_(hyper.decay)
@@ -206,28 +249,35 @@ def _update(
     if exp_avg is not tensors.exp_avg:
         tensors.exp_avg.copy_(exp_avg)
         tensors.exp_avg_sq.copy_(exp_avg_sq)
+    after = master
     if remainder is not None:
-        for stored, part in zip((weight, remainder), split(master), strict=True):
-            stored.copy_(part)
+        rounded, remainder_bits = split(master)
+        weight.copy_(rounded)
+        remainder.copy_(remainder_bits)
     elif not in_place:
         weight.copy_(master)
-    after = weight if remainder is None else master
-    # `bool` of a number is `!= 0` in a tenth of the time that a CPU takes to compare. An infinite weight counts as changed.
+        after = weight
+    # On a CPU, `bool` of a number takes a tenth of the time of `!= 0`. An infinite weight counts as
+    # changed.
     moved = exp_avg.bool()
     if hyper.weight_decay != 0:
         moved |= before.bool()
-    return (moved & ~(after - before).bool()).sum() * (hyper.learning_rate != 0)
+    unchanged = ~(after - before).bool()
+    return (moved & unchanged).sum() * (hyper.learning_rate != 0)
 
 
-# ── Around it ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Building, clipping and the state of the optimizer ──
 
 
 def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: bool) -> ExactAdamW:
-    """AdamW as the settings say: matrices and embeddings decay, norms and biases do not. `exact` keeps the remainders of BF16
-    parameters."""
+    """Build AdamW for the trained parameters of `model`.
+
+    Weight decay applies to matrices and embeddings, not to norms and biases. `exact` keeps the
+    remainders of BF16 parameters.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    decayed = [p for p in parameters if p.dim() >= 2]
-    not_decayed = [p for p in parameters if p.dim() < 2]
+    decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+    not_decayed = [parameter for parameter in parameters if parameter.dim() < 2]
     return ExactAdamW(
         [
             {"params": decayed, "weight_decay": settings.weight_decay},
@@ -242,48 +292,61 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings, *, exact: boo
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of all parameter groups."""
     for group in optimizer.param_groups:
         group["lr"] = learning_rate
 
 
 @torch.no_grad()
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
-    """L2 norm over all gradients, an FP32 scalar on their device, over all shards where they are sharded.
+    """Return the L2 norm of all gradients, an FP32 scalar on their device, over all shards.
 
-    Summed in FP32 also for BF16 gradients: torch's own clip_grad_norm_ would return a BF16 number of three digits.
+    It is summed in FP32 for BF16 gradients too. torch's `clip_grad_norm_` would return a BF16 value
+    with three digits.
     """
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    whole = [norm for norm in norms if not isinstance(norm, DTensor)]
-    # stacked first, so that one exchange serves them all
-    if sharded := [norm for norm in norms if isinstance(norm, DTensor)]:
-        whole.append(torch.linalg.vector_norm(torch.stack(sharded)).full_tensor())
-    return torch.linalg.vector_norm(torch.stack(whole))
+    full_norms = [norm for norm in norms if not isinstance(norm, DTensor)]
+    sharded_norms = [norm for norm in norms if isinstance(norm, DTensor)]
+    if sharded_norms:
+        # Stack the norms first, so that they need a single all-reduce.
+        full_norms.append(torch.linalg.vector_norm(torch.stack(sharded_norms)).full_tensor())
+    return torch.linalg.vector_norm(torch.stack(full_norms))
 
 
 def clip_coefficient(norm: Tensor, limit: float | None) -> Tensor | None:
-    """The factor that brings gradients of this norm to at most `limit`, an FP32 scalar on its device; None: no limit."""
+    """Return the factor that scales gradients of norm `norm` to at most `limit`.
+
+    The factor is an FP32 scalar on the device of `norm`, or None without a limit.
+    """
     return None if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
 
-def clear_gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Clear the gradients of the step that is done. Main gradients are cleared in place; any others give their memory back."""
-    if sharding := getattr(model, "sharding", None):
-        sharding.abandon()
+def clear_gradients(optimizer: torch.optim.Optimizer, model: PackedLanguageModel) -> None:
+    """Clear the gradients of a finished step.
+
+    Main gradients are cleared in place; other gradients are freed.
+    """
+    model.discard_partial_gradients()
     clear_main_gradients(model.parameters())
     optimizer.zero_grad()
 
 
 def frozen_share(optimizer: ExactAdamW, accelerator: Accelerator) -> float:
-    """The fraction of all parameters whose non-zero update left their stored weight as it was, in the step just done."""
-    frozen, total = accelerator.reduce(
-        optimizer.frozen_counts().to(accelerator.device), reduction="sum"
-    ).tolist()
+    """Return the fraction of all parameter values whose update was lost in the last step.
+
+    See `ExactAdamW.frozen_counts`. Collective.
+    """
+    counts = optimizer.frozen_counts().to(accelerator.device)
+    frozen, total = accelerator.reduce(counts, reduction="sum").tolist()
     return frozen / max(total, 1)
 
 
 def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
-    """The state tensors as `exp_avg/<parameter name>` and so on, live: writing into them is loading."""
+    """Return the state tensors by name, such as `exp_avg/<parameter name>`, without `step`.
+
+    They are the optimizer's own tensors: writing into them loads a state.
+    """
     names = {parameter: name for name, parameter in model.named_parameters()}
     return {
         f"{key}/{names[parameter]}": tensor
@@ -295,6 +358,9 @@ def named_state(optimizer: ExactAdamW, model: nn.Module) -> dict[str, Tensor]:
 
 
 def set_updates_done(optimizer: torch.optim.Optimizer, updates: int) -> None:
-    """Set how many updates the moments have seen, by which their bias is corrected: training steps less the skipped ones."""
+    """Set the number of updates that the moments have seen, for their bias correction.
+
+    It is the number of training steps without the skipped ones.
+    """
     for state in optimizer.state.values():
         state["step"].fill_(updates)

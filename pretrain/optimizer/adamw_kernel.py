@@ -1,12 +1,16 @@
-"""AdamW on a GPU: one launch for all tensors of the same dtypes, each value read once and written once.
+"""AdamW in one Triton launch for all parameters of the same dtypes.
 
-A launch finds its tensors through a table of their addresses. With a launch a tensor an H200 waits for the host for some 15 ms a
-step of Qwen3-1.7B, which has 310 tensors: 0.9 % of a step in FP8.
+Each value is read and written once.
 
-The arithmetic is written rounding by rounding, and the compiler may not fuse what is written apart. All ways to store weights
-share it, so FP32 masters and BF16 weights with remainders get the same bits. It rounds where torch's CPU operations round: lerp_
-and addcmul_ use fused multiply-adds, here tl.fma. This holds for beta1 above 0.5, where lerp_ changes its formula. The square
-root here is the nearest FP32 number; torch's on a CPU may be the one beside it.
+A launch reads the addresses of its tensors from a table. With one launch for each of the 310
+parameters of Qwen3-1.7B, an H200 would wait for the host for about 15 ms a step, 0.9 % of a step in
+FP8.
+
+Every rounding is written out, and the compiler may not fuse separate operations. All ways to store
+weights share this code, so FP32 masters and BF16 weights with remainders get the same bits. It
+rounds where torch's CPU operations round: `lerp_` and `addcmul_` use fused multiply-adds, here
+`tl.fma`. This holds for beta1 above 0.5; below that, `lerp_` uses another formula. The square root
+is correctly rounded. torch's square root on a CPU may differ from it in the last place.
 """
 
 from __future__ import annotations
@@ -20,26 +24,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK, WARPS = 1024, 4  # values of a program: 8 a thread, 16 bytes of BF16
+BLOCK = 1024  # values of a program: 8 for each thread, which are 16 bytes of BF16
+WARPS = 4
 ALIGNMENT = 16  # bytes that a thread loads at once
 _ALIGNMENT = tl.constexpr(ALIGNMENT)
 _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, at, aligned: tl.constexpr):
-    """Pointers to the values `at` of the tensor in `column` of a row of the table."""
-    pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + at
+def _pointers(row, column: tl.constexpr, dtype: tl.constexpr, index, aligned: tl.constexpr):
+    """Return pointers to the values `index` of the tensor in `column` of a row of the table."""
+    pointers = tl.load(row + column).to(tl.pointer_type(dtype)) + index
     return tl.multiple_of(pointers, _ALIGNMENT) if aligned else pointers
 
 
 @triton.jit
+def _join(weight, remainder):
+    """Return FP32 masters from BF16 weights and int16 remainders, as `exact_weights.join`."""
+    bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _adamw(
-    # int64 [tensors, 7]: addresses of weight, remainder, gradient and moments; how many values; the
-    # first program
+    # int64 [tensors, 7]. The columns are the addresses of weight, remainder, gradient, exp_avg and
+    # exp_avg_sq, the number of values, and the first program.
     table,
-    tensor_of,  # int64 [programs]: its row of the table
-    frozen,  # int32 [programs]: lost updates
+    tensor_of,  # int64 [programs]: the row of the table for each program
+    frozen,  # int32 [programs]: written, the number of lost updates
     clip_coefficient,  # FP32 scalar
     decay,
     one_minus_beta1,
@@ -57,27 +69,31 @@ def _adamw(
     aligned: tl.constexpr,
     block: tl.constexpr,
 ):
+    """Update `block` values of one parameter in place: weight, remainder and both moments.
+
+    With `exact`, weights are BF16 and have remainders. With `aligned`, all addresses and the number
+    of values are multiples of ALIGNMENT.
+    """
     program = tl.program_id(0)
     row = table + 7 * tl.load(tensor_of + program)
-    # 64 bits: one tensor may have more than 2**31 values.
-    at = (program - tl.load(row + 6)) * block + tl.arange(0, block)
-    inside = at < tl.load(row + 5)
-    if aligned:  # neighbours are inside or outside together, so that they may be loaded together
+    # The index has 64 bits, because a tensor may have more than 2**31 values.
+    index = (program - tl.load(row + 6)) * block + tl.arange(0, block)
+    inside = index < tl.load(row + 5)
+    if aligned:
+        # Neighbouring values are inside or outside together, so they can be loaded together.
         inside = tl.max_constancy(inside, _ALIGNMENT)
-    weight_at = _pointers(row, 0, weight_type, at, aligned)
-    remainder_at = _pointers(row, 1, tl.int16, at, aligned)
-    exp_avg_at = _pointers(row, 3, moment_type, at, aligned)
-    exp_avg_sq_at = _pointers(row, 4, moment_type, at, aligned)
+    weight_at = _pointers(row, 0, weight_type, index, aligned)
+    remainder_at = _pointers(row, 1, tl.int16, index, aligned)
+    exp_avg_at = _pointers(row, 3, moment_type, index, aligned)
+    exp_avg_sq_at = _pointers(row, 4, moment_type, index, aligned)
     weight = tl.load(weight_at, mask=inside, other=0)
-    gradient = tl.load(_pointers(row, 2, gradient_type, at, aligned), mask=inside, other=0).to(
+    gradient = tl.load(_pointers(row, 2, gradient_type, index, aligned), mask=inside, other=0).to(
         tl.float32
     )
     exp_avg = tl.load(exp_avg_at, mask=inside, other=0).to(tl.float32)
     exp_avg_sq = tl.load(exp_avg_sq_at, mask=inside, other=0).to(tl.float32)
-    if exact:  # exact_weights.join
-        remainder = tl.load(remainder_at, mask=inside, other=0)
-        bits = (weight.to(tl.int16, bitcast=True).to(tl.int32) << 16) + remainder.to(tl.int32)
-        before = bits.to(tl.float32, bitcast=True)
+    if exact:
+        before = _join(weight, tl.load(remainder_at, mask=inside, other=0))
     else:
         before = weight.to(tl.float32)
 
@@ -89,49 +105,68 @@ def _adamw(
 
     tl.store(exp_avg_at, exp_avg.to(moment_type), mask=inside)
     tl.store(exp_avg_sq_at, exp_avg_sq.to(moment_type), mask=inside)
-    if exact:  # exact_weights.split
+    if exact:  # as `exact_weights.split`
         bits = tl.where(after == after, after.to(tl.int32, bitcast=True), 0x7FC00000)
-        tl.store(
-            weight_at,
-            ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),
-            mask=inside,
-        )
+        rounded = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        tl.store(weight_at, rounded, mask=inside)
         tl.store(remainder_at, bits.to(tl.int16), mask=inside)
-        stored = after
     else:
         rounded = after.to(weight_type)
         tl.store(weight_at, rounded, mask=inside)
-        stored = rounded.to(tl.float32)
+        after = rounded.to(tl.float32)
     moved = (learning_rate != 0) & ((exp_avg != 0) | ((weight_decay != 0) & (before != 0)))
-    # A counter per program: adding to one counter would queue a million programs up behind each other.
-    tl.store(frozen + program, tl.sum((inside & moved & (stored == before)).to(tl.int32)))
+    # Each program has its own counter. Atomic additions to one counter would serialize a million
+    # programs.
+    tl.store(frozen + program, tl.sum((inside & moved & (after == before)).to(tl.int32)))
 
 
 def update_by_kernel(updates: Sequence[tuple[Any, Any]], clip_coefficient: Tensor | None) -> Tensor:
-    """`_update_all` of pretrain.optimizer.adamw on a GPU: pairs of ParameterTensors and Hyperparameters."""
+    """Update parameters in place on a GPU and return the number of lost updates.
+
+    `updates` has pairs of `ParameterTensors` and `Hyperparameters`. See `_update_all` of
+    pretrain.optimizer.adamw.
+    """
     device = updates[0][0].weight.device
     coefficient = torch.ones((), device=device) if clip_coefficient is None else clip_coefficient
-    alike = defaultdict(list)
+    # The addresses and numbers of values of the parameters that one launch updates.
+    launches = defaultdict(list)
     for tensors, hyper in updates:
-        addresses = [0 if each is None else each.view(-1).data_ptr() for each in tensors]
+        addresses = [0 if tensor is None else tensor.view(-1).data_ptr() for tensor in tensors]
         values = tensors.weight.numel()
-        # unless FSDP2 cut a tensor at an odd place
+        # FSDP2 may split a tensor at any place.
         aligned = all(number % ALIGNMENT == 0 for number in (*addresses, values))
-        types = (_TYPES[each.dtype] for each in (tensors.weight, tensors.gradient, tensors.exp_avg))
-        alike[hyper, (*types, tensors.remainder is not None, aligned)].append((*addresses, values))
-    return torch.stack(
-        [_launch(tensors, hyper, kind, coefficient) for (hyper, kind), tensors in alike.items()]
-    ).sum()
+        kind = (
+            _TYPES[tensors.weight.dtype],
+            _TYPES[tensors.gradient.dtype],
+            _TYPES[tensors.exp_avg.dtype],
+            tensors.remainder is not None,
+            aligned,
+        )
+        launches[hyper, kind].append((*addresses, values))
+    lost = [
+        _launch(parameters, hyper, kind, coefficient)
+        for (hyper, kind), parameters in launches.items()
+    ]
+    return torch.stack(lost).sum()
 
 
 def _launch(
-    tensors: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor
+    parameters: Sequence[Sequence[int]], hyper: Any, kind: Sequence[Any], coefficient: Tensor
 ) -> Tensor:
-    """Update the tensors of one `kind`, each given by its addresses and its number of values; returns the lost updates."""
-    rows, programs = [], 0
-    for each in tensors:
-        rows.append((*each, programs))
-        programs += triton.cdiv(each[-1], BLOCK)
+    """Update parameters of one kind in one launch and return the number of lost updates.
+
+    Args:
+        parameters: The five addresses and the number of values of each parameter.
+        hyper: The `Hyperparameters` of all of them.
+        kind: Dtypes of weight, gradient and moments, whether weights are exact, and whether all
+            tensors are aligned.
+        coefficient: FP32 scalar that multiplies the gradients.
+    """
+    rows = []
+    programs = 0
+    for parameter in parameters:
+        rows.append((*parameter, programs))
+        programs += triton.cdiv(parameter[-1], BLOCK)
     device = coefficient.device
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda").to(
         device, non_blocking=True
@@ -139,7 +174,6 @@ def _launch(
     ends = torch.cat([table[1:, 6], table.new_full((1,), programs)])
     tensor_of = torch.repeat_interleave(ends - table[:, 6], output_size=programs)
     frozen = torch.empty(programs, dtype=torch.int32, device=device)
-    # Floats, as Triton would compile a kernel of its own for the integers 0 and 1.
     numbers = (
         hyper.decay,
         1 - hyper.beta1,
@@ -147,15 +181,18 @@ def _launch(
         1 - hyper.beta2,
         hyper.bias_correction2_sqrt,
         hyper.eps,
+        -hyper.step_size,
+        hyper.learning_rate,
+        hyper.weight_decay,
     )
-    numbers = map(float, (*numbers, -hyper.step_size, hyper.learning_rate, hyper.weight_decay))
     with torch.cuda.device_of(frozen):
         _adamw[(programs,)](
             table,
             tensor_of,
             frozen,
             coefficient,
-            *numbers,
+            # Triton would compile separate kernels for the integers 0 and 1.
+            *map(float, numbers),
             *kind,
             BLOCK,
             num_warps=WARPS,

@@ -140,11 +140,12 @@ def check_held_out(recipe: Recipe, held_out_packs: int) -> None:
 
 def check_sizes(recipe: Recipe, model: PretrainedConfig) -> None:
     """InputError for a model of more than text or without layers, and for too long packs."""
-    kind, config, length = type(model).__name__, model.get_text_config(), recipe.data.length
     _require(
-        hasattr(model, "vocab_size"),
-        f"`model`: {kind} has no vocabulary of its own, as it is of more than text; name a model of text alone",
+        hasattr(model, "vocab_size") and not hasattr(model, "vision_config"),
+        f"`model`: {type(model).__name__} is of more than text; name a model of text alone",
     )
+    config = model.get_text_config()
+    length = recipe.data.length
     positions = getattr(config, "max_position_embeddings", None) or -1  # XLNet says -1: no limit
     _require(
         positions < 0 or length <= positions,

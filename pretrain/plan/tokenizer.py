@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 from transformers import (
@@ -21,18 +22,27 @@ from transformers import (
 )
 
 from foundation.errors import InputError
-from foundation.reading import one_line
+from foundation.reading import refusing
 from packing.records import CHAT_TEMPLATE, chat_template
 from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
-from pretrain.model.huggingface import load_config
+from pretrain.model.huggingface import config_values, load_config
 from pretrain.settings.recipe import ModelSettings
 
 # of a vocabulary from scratch: products with the head are fastest so, and every precision takes
 # them
 VOCABULARY_MULTIPLE = 128
 ROLES = {"eos": "EOS", "bos": "BOS", "pad": "padding"}
+# Texts that transformers' tokenizer classes normalize or split differently.
+PROBES = (
+    "Hello world 12345, it's 3.14 and 1,000,000!",
+    "  two blanks, a\ttab,\n\n  an indented line\r\n and blanks at the end   ",
+    "DON'T we'll I'M __init__(self, *args) -> None: # 0x1F != 7e-5",
+    "Caf\u00e9 cafe\u0301 \ufb01ne \u00df \u0130 \u1e9b\u0323 \uff21\uff11 \u00bd x\u00b2 \u2026",
+    "\u4f60\u597d\uff0c\u4e16 \u3053\u3093 \u0645\u0631 \u0928\u092e\u0938\u094d\u0924\u0947",
+    "\U0001f600\U0001f469\u200d\U0001f4bb \u00a0\u3000\u200b\ufeff \u2581a \x00\x07",
+)
 
 
 class Data(Protocol):
@@ -87,7 +97,11 @@ def tokens_of(
     tokenizer: Mapping[str, Any], given: Mapping[str, Any], config: PretrainedConfig
 ) -> dict[str, Any]:
     """What is `given` of a model's config, and the keys that `config` has and it leaves open from `tokenizer`, as
-    `TextTokenizer.describe`. InputError where they contradict each other."""
+    `TextTokenizer.describe`. InputError where they contradict each other.
+
+    A token that the tokenizer lacks is null. It is EOS if the configuration class wants an id, as
+    cwm does for BOS.
+    """
     size = tokenizer["vocab_size"]
     if given.get("vocab_size", size) < size:
         raise InputError(
@@ -108,14 +122,23 @@ def tokens_of(
                 f"({tokenizer.get('name', 'unnamed')}) is {own}; leave it out, and it is taken from there"
             )
         values[f"{role}_token_id"] = own
-    return {key: value for key, value in values.items() if hasattr(config, key)} | dict(given)
+    wants_id = {
+        key
+        for key, value in values.items()
+        if value is None and config_values(type(config), {key: None}).get(key, 0) is not None
+    }
+    values |= dict.fromkeys(wants_id, tokenizer.get("eos_id"))
+    refused = {key for key in wants_id if values[key] is None}
+    return {
+        key: value for key, value in values.items() if hasattr(config, key) and key not in refused
+    } | dict(given)
 
 
 def fingerprint_in_use(
     settings: DataSettings, model: ModelSettings, data: Data | None
 ) -> str | None:
-    """The fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none, or no tokenizer.json."""
-    return next(filter(None, map(fingerprint_at, _places(settings, model, data))), None)
+    """The fingerprint of the tokenizer that `load_tokenizer` returns; None where there is none."""
+    return fingerprint_at(_place(settings, model, data))
 
 
 def fingerprint_at(place: str | None) -> str | None:
@@ -132,71 +155,84 @@ def load_tokenizer(
     """The tokenizer for samples and for the exported folder: the data's, else the model's, else the one that lies with the packs;
     with the template that chats were written with.
 
-    None where none is there; InputError where one is `needed`, or named and unreadable.
+    None where none is there. InputError where one is `needed`, and where the exported folder would
+    not encode text as packs do.
     """
-    tokenizer = None
-    named, with_packs = _places(settings, model, data)
-    if named is not None:
-        tokenizer = (
-            _from_file(named, {})
-            if Path(named).is_file()
-            else _from_folder(named, settings, needed=needed)
-        )
-    if tokenizer is None and with_packs is not None:
-        tokenizer = _from_file(with_packs, data.tokenizer)
-    if tokenizer is None:
+    place = _place(settings, model, data)
+    if place is None:
         if needed:
             raise InputError(
                 "`evaluate.samples`: no tokenizer is known to read the prompts with; set `data.tokenizer`"
             )
         return None
+    same = data is not None and data.tokenizer.get("fingerprint") == fingerprint_at(place)
+    tokenizer = tokenizer_in(place, data.tokenizer if same else None)
     if given := next(
         filter(None, (part.chat_template for part in training_parts(settings).values())), None
     ):
         tokenizer.chat_template = chat_template(given, str(settings.tokenizer))
     elif data is not None and (file := data.beside(CHAT_TEMPLATE)):
         tokenizer.chat_template = file.read_text(encoding="utf-8")
+    _check_export(tokenizer, place, load_config(model))
     return tokenizer
 
 
-def _places(
-    settings: DataSettings, model: ModelSettings, data: Data | None
-) -> tuple[str | None, str | None]:
-    """Returns where the tokenizer is looked for: first at the data's or the model's, then at the one that lies with the packs."""
+def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
+    """Return where a run's tokenizer.json lies: at the data's tokenizer or the model's source, or
+    else with the packs."""
     file = data.beside("tokenizer.json") if data is not None else None
-    with_packs = str(file) if file else None
-    if model.from_scratch and settings.tokenizer is None and with_packs is not None:
-        return None, with_packs  # the source's weights, which meant its own ids, are not taken
-    return settings.tokenizer or model.source, with_packs
+    # From scratch, the source's weights, which meant its own ids, are not taken.
+    source = None if model.from_scratch and file else model.source
+    places = (settings.tokenizer or source, file and str(file))
+    return next(filter(fingerprint_at, places), None)
 
 
-def _from_folder(
-    place: str, settings: DataSettings, *, needed: bool
-) -> PreTrainedTokenizerBase | None:
-    """The tokenizer in a folder or on the hub. None where it cannot be read and need not be."""
-    try:
-        name, revision = split_revision(place)
-        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        if settings.tokenizer is None and not needed:
-            return None
-        key = "data.tokenizer" if settings.tokenizer else "model.source"
-        raise InputError(
-            f"`{key}`: no tokenizer can be read from {place!r}: {one_line(error)}; set `data.tokenizer`"
-        ) from None
+def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
+    """Load the tokenizer.json of a file, folder or hub repository, to encode text as packs do.
+
+    AutoTokenizer may rebuild it from `tokenizer_class`, with another normalizer or pre-tokenizer.
+    EOS, BOS and padding are those of `ids`, as `TextTokenizer.describe` has them; by default those
+    of the folder. One that tokenizer.json lacks is dropped, as transformers would give it a new id.
+    Raises InputError if there is no tokenizer.json.
+    """
+    text = load_text_tokenizer(place)
+    ids = ids or text.describe()
+    tokens = {number: token for token, number in text.tokenizer.get_vocab().items()}
+    roles = {f"{role}_token": tokens.get(ids.get(f"{role}_id")) for role in ROLES}
+    if Path(place).is_file():
+        return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **roles)
+    name, revision = split_revision(place)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(name, revision=revision, **roles)
+    tokenizer.init_kwargs.pop("auto_map", None)  # a class of the repository, which is not exported
+    return tokenizer
 
 
-def _from_file(file: str, known: Mapping[str, Any]) -> PreTrainedTokenizerFast:
-    """A tokenizer.json does not say which tokens are EOS, BOS and padding; `known` does, or else their usual names do."""
-    text = load_text_tokenizer(file)
-    known = known or text.describe()
-    ids = {role: known.get(f"{role}_id") for role in ROLES}
-    named = {
-        f"{role}_token": text.tokenizer.id_to_token(token)
-        for role, token in ids.items()
-        if token is not None
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=text.tokenizer, **named)
+def _check_export(
+    tokenizer: PreTrainedTokenizerFast,
+    place: str,
+    config: PretrainedConfig,
+) -> None:
+    """Raise InputError if the exported folder encodes a text unlike the tokenizer.json at `place`.
+
+    For some model types AutoTokenizer takes a class that ignores parts of tokenizer.json.
+    """
+    packed = load_text_tokenizer(place).tokenizer
+    what = f"`data.tokenizer`: {place}: AutoTokenizer does not read it as packs do"
+    remedy = f"name another tokenizer, or another `model_type` than {config.model_type}"
+    with TemporaryDirectory() as folder, refusing((Exception,), what, remedy):
+        config.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    added = {*exported.get_added_vocab(), *map(str, packed.get_added_tokens_decoder().values())}
+    for probe in [*PROBES, *(f"a {token} b{token}c" for token in sorted(added))]:
+        encoding = packed.encode(probe, add_special_tokens=False)
+        if exported.encode(probe, add_special_tokens=False) != encoding.ids:
+            kind = type(exported).__name__
+            raise InputError(
+                f"{what}: as {kind}, it encodes {probe!r} otherwise; {remedy}; or make one that "
+                f'agrees, by transformers.{kind}.from_pretrained("{place}").save_pretrained(NEW), '
+                "and prepare packs with `data.tokenizer: NEW`"
+            )
 
 
 def positions_of(config: PretrainedConfig) -> int | None:
@@ -207,7 +243,8 @@ def positions_of(config: PretrainedConfig) -> int | None:
 def encoded_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig
 ) -> BatchEncoding:
-    """`prompt` as [1, tokens] int64; an empty one as the token that a document begins with, or that ends the one before.
+    """`prompt` as [1, tokens] int64, as packs hold it; an empty one as the token that a document
+    begins with, or that ends the one before.
     InputError where it leaves `model` no position for another token."""
     text = prompt or tokenizer.bos_token or tokenizer.eos_token
     if not text:
@@ -215,7 +252,10 @@ def encoded_prompt(
             "prompt '': the tokenizer has no BOS or EOS token to begin with; write a few words"
         )
     encoded = tokenizer(
-        text, return_tensors="pt", return_token_type_ids=False, add_special_tokens=bool(prompt)
+        text,
+        return_tensors="pt",
+        return_token_type_ids=False,
+        add_special_tokens=False,
     )
     tokens, positions = encoded["input_ids"].shape[1], positions_of(model)
     if positions and tokens >= positions:

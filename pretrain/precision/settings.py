@@ -42,6 +42,8 @@ PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
 # by its `mixed_precision`
 BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}
+# The precision that a key of accelerate's `fp8_config` switches on.
+ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
 PrecisionName = Literal[tuple(PRECISIONS)]
 

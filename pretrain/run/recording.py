@@ -19,6 +19,7 @@ from pretrain.metrics.recorder import Recorder
 from pretrain.metrics.run_folder import RunFolder, describe_environment
 from pretrain.metrics.run_record import last_screen, read_finished
 from pretrain.model.distributed import describe_topology
+from pretrain.model.huggingface import kept_from_source
 from pretrain.observe.audit import in_short
 from pretrain.observe.observers import is_due
 from pretrain.optimizer import adamw
@@ -44,7 +45,7 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
     """Return a console that has printed the launch's corrections and replaced precisions."""
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
-    for text in notices:
+    for text in [*notices, *kept_from_source(job.recipe.model)]:
         console.notice(text)
     # Phases may share a notice. The dict keeps one of each, in order.
     for text in dict.fromkeys(active.notice for active in job.plan.precisions if active.notice):

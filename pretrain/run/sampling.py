@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,7 +21,7 @@ from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
-from pretrain.plan.tokenizer import encoded_prompt, positions_of
+from pretrain.plan.tokenizer import encoded_prompt, positions_of, tokenizer_in
 from pretrain.run.run import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 from pretrain.settings.recipe import ModelSettings
@@ -91,7 +90,7 @@ def sample(
         restored.callback(hf.set_attn_implementation, hf.config._attn_implementation)
         torch.use_deterministic_algorithms(False)
         hf.eval()
-        hf.set_attn_implementation("sdpa")
+        hf.set_attn_implementation("sdpa" if hf._supports_sdpa else "eager")
         torch.manual_seed(seed)
         # as an argument it would be completed by the model's own
         restored.enter_context(overridden(hf, generation_config=alone))
@@ -141,4 +140,4 @@ def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         attn_implementation="eager",
         trust_remote_code=False,
     )
-    return hf, AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return hf, tokenizer_in(str(folder))

@@ -241,19 +241,17 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    sharding = getattr(model, "sharding", None)
     try:
         # The second pass has gradients in memory, as every later microbatch has.
         for is_last in (False, True):
             with ExitStack() as contexts:
-                if sharding and not is_last:
+                if model.sharding and not is_last:
                     # Ranks that hold the whole model must not wait for one that has run out of
                     # memory. With shards they wait in any case.
-                    contexts.enter_context(sharding.accumulating())
+                    contexts.enter_context(model.sharding.accumulating())
                 accelerator.backward(model(**inputs_of(batch, device)))
     finally:
-        if sharding:
-            sharding.abandon()
+        model.discard_partial_gradients()
         # Zeroed, not freed: every trial needs the gradients' memory. Shards get new ones each step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())

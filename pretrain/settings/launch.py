@@ -22,6 +22,7 @@ from foundation.errors import InputError
 from foundation.settings import Settings, parse
 from pretrain.precision.formats.definition import Precision
 from pretrain.precision.settings import (
+    ACCELERATE_SWITCHES,
     BY_ACCELERATE,
     PRECISIONS,
     LowPrecisionSettings,
@@ -54,7 +55,6 @@ _OTHER_NAMES = {
     "amax_compute_algorithm": "amax_compute_algo",
     "format": "fp8_format",
 }
-_MXFP8_SWITCH = "use_mxfp8_block_scaling"  # accelerate's key for what `recipe: mxfp8` is here
 
 
 class _Fp8Config(LowPrecisionSettings):
@@ -152,11 +152,12 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
             raise InputError(
                 f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out (`keep_bf16_layers` keeps whole layers)"
             )
-    if values.pop(_MXFP8_SWITCH, False) and values.setdefault("recipe", "mxfp8") != "mxfp8":
-        raise InputError(
-            f"{_ORIGIN}: `fp8_config.{_MXFP8_SWITCH}: True` and `recipe: {values['recipe']}` "
-            "contradict each other; leave one of them out"
-        )
+    for switch, switched_on in ACCELERATE_SWITCHES.items():
+        if values.pop(switch, False) and values.setdefault("recipe", switched_on) != switched_on:
+            raise InputError(
+                f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
+                "contradict each other; leave one of them out"
+            )
     config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:

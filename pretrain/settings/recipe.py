@@ -264,6 +264,7 @@ class Recipe(Settings):
     OTHER_NAMES: ClassVar = {
         name: key for key, names in _OTHER_NAMES.items() for name in names.split()
     }
+    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md has other trainers' names"
 
     name: str  # of the run; also a part of its folder's name
     seed: Seed = 42  # of the weights, the order of packs, dropout and stochastic rounding

@@ -1,4 +1,4 @@
-"""What a command line meets is one message and an exit status."""
+"""A command turns its errors into one message and an exit status."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ def failing(error: BaseException):
     [
         (InputError("key: wrong; do this"), 2, "error: key: wrong; do this\n"),
         (
-            PermissionError(13, "Permission denied", "/theirs"),
+            PermissionError(13, "Permission denied", "/data"),
             2,
-            "error: [Errno 13] Permission denied: '/theirs'\n",
+            "error: [Errno 13] Permission denied: '/data'\n",
         ),
         (KeyboardInterrupt(), 130, "\nstopped\n"),
     ],
 )
-def test_what_a_user_can_cause_is_a_message_and_a_status(
+def test_an_error_becomes_a_message_and_an_exit_status(
     error, status, message, capsys: pytest.CaptureFixture[str]
 ):
     assert run_command(failing(error), on_ctrl_c="stopped") == status
     assert capsys.readouterr().err == message
 
 
-def speak_as(local_rank: int, error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fail_on_rank(local_rank: int, error_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(error_file))
     assert run_command(failing(InputError("no such folder"))) == 2
 
 
-def test_the_first_process_of_a_machine_prints_and_torchrun_finds_what_the_others_say(
+def test_local_rank_0_prints_and_torchrun_gets_errors_of_other_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    speak_as(0, tmp_path / "0.json", monkeypatch)
+    fail_on_rank(0, tmp_path / "0.json", monkeypatch)
     assert capsys.readouterr().err == "error: no such folder\n"
-    speak_as(3, tmp_path / "3.json", monkeypatch)
+    fail_on_rank(3, tmp_path / "3.json", monkeypatch)
     assert capsys.readouterr().err == ""
     failure = ProcessFailure(local_rank=3, pid=1, exitcode=2, error_file=str(tmp_path / "3.json"))
     assert "no such folder" in str(ChildFailedError("train_accelerate.py", {3: failure}))

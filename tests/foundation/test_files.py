@@ -1,4 +1,4 @@
-"""The lock between real processes, files that are replaced whole, and damage of every kind."""
+"""Locks between real processes, atomic replacement of files, and detection of damage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,8 @@ import pytest
 
 from foundation.errors import InputError
 from foundation.files import (
-    WRITTEN_BY,
     FileRecord,
     check_files,
-    check_replaceable,
     find_damage,
     locked,
     replace_file,
@@ -53,7 +51,7 @@ def refuse(holder: str) -> None:
     raise InputError(holder)
 
 
-def test_a_held_lock_names_its_holder_to_whoever_refuses_to_wait(holder, tmp_path: Path) -> None:
+def test_a_held_lock_names_its_holder(holder, tmp_path: Path) -> None:
     for _ in range(2):  # a refused attempt must not disturb the holder
         with (
             pytest.raises(InputError, match=f"process {holder.pid} on {socket.gethostname()}"),
@@ -62,11 +60,9 @@ def test_a_held_lock_names_its_holder_to_whoever_refuses_to_wait(holder, tmp_pat
             pass
 
 
-def test_whoever_waits_gets_the_lock_when_it_is_released_and_holds_it_alone(
-    holder, tmp_path: Path
-) -> None:
+def test_a_waiting_process_gets_the_lock_when_it_is_released(holder, tmp_path: Path) -> None:
     second = hold(tmp_path / "lock")
-    assert f"process {holder.pid}" in second.stdout.readline()  # what it was told; now it waits
+    assert f"process {holder.pid}" in second.stdout.readline()  # printed before it waits
     holder.communicate("done\n")
     assert second.stdout.readline() == "locked\n"
     with (
@@ -96,43 +92,28 @@ def test_a_file_that_cannot_be_replaced_keeps_its_content(
 
 
 @pytest.mark.filterwarnings("ignore:.*has no locks")
-def test_a_file_system_without_locks_that_flushes_no_folders_will_do(
+def test_a_file_system_needs_neither_locks_nor_flushed_folders(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fsync = os.fsync
+    original_fsync = os.fsync
+
+    def fsync_files_only(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        original_fsync(descriptor)
+
     monkeypatch.setattr(fcntl, "flock", cannot(errno.ENOSYS))
-    monkeypatch.setattr(
-        os,
-        "fsync",
-        lambda file: (
-            cannot(errno.EINVAL)() if stat.S_ISDIR(os.fstat(file).st_mode) else fsync(file)
-        ),
-    )
+    monkeypatch.setattr(os, "fsync", fsync_files_only)
     with locked(tmp_path / "lock", refuse):
         replace_file(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
 
 
-def test_only_what_a_command_has_written_is_written_over(tmp_path: Path) -> None:
-    for name, content in (
-        ("empty", b""),
-        ("ours", b"x" * 10**6 + WRITTEN_BY.encode()),
-        ("absent", None),
-    ):
-        if content is not None:
-            (tmp_path / name).write_bytes(content)
-        check_replaceable(tmp_path / name)
-    (tmp_path / "thesis").write_bytes(b"years of work")
-    for name in ("thesis", "."):
-        with pytest.raises(InputError, match=f"--out {tmp_path / name}"):
-            check_replaceable(tmp_path / name)
-
-
 @pytest.mark.parametrize(
-    ("content", "what"),
+    ("content", "problem"),
     [(b"sec", "has 3 bytes"), (b"seconds", "has 7 bytes"), (b"secand", "damaged")],
 )
-def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, what: str) -> None:
+def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, problem: str) -> None:
     contents = {"a": b"first", "b": b"second", "c": b"third"}
     for name, data in contents.items():
         (tmp_path / name).write_bytes(data)
@@ -142,8 +123,8 @@ def test_damage_names_the_file_and_its_kind(tmp_path: Path, content: bytes, what
     ]
     assert find_damage(tmp_path, records) == []
     (tmp_path / "b").write_bytes(content)
-    assert bool(find_damage(tmp_path, records, hashed=False)) == (what != "damaged")
-    with pytest.raises(InputError, match=rf"{tmp_path}/b: {what}.*; fetch it again"):
+    assert bool(find_damage(tmp_path, records, hashed=False)) == (problem != "damaged")
+    with pytest.raises(InputError, match=rf"{tmp_path}/b: {problem}.*; fetch it again"):
         check_files(tmp_path, records, "fetch it again", hashed=True)
     (tmp_path / "a").unlink()
     assert find_damage(tmp_path, records)[0].startswith("a: missing")

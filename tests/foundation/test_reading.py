@@ -1,4 +1,4 @@
-"""YAML and JSON are read as plain values; what YAML would read otherwise than it was meant is refused."""
+"""YAML and JSON files are read as plain values, and ambiguous YAML is rejected."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from foundation.errors import InputError
 from foundation.reading import load_object, load_with_bases, load_yaml, parse_yaml
 
 
-def test_what_would_be_read_otherwise_than_it_is_meant_is_refused():
-    for text, says in (
-        ("x: 1\nx: 2", "key `x` stands twice"),
+def test_repeated_keys_and_tags_are_rejected():
+    for text, message in (
+        ("x: 1\nx: 2", "key `x` is repeated"),
         ("x: !!python/object/apply:os.system [x]", "tag"),
     ):
-        with pytest.raises(yaml.YAMLError, match=says):
+        with pytest.raises(yaml.YAMLError, match=message):
             parse_yaml(text)
 
 
@@ -34,7 +34,7 @@ def test_numbers_with_an_exponent_need_neither_a_dot_nor_a_sign():
     assert parse_yaml("[e5, 0x1e5, 1e, v1e6, 'a 1e6']") == ["e5", 0x1E5, "1e", "v1e6", "a 1e6"]
 
 
-# the last three end a line of YAML
+# The last three characters end a line of YAML.
 TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0\x85\u2028\u2029"))
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
@@ -48,9 +48,7 @@ def test_plain_values_come_back_from_yaml_as_they_were_written(value):
     assert parse_yaml(yaml.safe_dump(value, allow_unicode=True)) == value
 
 
-def test_a_file_builds_on_its_bases_wherever_they_lie(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_is_loaded_after_its_bases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name, text in (
         ("home/first.yaml", "a: 1"),
@@ -68,7 +66,7 @@ def test_a_file_builds_on_its_bases_wherever_they_lie(
     for load in (
         load_with_bases,
         lambda path: load_yaml(path.with_name("thrd.yaml")),
-        lambda path: load_object(path, "mend it"),
+        lambda path: load_object(path, "restore it"),
     ):
         with pytest.raises(InputError, match=str(tmp_path)):
             load(tmp_path / "sub/third.yaml")

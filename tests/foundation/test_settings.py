@@ -1,4 +1,4 @@
-"""Settings as people write them: nothing is no value, and `~/` is the home folder."""
+"""Settings from files and command lines, and the messages for mistakes in them."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from foundation.errors import InputError
 from foundation.settings import Count, FilePath, PathText, Settings, Share, parse, value_from_text
 
 
-class Every(Settings):
+class Recompute(Settings):
     layers: Count
 
 
 class Example(Settings):
     OTHER_NAMES: ClassVar = {"lr": "rate"}
+    UNKNOWN_KEY_HELP: ClassVar = "see docs/keys.md"
+
     rate: float = 1.0
     bound: float | None = None
     shares: tuple[Share, Share] = (0.0, 0.5)
     either: bool | float = False
     steps: Count | None = None
-    recompute: Literal["none", "full"] | Every = "none"
-    switch: bool | Every = False
+    recompute: Literal["none", "full"] | Recompute = "none"
+    switch: bool | Recompute = False
     name: str | None = None
     names: tuple[str, ...] = ()
-    folder: FilePath = Path("here")
-    source: PathText = "there"
+    folder: FilePath = Path("packs")
+    source: PathText = "corpus"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +49,10 @@ class Example(Settings):
         ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),
         ({"nates": 1}, ["`nates`: unknown key; did you mean `names`?"]),
         ({"lora": 1}, ["`lora`: unknown key; known keys here: "]),
-        ({"deepspeed": 1}, ["docs/coming_from.md"]),
+        (
+            {"deepspeed": 1},
+            ["names, rate, recompute, shares, source, steps, switch; see docs/keys.md"],
+        ),
         ({"switch": {}, "rate": "x"}, ["`rate`", "`switch.layers`"]),
     ],
     ids=str,
@@ -73,19 +78,21 @@ def test_a_mistake_is_one_line_that_names_the_key(values: dict, named: list[str]
         ("unknown", "[1, {a: b}]", [1, {"a": "b"}]),
     ],
 )
-def test_a_value_on_a_command_line_is_yaml_but_for_text(key: str, text: str, value: object) -> None:
+def test_a_value_on_a_command_line_is_yaml_except_for_texts(
+    key: str, text: str, value: object
+) -> None:
     assert value_from_text(Example, key, text) == value
 
 
 @pytest.mark.parametrize(
     ("key", "text"), [("bound", ""), ("name", "  "), ("rate", "[1"), ("unknown.key", "")]
 )
-def test_an_override_without_a_value_is_refused(key: str, text: str) -> None:
+def test_an_empty_or_broken_override_is_rejected(key: str, text: str) -> None:
     with pytest.raises(InputError, match=rf"command line: .*`{key}="):
         value_from_text(Example, key, text)
 
 
-def test_a_home_folder_is_written_out_and_a_name_that_begins_alike_stays(
+def test_only_a_leading_tilde_and_slash_is_expanded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -10,8 +10,9 @@ import pytest
 
 from foundation.signals import REPEAT_SECONDS
 
-# Between two signals its clock moves by as many seconds as it is told, and its save ends when stdin does. It asks for that end
-# again and again: Python handles a signal that has come just before a read when the read has ended, which here would be never.
+# A training loop that saves until its stdin is closed. Its clock advances between two signals by
+# the seconds in its argument. It polls stdin: if a signal arrives just before a blocking read,
+# Python runs the handler after the read, which would not end here.
 LOOP = """
 import itertools, select, sys, time
 from types import SimpleNamespace
@@ -64,7 +65,7 @@ def test_a_second_ctrl_c_exits_at_once():
     assert process.communicate()[0] == ""
 
 
-def test_the_same_ctrl_c_delivered_twice_and_repeated_sigterm_do_not_cut_the_save_off():
+def test_a_ctrl_c_delivered_twice_and_repeated_sigterm_let_the_save_end():
     process = start(seconds_between_signals=REPEAT_SECONDS / 10)
     process.send_signal(signal.SIGINT)
     assert process.stdout.readline() == "saving\n"

@@ -1,4 +1,4 @@
-"""Figures as people read them, and tables as Markdown."""
+"""Formatting of numbers and Markdown tables."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from foundation.units import count, duration, markdown, memory, operations, thre
 
 
 @pytest.mark.parametrize(
-    ("write", "shown"),
+    ("format_value", "expected"),
     [
         (
             count,
@@ -57,8 +57,8 @@ from foundation.units import count, duration, markdown, memory, operations, thre
         (memory, {80.94: "80.9 GiB", 1.0: "1.0 GiB", 0.5: "512 MiB"}),
     ],
 )
-def test_figures_have_the_digits_and_units_that_matter(write, shown):
-    assert {value: write(value) for value in shown} == shown
+def test_numbers_have_three_or_four_digits_and_a_unit(format_value, expected):
+    assert {value: format_value(value) for value in expected} == expected
 
 
 @given(value=st.floats(1e-3, 999.4))
@@ -74,6 +74,6 @@ CELLS = st.text(st.characters(codec="utf-8", exclude_categories=["Cc", "Cs", "Zl
 
 
 @given(st.lists(CELLS, min_size=3, max_size=3))
-def test_whatever_stands_in_a_cell_a_row_has_as_many_cells_as_its_header(cells: list[str]):
+def test_no_text_in_a_cell_changes_the_number_of_cells(cells: list[str]):
     *_, row = markdown(HEADER, [cells]).split("\n")
     assert row.replace("\\|", "").count("|") == len(HEADER) + 1

@@ -11,7 +11,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
-from pretrain.model.fused.formulas import Heads
+from pretrain.model.fused.heads import Heads
 
 LENGTH, PACKS = 512, 3
 DOCUMENTS = {

@@ -21,6 +21,7 @@ from huggingface_hub import constants
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 from pretrain.__main__ import main
 from tests.conftest import contents, flip
 
@@ -162,6 +163,40 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
     assert capsys.readouterr().out.strip()
+
+
+def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
+    train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
+) -> None:
+    """AutoTokenizer would rebuild this tokenizer, with another fingerprint, from the class that its folder names."""
+    save_tokenizer(train_tokenizer(["one 12345 two 12345"] * 9, 300), tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"})
+    )
+    (tmp_path / "texts.jsonl").write_text(
+        "".join(json.dumps({"text": "one 12345 two " * 9}) + "\n" for _ in range(200))
+    )
+    data = {"source": str(tmp_path / "texts.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
+    small_recipe["data"] = data | {"packs": str(tmp_path / "packs"), "length": 32}
+    small_recipe["model"]["config"].pop("vocab_size")
+    first = train_here("train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
+    assert first.status == 0, first.output
+    onward = [
+        f"model.source={first.run_dir / 'final'}",
+        "model.config=null",
+        f"run_dir={tmp_path / 'next'}",
+    ]
+    packs = f"data={{packs: {tmp_path / 'packs'}, length: 32}}"
+    second = train_here(
+        *onward, packs, "train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]"
+    )
+    assert second.status == 0, second.output
+    ids = [
+        load_tokenizer(str(folder)).fingerprint
+        for folder in (first.run_dir / "final", second.run_dir / "final")
+    ]
+    assert ids == [load_tokenizer(str(tmp_path / "tokenizer")).fingerprint] * 2
 
 
 # ── To a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────

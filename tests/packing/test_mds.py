@@ -2,7 +2,7 @@
 
 mosaicml-streaming 0.13.0 wrote them: `reference` in the reference's layout, three columns in a custom encoding registered as
 `uint32` (raw bytes of arrays, no fixed size), `attention_mask` with lengths of documents, positions that go on in cut ones;
-`encodings` in every encoding that the reader takes.
+`encodings` in every encoding that the reader takes; `zstd` compressed, with positions that restart.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.arrow import Packs
-from packing.other_formats import decoder, documents, read_index
+from packing.other_formats import decoder, read_index
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.token_columns import number_documents
+from packing.tokenizer import save_tokenizer, train_tokenizer
 from tests.conftest import flip
 
 FIXTURES = Path(__file__).parents[1] / "data" / "mds"
@@ -115,7 +118,7 @@ def test_the_declared_size_tells_the_builtin_uint32_from_the_references():
 @pytest.mark.parametrize("name", EXPECTED)
 def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(fixture, name):
     folder = fixture(name)
-    shard = sorted(folder.glob("shard.*.mds"))[-1]
+    shard = sorted(folder.glob("shard.*"))[-1]
     for position in (0, shard.stat().st_size // 2, shard.stat().st_size - 1):
         flip(shard, position)
         with pytest.raises(InputError, match=rf"{shard.name}: damaged"):
@@ -124,19 +127,47 @@ def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(fixture, name):
     read_index(folder)
 
 
-def test_compressed_shards_are_read_beside_what_is_in_them_and_else_refused_with_the_command_that_unpacks_them(
-    fixture,
+def test_compressed_shards_give_the_packs_of_raw_ones(fixture, monkeypatch, tmp_path: Path):
+    folder = fixture("zstd")
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
+    before = sorted(tmp_path.rglob("*"))
+    packs, rows = open_mds(folder), EXPECTED["zstd"]
+    assert len(packs) == len(rows) == 10
+    for index in (9, *range(9)):
+        assert packs[index].input_ids.tolist() == rows[index]["input_ids"]["values"]
+        positions = np.concatenate([np.arange(n) for n in packs[index].lengths])
+        assert positions.tolist() == rows[index]["position_ids"]["values"]
+    packs.verify()
+    assert sorted(tmp_path.rglob("*")) == before, "nothing stays on disk"
+    for shard in folder.glob("*.zstd"):
+        shard.with_suffix("").write_bytes(pa.input_stream(str(shard), compression="zstd").read())
+        shard.unlink()
+    assert open_mds(folder).fingerprint == packs.fingerprint
+
+
+@pytest.mark.parametrize(
+    ("codec", "cut", "says"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")]
+)
+def test_a_compressed_shard_that_cannot_be_unpacked_is_named(
+    fixture, codec: str, cut: int | None, says: str
 ):
-    change_index(
-        folder := fixture("reference"),
-        '"zip_data": null',
-        '"zip_data": {"basename": "shard.mds.zstd"}',
-    )
-    assert len(open_mds(folder)) == 12
-    (folder / "shard.00000.mds").unlink()
-    with pytest.raises(InputError, match=r"shard\.mds\.zstd: is compressed; .*zstd -d"):
+    folder = fixture("zstd")
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["shards"]:
+        file = folder / entry["zip_data"]["basename"]
+        file.write_bytes(file.read_bytes()[:cut])
+        entry |= {
+            "compression": codec,
+            "zip_data": {"basename": file.name, "bytes": file.stat().st_size, "hashes": {}},
+        }
+    (folder / "index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=rf"shard\.00000\.mds\.zstd: .*{says}"):
         open_mds(folder)
-    assert not (folder / "shard.00000.mds").exists(), "nothing is written into a folder of packs"
+
+
+def lengths_of(numbers: np.ndarray) -> list[int]:
+    return np.bincount(numbers[numbers >= 0]).tolist()
 
 
 @pytest.mark.parametrize("outside", ["../shard.00000.mds", "/etc/passwd"])
@@ -161,37 +192,45 @@ def test_documents_are_found_from_lengths_from_positions_and_from_both(
     # documents of one token each: the list of lengths looks like a mask of ones
     if width == len(lengths):
         mask = np.ones(width, np.uint32)
-    for given_mask in (mask, None):
-        found, first = documents(width, given_mask, positions, "here")
-        assert found.tolist() == lengths and first == positions[0]
-    if width > len(lengths):
-        assert documents(width, mask, None, "here")[0].tolist() == lengths
+    for columns in (
+        {"attention_mask": mask, "position_ids": positions},
+        {"position_ids": positions},
+    ):
+        assert lengths_of(number_documents(width, columns)) == lengths
+    for name in ("seq_lengths", "attention_mask")[: 1 + (width > len(lengths))]:
+        assert lengths_of(number_documents(width, {name: np.array(lengths, np.uint32)})) == lengths
+    assert lengths_of(number_documents(width, {"cu_seqlens": np.cumsum([0, *lengths])})) == lengths
+    numbered = np.append(np.repeat(np.arange(len(lengths)), lengths), [-1, -1, -1])
+    assert lengths_of(number_documents(width + 3, {"sequence_id": numbered})) == lengths
     padded = np.append(np.ones(width, np.int64), np.zeros(3, np.int64))
-    assert documents(width + 3, padded, None, "here")[0].tolist() == [width]
+    assert lengths_of(number_documents(width + 3, {"attention_mask": padded})) == [width]
+    both = {"attention_mask": padded, "position_ids": np.append(positions, [0, 0, 0])}
+    assert lengths_of(number_documents(width + 3, both)) == lengths
 
 
-@pytest.mark.parametrize("mask", [[3, 4], [9], [], [-1, 9], [0, 1, 0, 1, 1, 1, 1, 1]])
-@pytest.mark.parametrize("positions", [None, [0, 1], [-1, *range(7)]])
-def test_masks_and_positions_that_make_no_pack_are_refused(mask, positions):
-    with pytest.raises(InputError, match="here: attention_mask and position_ids"):
-        documents(
-            8, np.array(mask, np.int64), None if positions is None else np.array(positions), "here"
+@pytest.mark.parametrize("mask", [[3, 4], [9], [], [-1, 9]])
+@pytest.mark.parametrize("positions", [None, [0, 1], [0, *range(7)]])
+def test_columns_that_make_no_documents_of_the_tokens_are_refused(mask, positions):
+    columns = {"attention_mask": np.array(mask, np.int64)}
+    with pytest.raises(ValueError):
+        number_documents(
+            8, columns | ({} if positions is None else {"position_ids": np.array(positions)})
         )
 
 
-def write_labelled(folder: Path, labels: np.ndarray | None, mask: np.ndarray | None = None) -> Path:
-    """One sample of 8 tokens with labels, and a mask, if any, in raw MDS."""
+def write_columns(folder: Path, **columns: Any) -> Path:
+    """One sample of 8 tokens in raw MDS, with further columns of 8 numbers."""
     folder.mkdir(parents=True)
-    columns = [np.arange(8), *(each for each in (labels, mask) if each is not None)]
-    count, sample = len(columns), b"".join(each.astype("<i4").tobytes() for each in columns)
+    columns = {"input_ids": np.arange(8), **columns}
+    sample = b"".join(np.asarray(column, "<i4").tobytes() for column in columns.values())
     table = np.array([1, 12, 12 + len(sample)], "<u4").tobytes()
     (folder / "shard.00000.mds").write_bytes(table + sample)
-    encodings, names = (
-        ["ndarray:uint32:8", "ndarray:int32:8", "ndarray:int32:8"],
-        ["input_ids", "labels", "attention_mask"],
-    )
-    layout = {"column_names": names, "column_encodings": encodings, "column_sizes": [32, 32, 32]}
-    columns = {key: values[:count] for key, values in layout.items()}
+    encodings = ["ndarray:uint32:8", *["ndarray:int32:8"] * (len(columns) - 1)]
+    layout = {
+        "column_names": list(columns),
+        "column_encodings": encodings,
+        "column_sizes": [32] * len(columns),
+    }
     raw = {"basename": "shard.00000.mds", "bytes": len(table + sample), "hashes": {}}
     shard = {
         "version": 2,
@@ -200,9 +239,63 @@ def write_labelled(folder: Path, labels: np.ndarray | None, mask: np.ndarray | N
         "samples": 1,
         "raw_data": raw,
         "zip_data": None,
-    } | columns
+    } | layout
     (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
     return folder
+
+
+ONES = [1] * 8
+
+
+@pytest.mark.parametrize(
+    ("columns", "lengths"),
+    [
+        ({}, [4, 4]),
+        ({"attention_mask": [1] * 6 + [0] * 2}, [4, 2]),
+        ({"sequence_id": [0, 0, 1, 1, 1, 2, -1, -1]}, [2, 3, 1]),
+        ({"sequence_id": ONES}, [8]),
+        ({"position_ids": range(8)}, [8]),
+    ],
+    ids=["tokens alone", "mask", "numbers", "one number", "positions"],
+)
+def test_the_end_token_ends_documents_unless_a_column_says_what_they_are(
+    columns, lengths, tmp_path: Path
+):
+    tokenizer = train_tokenizer(["abc"], 260)
+    tokenizer.add_special_tokens(["</s>"])
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    config = tmp_path / "tokenizer" / "tokenizer_config.json"
+    config.write_text(json.dumps({"eos_token": tokenizer.id_to_token(3)}))
+    path = write_columns(tmp_path / "mds", **columns)
+    settings = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
+    named, alone = open_packs(settings, "train"), open_mds(path, 8)
+    assert named[0].lengths.tolist() == lengths
+    assert (named.fingerprint == alone.fingerprint) == (
+        named[0].lengths.tolist() == alone[0].lengths.tolist()
+    )
+
+
+def test_a_loss_mask_masks_and_a_column_that_is_not_read_is_named(tmp_path: Path, capsys):
+    path = write_columns(tmp_path / "mds", loss_mask=[0, 0, 1, 1, 0, 1, 1, 1], token_type_ids=ONES)
+    assert open_mds(path, 8)[0].trained.tolist() == [
+        False,
+        False,
+        True,
+        True,
+        False,
+        True,
+        True,
+        True,
+    ]
+    assert "columns not read: token_type_ids" in capsys.readouterr().err
+    open_mds(write_columns(tmp_path / "read", sequence_id=ONES), 8)
+    assert capsys.readouterr().err == ""
+
+
+def test_padding_before_a_token_is_refused(tmp_path: Path):
+    for number, mask in enumerate(([0, 1] * 4, [0] * 8)):
+        with pytest.raises(InputError, match=r"shard\.00000\.mds, sample 0: .*padded at the end"):
+            open_mds(write_columns(tmp_path / str(number), attention_mask=mask), 8)
 
 
 def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
@@ -212,13 +305,13 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
     ):
         with pytest.raises(InputError, match=says):
             open_mds(FIXTURES / path, length)
-    number = write_labelled(tmp_path / "number", None)
+    number = write_columns(tmp_path / "number")
     change_index(number, '"ndarray:uint32:8"', '"uint32"')
     change_index(number, "[32]", "[4]")
     with pytest.raises(InputError, match=r"shard\.00000\.mds"):
         open_mds(number, 1)
     with pytest.raises(InputError, match="unshifted"):
-        open_mds(write_labelled(tmp_path / "shifted", np.append(np.arange(1, 8), -100)), 8)
+        open_mds(write_columns(tmp_path / "shifted", labels=[*range(1, 8), -100]), 8)
     (tmp_path / "index.json").write_text('{"version": 2, "shards": []}')
     with pytest.raises(InputError, match="no shards"):
         open_mds(tmp_path, 8)
@@ -226,9 +319,12 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
 
 def test_labels_are_the_mask_of_packs(tmp_path: Path):
     """Padding is not counted as trained on, whatever its labels say."""
-    labels, mask = np.array([-100, -100, 2, 3, -100, 5, 6, 7]), np.array([1] * 6 + [0] * 2)
-    for name, columns in (("train", (labels, mask)), ("val", (None, None))):
-        write_labelled(tmp_path / "mds" / name, *columns)
+    write_columns(
+        tmp_path / "mds" / "train",
+        labels=[-100, -100, 2, 3, -100, 5, 6, 7],
+        attention_mask=[1] * 6 + [0] * 2,
+    )
+    write_columns(tmp_path / "mds" / "val")
     settings = DataSettings(packs=tmp_path / "mds", length=8)
     assert open_packs(settings, "train")[0].trained.tolist() == [
         False,

@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,10 +18,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
+from tokenizers.models import Model, Unigram, WordLevel
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.prepare import PackMaker, TokenLog, prepare
+from packing.prepare import PackMaker, TokenLog, prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import load_tokenizer
@@ -59,6 +61,35 @@ def test_packs_hold_every_document(settings: DataSettings, documents: list[str])
     assert sorted(texts_in(settings)) == sorted(documents) and texts_in(settings) != documents
     statistics = read_manifest(settings.packs)["statistics"]
     assert statistics["documents"] == len(documents) and statistics["longest_document"] > 256
+
+
+WORDS = WordLevel({"[UNK]": 0, "</s>": 1, "one": 2}, "[UNK]")
+PIECES = Unigram([("<unk>", 0.0), ("</s>", -1.0), ("o", -1.0)], 0)
+
+
+@pytest.mark.parametrize("model", [WORDS, PIECES], ids=["words", "pieces"])
+def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
+    model: Model, settings: DataSettings, corpus: Path, tmp_path: Path
+) -> None:
+    corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
+    Tokenizer(model).save(str(tmp_path / "words.json"))
+    prepare(
+        part := settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")}),
+        progress=False,
+    )
+    lines = summary(read_manifest(part.packs))
+    assert re.search(r"columns not read +id, url\n?", lines)
+    assert re.search(r"unknown tokens +\d\d\.\d\d% of all; warning", lines)
+
+
+def test_prepare_says_nothing_of_unknown_tokens_of_a_tokenizer_of_bytes(
+    settings: DataSettings,
+) -> None:
+    prepare(settings, progress=False)
+    assert (
+        not {"unknown_tokens", "columns_not_read"}
+        & read_manifest(settings.packs)["statistics"].keys()
+    )
 
 
 def test_held_out_documents_are_whole_and_nowhere_else(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,13 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
+from packing.arrow import read_manifest
 from packing.prepare import prepare
-from packing.records import CHATML
+from packing.records import CHATML, UNTRAINED, chat_template, records_of
 from packing.settings import DataSettings
+from packing.sources import Chunk, Counts, tokenize
 from packing.store import open_packs
+from packing.tokenizer import TextTokenizer
 
 MARKED = (
     "\n{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
@@ -61,6 +65,34 @@ def packed(
             for a, b in zip(ends - pack.lengths, ends, strict=True)
         ]
     return documents
+
+
+def tokenized(
+    tokenizer: Path, records: list[dict], **more: Any
+) -> tuple[list[tuple[list[int], list[int]]], Counts]:
+    """The ids of each document with those that are trained on, and counts, by a worker's code."""
+    loaded = TextTokenizer("t", Tokenizer.from_file(str(tokenizer)), {"eos": 0})
+    loaded.tokenizer.post_processor = None
+    settings = DataSettings(source="x", tokenizer="t", packs="p", **more)
+    lines = "\n".join(map(json.dumps, records)).encode()
+    result = tokenize(
+        Chunk("jsonl", "x.jsonl", 1, lines, {}), loaded, records_of(settings, loaded), settings
+    )
+    documents = np.split(result.tokens, np.cumsum(result.lengths)[:-1])
+    return [
+        ((ids & ~UNTRAINED).tolist(), ids[ids < UNTRAINED].tolist())
+        for ids in documents
+        if len(ids)
+    ], result.counts
+
+
+def answers(tokenizer: Path, record: dict, template: str, **more: Any) -> tuple[str, str]:
+    """The text of the chat in a record, and what of it is trained on."""
+    ((ids, trained),), _ = tokenized(
+        tokenizer, [record], messages="messages", chat_template=template, **more
+    )
+    decode = Tokenizer.from_file(str(tokenizer)).decode
+    return decode(ids), decode(trained)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED, DATED], ids=["chatml", "marked", "dated"])
@@ -121,6 +153,283 @@ def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file:
     ]
 
 
+IDS = [5, 6, 7, 8, 9]
+
+
+@pytest.mark.parametrize(
+    ("columns", "expected"),
+    [
+        ({"attention_mask": [1, 1, 1, 0, 0]}, [[5, 6, 7]]),
+        ({"attention_mask": [0, 0, 1, 1, 1]}, [[7, 8, 9]]),
+        ({"attention_mask": [2, 3]}, [[5, 6], [7, 8, 9]]),
+        ({"attention_mask": [0] * 5}, []),
+        ({"position_ids": [0, 1, 0, 1, 2]}, [[5, 6], [7, 8, 9]]),
+        ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [2, 3]}, [[5, 6], [7, 8, 9]]),
+        ({"position_ids": [0, 1, 0, 1, 0], "attention_mask": [1, 1, 1, 1, 0]}, [[5, 6], [7, 8]]),
+        ({"sequence_id": [0, 0, 1, 1, -1]}, [[5, 6], [7, 8]]),
+        ({"cu_seqlens": [0, 2, 5, 5]}, [[5, 6], [7, 8, 9]]),
+        ({"attention_mask": None, "position_ids": None}, [IDS]),
+    ],
+)
+def test_columns_beside_ids_say_what_is_padding_and_a_document(
+    columns: dict, expected: list, tokenizer_file: Path
+) -> None:
+    found, counts = tokenized(
+        tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids"
+    )
+    assert found == [(ids, ids) for ids in expected]
+    assert counts.empty == (not expected) and counts.trained == counts.tokens
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"labels": [-100, 6, 7, -100, 9]},
+        {"loss_mask": [0, 1, 1, 0, 1]},
+        {"assistant_masks": [False, True, True, False, True]},
+        {"completion_mask": [0, 1, 1, 1, 1], "labels": [5, 6, 7, -100, 9]},
+        {
+            "labels": [-100, 6, 7, -100, 9],
+            "position_ids": [0, 1, 2, 3, 4],
+            "attention_mask": [1] * 5,
+        },
+    ],
+    ids=lambda columns: "+".join(columns),
+)
+def test_columns_beside_ids_say_which_have_a_loss(columns: dict, tokenizer_file: Path) -> None:
+    assert tokenized(tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids")[0] == [
+        (IDS, [6, 7, 9])
+    ]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        (
+            {"labels": [6, 7, 8, 9, -100]},
+            "`labels` is neither the token nor -100 everywhere; write it unshifted",
+        ),
+        ({"labels": 1}, "`input_ids` or `labels` holds no list of whole numbers"),
+        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "`input_ids` or `loss_mask` holds no list"),
+        ({"loss_mask": [0, 1]}, "`loss_mask` is neither 1 nor 0 everywhere"),
+        ({"completion_mask": [0, 1, 2, 1, 1]}, "`completion_mask` is neither"),
+        ({"seq_lengths": [2, 9]}, "seq_lengths are those of 11 tokens"),
+        ({"position_ids": [0, 1, 2]}, "position_ids are those of 3 tokens"),
+        ({"attention_mask": [1, 1]}, "attention_mask are those of 2 tokens"),
+    ],
+)
+def test_columns_that_do_not_fit_the_ids_are_refused(
+    columns: dict, message: str, tokenizer_file: Path
+) -> None:
+    with pytest.raises(InputError, match=f"x.jsonl:1: .*{message}"):
+        tokenized(tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids")
+
+
+def test_labels_that_mask_nothing_leave_the_packs_as_they_are(
+    tmp_path: Path, tokenizer_file: Path
+) -> None:
+    fingerprints = []
+    for name, more in (
+        ("with", {"labels": IDS, "attention_mask": [1] * 5, "token_type_ids": [0] * 5}),
+        ("without", {}),
+    ):
+        (tmp_path / name).mkdir()
+        packed(tmp_path / name, tokenizer_file, [{"input_ids": IDS, **more}], input_ids="input_ids")
+        fingerprints.append(
+            read_manifest(tmp_path / name / "packs")["splits"]["train"]["fingerprint"]
+        )
+    assert fingerprints[0] == fingerprints[1]
+    assert (
+        read_manifest(tmp_path / "with" / "packs")["statistics"]["columns_not_read"]
+        == "token_type_ids"
+    )
+
+
+USER, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
+CALLS = CHATML.replace(
+    "message.content",
+    "message.content + (message.tool_calls | tojson if message.tool_calls else '')",
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+@pytest.mark.parametrize(
+    "mark", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0.0}], ids=str
+)
+def test_an_answer_marked_as_without_a_loss_is_not_trained_on(
+    template: str, mark: dict, tokenizer_file: Path
+) -> None:
+    first = {"role": "assistant", "content": "no"} | mark
+    chat = [USER, first, USER, ANSWER | {"weight": 1, "train": True, "training": None}]
+    text, trained = answers(tokenizer_file, {"messages": chat}, template)
+    assert "no<|im_end|>" in text and trained == "so<|im_end|>\n"
+    keys = {"messages": "messages", "chat_template": template}
+    documents, counts = tokenized(tokenizer_file, [{"messages": [USER, first]}], **keys)
+    assert documents == [] and counts.empty == 1
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_an_answer_that_the_template_does_not_write_is_not_trained_on(
+    template: str, tokenizer_file: Path
+) -> None:
+    chat = [USER, CALL, {"role": "tool", "content": "r"}, ANSWER]
+    assert answers(tokenizer_file, {"messages": chat}, template)[1] == "so<|im_end|>\n"
+    with pytest.raises(InputError, match="without an answer"):
+        answers(tokenizer_file, {"messages": chat[:2]}, template)
+    keys = {"messages": "messages", "chat_template": template}
+    assert tokenized(tokenizer_file, [{"messages": chat}], **keys)[1].unread == (
+        "message.tool_calls",
+    )
+
+
+def test_an_answer_of_tool_calls_that_the_template_writes_is_trained_on(
+    tokenizer_file: Path,
+) -> None:
+    chat = [USER, CALL, {"role": "tool", "content": "r"}, ANSWER]
+    expected = '[{"function": {"name": "f"}}]<|im_end|>\nso<|im_end|>\n'
+    assert answers(tokenizer_file, {"messages": chat}, CALLS)[1] == expected
+
+
+THINKING = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+DISTILLED = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
+    "{{ '<A>' + m.content.split('</think>')[-1] + '<E>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "contents", "trained"),
+    [
+        (THINKING, ["so"], "so<|im_end|>\n"),
+        (THINKING, ["so", "yes"], "so<|im_end|>\nyes<|im_end|>\n"),
+        (THINKING, ["<think>\nhm</think>so"], "hm</think>so<|im_end|>\n"),
+        (DISTILLED, ["so"], "so<E>"),
+        (DISTILLED, ["<b>so", "yes"], "<b>so<E>yes<E>"),
+        (DISTILLED, ["<think>\nhm</think>so"], "so<E>"),
+    ],
+)
+def test_a_prompt_that_opens_a_thought_leaves_the_answer_whole(
+    template: str, contents: list[str], trained: str, tokenizer_file: Path
+) -> None:
+    chat = [
+        message
+        for content in contents
+        for message in (USER, {"role": "assistant", "content": content})
+    ]
+    assert answers(tokenizer_file, {"messages": chat}, template)[1] == trained
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
+
+
+@pytest.mark.parametrize(
+    "tools", ['[{"name": "f"}]', [{"name": "f", "parameters": None}]], ids=["JSON", "objects"]
+)
+def test_tools_are_handed_to_a_template_that_names_them(
+    tools: object, tokenizer_file: Path
+) -> None:
+    record = {"messages": [USER, ANSWER], "tools": tools}
+    text, trained = answers(tokenizer_file, record, WITH_TOOLS)
+    assert text.startswith('[{"name": "f"}]<|im_start|>user') and trained == "so<|im_end|>\n"
+    keys = {"messages": "messages", "chat_template": CHATML}
+    assert tokenized(tokenizer_file, [record], **keys)[1].unread == ("tools",)
+
+
+@pytest.mark.parametrize("column", ["system", "system_prompt"])
+def test_a_system_column_is_the_first_message(column: str, tokenizer_file: Path) -> None:
+    system = {"role": "system", "content": "Be kind."}
+    for chat in ([USER, ANSWER], [system, USER, ANSWER]):
+        text, _ = answers(tokenizer_file, {"messages": chat, column: "Be kind."}, CHATML)
+        assert text.startswith("<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user")
+    with pytest.raises(InputError, match="several system messages"):
+        answers(tokenizer_file, {"messages": [system, USER, ANSWER], column: "Be brief."}, CHATML)
+    pair = {"messages": ["q", "a"], "chat_template": CHATML}
+    records = [{"q": "why?", "a": "so", column: value} for value in ("Be kind.", "", None)]
+    (first, _), *others = tokenized(tokenizer_file, records, **pair)[0]
+    assert [first[-len(ids) :] for ids, _ in others] == [ids for ids, _ in others], (
+        "nothing before the prompt"
+    )
+    assert len(first) > len(others[0][0]) == len(others[1][0])
+
+
+def test_roles_of_sharegpt_are_those_of_templates(tokenizer_file: Path) -> None:
+    roles = [
+        "system",
+        "human",
+        "function_call",
+        "observation",
+        "gpt",
+        "user",
+        "chatgpt",
+        "tool",
+        "bard",
+        "human",
+        "assistant",
+    ]
+    text, trained = answers(
+        tokenizer_file, {"messages": [{"from": role, "value": role} for role in roles]}, CHATML
+    )
+    meant = [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "user",
+        "assistant",
+    ]
+    assert text == "".join(
+        f"<|im_start|>{role}\n{name}<|im_end|>\n" for role, name in zip(meant, roles, strict=True)
+    )
+    assert trained == "".join(
+        f"{name}<|im_end|>\n"
+        for role, name in zip(meant, roles, strict=True)
+        if role == "assistant"
+    )
+    for key in ("from", "role"):
+        with pytest.raises(InputError, match="role narrator"):
+            answers(
+                tokenizer_file,
+                {"messages": [USER, {key: "narrator", "content": "x"}, ANSWER]},
+                CHATML,
+            )
+    named = {"messages": [{"role": "narrator", "content": "x"}, ANSWER]}
+    assert "<|im_start|>narrator\nx" in answers(tokenizer_file, named, CHATML + "{# narrator #}")[0]
+
+
+def test_keys_of_messages_without_an_effect_are_named(tokenizer_file: Path) -> None:
+    chat = [USER | {"id": 7}, ANSWER | {"thinking": "hm", "weight": 1}]
+    for template, unread in (
+        (CHATML, ("message.id", "message.thinking")),
+        (CHATML + "{# m.thinking #}", ("message.id",)),
+    ):
+        keys = {"messages": "messages", "chat_template": template}
+        assert (
+            tokenized(tokenizer_file, [{"messages": chat, "id": None}], **keys)[1].unread == unread
+        )
+
+
+def test_templates_by_name(tmp_path: Path, tokenizer_file: Path) -> None:
+    folder = shutil.copytree(tokenizer_file.parent, tmp_path / "named")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    listed = [{"name": name, "template": name + CHATML} for name in ("default", "tool_use")]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": listed}))
+    assert chat_template(None, str(folder)) == "default" + CHATML
+    assert chat_template("tool_use", str(folder)) == "tool_use" + CHATML
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(config | {"chat_template": listed[1:]})
+    )
+    for given in (None, "rag"):
+        with pytest.raises(InputError, match=r"data\.chat_template: .*set it to chatml, tool_use"):
+            chat_template(given, str(folder))
+
+
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
 IN_PYTHON = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", "content": "x"}]
@@ -148,6 +457,11 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
                 "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
             },
             "content is no text",
+        ),
+        (
+            {"m": [USER, ANSWER | {"weight": 0.5}]},
+            {"messages": "m", "chat_template": CHATML},
+            "weight or train or training or loss is neither 0 nor 1",
         ),
         ({"i": [1, 2], "l": [2, -100]}, {"input_ids": "i", "labels": "l"}, "`l` is neither"),
         ({"i": [1, -2]}, {"input_ids": "i"}, "`i` holds the id -2"),

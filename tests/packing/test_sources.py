@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
-from packing.records import TextTemplate
+from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source, read_chunk
 
@@ -73,6 +73,35 @@ def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_an
         before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
         assert texts_of(path, 20_000, place) == documents[before:]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
+def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_path: Path) -> None:
+    rows = [
+        {
+            "input_ids": [5, 6, 7, 0],
+            "attention_mask": [1, 1, 1, 0],
+            "labels": [-100, 6, 7, -100],
+            "id": 7,
+        }
+    ] * 3
+    path = tmp_path / f"x.{kind}"
+    if kind == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        import datasets  # brings pandas
+
+        datasets.Dataset.from_list(rows).save_to_disk(path)
+    records = TokenColumns("input_ids", None, 600)
+    settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
+    for chunk in open_source(settings, records).chunks():
+        filled, counts = read_chunk(chunk, records, skip_bad=False)
+        assert [[ids.tolist() for ids in documents] for documents in filled] == [
+            [[5 | UNTRAINED, 6, 7]]
+        ] * 3
+        assert counts.unread == ("id",)
 
 
 def test_a_streamed_dataset_yields_what_the_loaded_one_does(
@@ -144,6 +173,20 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
         '{"title": "T", "n": 3, "body": null}\n{"title": null, "n": "", "body": ""}\n'
     )
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
+
+
+def test_nan_is_no_text(tmp_path: Path) -> None:
+    pq.write_table(
+        pa.table({"title": [1.5, float("nan"), None], "body": ["a", "", None]}),
+        tmp_path / "x.parquet",
+    )
+    (tmp_path / "x.jsonl").write_text(
+        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n{"title": NaN, "body": null}\n'
+    )
+    for kind in ("parquet", "jsonl"):
+        source = opened(tmp_path / f"x.{kind}", text="{title} {body}")
+        texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=False)
+        assert texts == ["1.5 a"] and counts.empty == 2
 
 
 BAD_LINES = [

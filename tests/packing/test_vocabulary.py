@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
+from foundation.errors import InputError
 from packing.__main__ import main
-from packing.tokenizer import END_OF_TEXT, train_tokenizer
+from packing.tokenizer import END_OF_TEXT, load_tokenizer, train_tokenizer
 
 VOCABULARY = 600
 
@@ -47,6 +48,24 @@ def test_autotokenizer_loads_the_folder_and_encodes_alike(
     assert loaded.decode(loaded(text).input_ids) == text
     assert loaded.eos_token == loaded.pad_token == END_OF_TEXT
     assert (loaded.eos_token_id, len(loaded)) == (0, VOCABULARY)
+
+
+def test_files_without_a_tokenizer_json_are_converted_as_the_message_says(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (old := tmp_path / "old").mkdir()
+    tokenizer.model.save(str(old))
+    (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    says = rf"AutoTokenizer\.from_pretrained\('{old}'\)\.save_pretrained\(FOLDER\)"
+    for name in (old, old / "vocab.json"):
+        with pytest.raises(InputError, match=says):
+            load_tokenizer(str(name))
+    AutoTokenizer.from_pretrained(old).save_pretrained(tmp_path / "new")
+    text = "def area(self): return a , b  # Σ"
+    assert (
+        load_tokenizer(str(tmp_path / "new")).tokenizer.encode(text).ids
+        == tokenizer.encode(text).ids
+    )
 
 
 def test_a_tokenizer_is_never_written_over_and_has_room_for_words_and_the_tokens_asked_for(

@@ -1,10 +1,12 @@
-"""What Triton kernels do with a tile of values beside computing it: load it, quantize it to FP8, store it.
+"""Parts of Triton kernels that load a tile of values, quantize it to FP8 and store it.
 
-Hopper's FP8 products read both operands along the inner dimension. So a tensor [M, K] that one product reads by rows and another
-by columns exists twice: as it is, and as its transpose [K, M]. A kernel that holds a tile in registers writes both.
+Hopper's FP8 matrix products read both operands along the inner dimension. A tensor [M, K] that one
+product reads by rows and another by columns is therefore stored twice: as it is, and as its
+transpose [K, M]. A kernel that holds a tile in registers writes both.
 
-As in TE, numbers beyond the format's range, infinities too, become its largest value; NaN stays NaN in the codes but does not
-count for an amax. Everything here is for tiles that lie wholly inside the tensor.
+As in Transformer Engine, values beyond the range of the format and infinities become its largest
+value. NaN stays NaN in the codes and is ignored by amaxes. All functions require tiles that are
+completely inside of the tensor.
 """
 
 from __future__ import annotations
@@ -29,15 +31,18 @@ TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
 
 @dataclass(frozen=True)
 class TensorScaled:
-    """Where a kernel writes a tensor [M, K], and with which scale: `scale`, or where that is None, current scaling's, from
-    `amax`. All on one device. What is None is not written."""
+    """Output buffers and scale of an FP8 tensor [M, K] with one scale, for a kernel to write.
+
+    If `scale` is None, the kernel computes the scale of current scaling from `amax`. Buffers that
+    are None are not written. All tensors are on one device.
+    """
 
     dtype: torch.dtype  # float8_e4m3fn or float8_e5m2
     rows: Tensor | None  # uint8 [M, K]
     columns: Tensor | None  # uint8 [K, M]
     scale_inv: Tensor  # FP32 [1], written: 1 / scale
     scale: Tensor | None = None  # FP32 [1]
-    amax: Tensor | None = None  # FP32 [1], raised to the tensor's amax where a scale is given
+    amax: Tensor | None = None  # FP32 [1]; with `scale`, it is raised to the tensor's amax
     used: Tensor | None = None  # FP32 [1], written: the scale
 
 
@@ -50,35 +55,57 @@ def allocate(
     columns: bool,
     scale: Tensor | None = None,
 ) -> tuple[Any, TensorScaled]:
-    """What `quantizer` would make of a tensor [M, K], and its parts, for a kernel to write. With `scale` it is quantized by that,
-    and no amax is recorded."""
+    """Allocate the FP8 tensor that `quantizer` would return, for a kernel to write.
+
+    Args:
+        quantizer: A Float8Quantizer or Float8CurrentScalingQuantizer of Transformer Engine.
+        shape: (M, K).
+        device: Device of the tensor.
+        rows: Allocate the codes by rows.
+        columns: Allocate the transposed codes.
+        scale: Scale to use instead of the quantizer's. Then no amax is recorded.
+
+    Returns:
+        The tensor of Transformer Engine, and its buffers.
+    """
     te = library()
-    # from Blackwell on, products read both ways, and there are no transposes
     if te.utils.is_non_tn_fp8_gemm_supported():
-        rows, columns = True, False
-    by_rows = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
-    by_columns = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
-    scale_inv, amax, used = torch.empty(1, device=device), None, None
-    if scale is None and isinstance(quantizer, te.Float8Quantizer):  # delayed scaling
-        scale, amax, used = quantizer.scale, quantizer.amax, torch.empty(1, device=device)
-    elif scale is None:
-        amax, used = torch.zeros(1, device=device), torch.empty(1, device=device)
-    written = TensorScaled(
-        fp8_format(te, quantizer.dtype)[0], by_rows, by_columns, scale_inv, scale, amax, used
+        # From Blackwell on, products read both layouts, so transposes are not needed.
+        rows = True
+        columns = False
+    row_codes = torch.empty(shape, dtype=torch.uint8, device=device) if rows else None
+    column_codes = torch.empty(shape[::-1], dtype=torch.uint8, device=device) if columns else None
+    scale_inv = torch.empty(1, device=device)
+    amax = None
+    used = None
+    if scale is None:
+        used = torch.empty(1, device=device)
+        if isinstance(quantizer, te.Float8Quantizer):  # delayed scaling
+            scale = quantizer.scale
+            amax = quantizer.amax
+        else:
+            amax = torch.zeros(1, device=device)
+    buffers = TensorScaled(
+        fp8_format(te, quantizer.dtype)[0], row_codes, column_codes, scale_inv, scale, amax, used
     )
-    options = {
-        "fp8_scale_inv": scale_inv,
-        "fp8_dtype": quantizer.dtype,
-        "fake_dtype": torch.bfloat16,
-        "quantizer": quantizer,
-    }
-    return te.Float8TensorStorage(data=by_rows, data_transpose=by_columns, **options), written
+    tensor = te.Float8TensorStorage(
+        data=row_codes,
+        data_transpose=column_codes,
+        fp8_scale_inv=scale_inv,
+        fp8_dtype=quantizer.dtype,
+        fake_dtype=torch.bfloat16,
+        quantizer=quantizer,
+    )
+    return tensor, buffers
 
 
 @triton.jit
 def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.constexpr):
-    """Quantize a tile `values` [BM, BN] FP32 with one FP32 `scale` and write it to `rows` [M, K] and `columns` [K, M], uint8;
-    None is not written. i [BM] and j [BN] are the tile's rows and columns in the tensor: int32, each contiguous."""
+    """Quantize a tile with one scale and write it to `rows` and `columns`, unless they are None.
+
+    `values` [BM, BN] and the scalar `scale` are FP32. `rows` [M, K] and `columns` [K, M] are uint8.
+    `i` [BM] and `j` [BN], int32 and contiguous, are the rows and columns of the tile in the tensor.
+    """
     codes = fp8_codes(values, scale, fp8)
     if rows is not None:
         store_rows(codes, rows, i, j, K)
@@ -88,9 +115,10 @@ def store_tensor_scaled(values, scale, rows, columns, i, j, M, K, fp8: tl.conste
 
 @triton.jit
 def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
-    """The scale of a tensor: what the pointer `scale` holds, or where that is None, current scaling's, from `amax`.
+    """Return the scale of a tensor: the value at `scale`, or from the amax if `scale` is None.
 
-    Of a two-dimensional grid the first program writes it to `used`, unless that is None, and its reciprocal to `scale_inv`.
+    The first program of a two-dimensional grid writes the reciprocal to `scale_inv`, and the scale
+    to `used` unless `used` is None.
     """
     value = tl.load(scale) if scale is not None else scale_from_amax(tl.load(amax), fp8)
     if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
@@ -102,10 +130,13 @@ def tensor_scale(scale, amax, used, scale_inv, fp8: tl.constexpr):
 
 @triton.jit
 def record_amax(amax, values):
-    """Raise `amax`, a pointer to one FP32 number that is not negative, to the largest magnitude in `values`. NaN does not count.
-    Such numbers order as their bits do, so the maximum is one of integers."""
+    """Raise the FP32 number at `amax` to the largest magnitude in `values`, ignoring NaN.
+
+    The number must not be negative. Such numbers have the order of their bits, so an integer
+    maximum is used.
+    """
     largest = tl.max(tl.abs(values), None)
-    # a maximum passes NaN over, unless there is nothing else
+    # tl.max ignores NaN unless all values are NaN.
     largest = tl.where(largest == largest, largest, 0.0)
     tl.atomic_max(
         amax.to(tl.pointer_type(tl.int32), bitcast=True),
@@ -116,8 +147,10 @@ def record_amax(amax, values):
 
 @triton.jit
 def scale_from_amax(amax, fp8: tl.constexpr):
-    """What to multiply by so that `amax` (FP32, any shape) lands on the largest value of `fp8`: the rule of
-    pretrain.precision.quantizers.tensor.scale_from_amax."""
+    """Return the scale that maps `amax` (FP32, any shape) to the largest value of `fp8`.
+
+    The rule is `pretrain.precision.quantizers.tensor.scale_from_amax`.
+    """
     scale = tl.div_rn(tl.zeros_like(amax) + (448.0 if fp8 == tl.float8e4nv else 57344.0), amax)
     scale = tl.where(scale == _INFINITY, _FP32_MAX, scale)
     return tl.where((amax > 0) & (amax < _INFINITY), scale, 1.0)
@@ -125,33 +158,42 @@ def scale_from_amax(amax, fp8: tl.constexpr):
 
 @triton.jit
 def fp8_codes(values, scale, fp8: tl.constexpr):
-    """The bytes of `values` x `scale` (FP32, broadcast) in `fp8`, rounded to nearest even and saturated (cvt.rn.satfinite)."""
+    """Return the bytes of values * scale in `fp8`, rounded to nearest even and saturated.
+
+    `values` and `scale` are FP32 and broadcast. The conversion is `cvt.rn.satfinite`.
+    """
     return (values * scale).to(fp8).to(tl.uint8, bitcast=True)
 
 
 @triton.jit
 def load_rows(tensor, i, j, K):
-    """The values [BM, BN] of `tensor` [M, K] at the rows i [BM] and columns j [BN], as FP32."""
+    """Load the values [BM, BN] of `tensor` [M, K] at rows i [BM] and columns j [BN], as FP32."""
     return tl.load(tensor + i.to(tl.int64)[:, None] * K + j[None, :]).to(tl.float32)
 
 
 @triton.jit
 def store_rows(codes, rows, i, j, K):
-    """Write codes [BM, BN] to `rows` [M, K] at the rows i [BM] and columns j [BN]."""
+    """Write codes [BM, BN] to `rows` [M, K] at rows i [BM] and columns j [BN]."""
     tl.store(rows + i.to(tl.int64)[:, None] * K + j[None, :], codes)
 
 
 @triton.jit
 def store_columns(codes, columns, i, j, M):
-    """Write the transpose of codes [BM, BN] to `columns` [K, M], for a tile at the tensor's rows i [BM] and columns j [BN].
-    Transposed in shared memory, so that what a warp writes is contiguous."""
+    """Write the transpose of codes [BM, BN] to `columns` [K, M].
+
+    The tile is at rows i [BM] and columns j [BN] of the tensor. It is transposed in shared memory,
+    so that a warp writes contiguous memory.
+    """
     tl.store(columns + j.to(tl.int64)[:, None] * M + i[None, :], tl.trans(_computed_once(codes)))
 
 
 @triton.jit
 def _computed_once(codes):
-    """`codes`, hidden from the compiler, which would compute them anew in the transpose's layout: Triton 3.6 does, and on an H200
-    every fourth column then held something else."""
+    """Return `codes` unchanged, and prevent the compiler from recomputing them.
+
+    Triton 3.6 recomputes them in the layout of the transpose. On an H200 every fourth column was
+    then wrong.
+    """
     if INTERPRETED:
         return codes
     return tl.inline_asm_elementwise(
@@ -161,8 +203,11 @@ def _computed_once(codes):
 
 @triton.jit
 def exponential(x):
-    """e^x by the GPU's own instruction. The relative error is 2^-22 or so, and 2^-24 more for each unit of x, as tl.exp's is.
-    Below 1e-38 the result is zero: tl.exp's care for such numbers takes more than twice the instructions."""
+    """Return e^x by the exponential instruction of the GPU.
+
+    The relative error is about 2^-22 plus 2^-24 * |x|, as for tl.exp. Results below 1e-38 are zero.
+    tl.exp computes them, which takes more than twice the instructions.
+    """
     if INTERPRETED:
         return tl.exp(x)
     return tl.inline_asm_elementwise(
@@ -172,5 +217,8 @@ def exponential(x):
 
 @triton.jit
 def reciprocal(scale):
-    """1 / scale, rounded to nearest: what TE stores as scale_inv. Subnormal for the largest scales."""
+    """Return 1 / scale, rounded to nearest, which Transformer Engine stores as scale_inv.
+
+    It is subnormal for the largest scales.
+    """
     return tl.div_rn(tl.zeros_like(scale) + 1.0, scale)

@@ -1,17 +1,18 @@
-"""Fused decoder layers: which can be fused, and the forward that takes their own one's place.
+"""Fused decoder layers: the choice of layers, and the forward that replaces theirs.
 
-A layer is fused where it is exactly one of the classes known here: a subclass may compute something else. Its modules and
-parameters stay where they are; only its `forward` is another, and without packed documents, as in generation, it is the old one.
+Only layers of known classes are fused. A subclass may compute something else, so it is not. Modules
+and parameters of a fused layer stay where they are; only its `forward` is replaced. Without packed
+documents, as in generation, the original forward is called.
 
-Each piece of a fused layer does in one autograd node what autograd would otherwise do in many. So a norm's output is written
-once, in the format of the product that reads it, the residual's gradient is added where the norm's is computed, and weight
-gradients go straight to where a step's gradients add up.
+A fused layer has two autograd nodes instead of many. The output of a norm is written once, in the
+format that the next matrix product reads. The gradient of the residual is added in the kernel of
+the norm's gradient. Weight gradients are added directly to the main gradients of the step.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,21 +23,23 @@ from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
 from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
-from pretrain.model.fused.formulas import HeadNorms, Heads
+from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.product import Backend
 from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
-# is one with the rotation before it, whose backward adds up the parts of dk and dv
+# The attention that is one node with the rotation: the backward of the rotation sums the parts of
+# dk and dv.
 ROTATED_ATTENTION = "packed_fa4"
-# The classes of layers with a fused form, by full name: the classes themselves would bring four architectures into every start.
+# Classes of layers that can be fused, by full name. Importing the classes would import four
+# architectures at every start.
 _FUSED = {
     "transformers.models.llama.modeling_llama.LlamaDecoderLayer",
     "transformers.models.mistral.modeling_mistral.MistralDecoderLayer",
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
 }
-# Of such a layer: its products, each of the linears that it stacks.
+# The products of such a layer, with the linears that are stacked in each.
 _STACKS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
@@ -45,13 +48,17 @@ _STACKS = {
 }
 
 
-# ── Which layers can be fused ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The choice of layers ──
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What the parts of a decoder layer are for. `stacks`: linears by name in the layer, those of one product in one mapping:
-    queries, keys and values; the attention's output; gate and up; down. `head_norms`: of queries and keys, or none."""
+    """Linears, head norms and head layout of a decoder layer that can be fused.
+
+    `stacks` has one mapping for each product: queries, keys and values; attention output; gate and
+    up; down. A mapping has the stacked linears by their name in the layer. `head_norms` are the
+    norms of queries and keys, or empty.
+    """
 
     stacks: tuple[Mapping[str, nn.Linear], ...]
     head_norms: tuple[nn.Module, ...]
@@ -59,56 +66,59 @@ class Parts:
 
     @classmethod
     def of(cls, layer: nn.Module) -> Parts:
-        """The parts of a layer that can be fused."""
-        attention, config = layer.self_attn, layer.self_attn.config
+        """Return the parts of a layer whose class is in `_FUSED`."""
+        attention = layer.self_attn
+        config = attention.config
         stacks = tuple(
             {name: layer.get_submodule(name) for name in names} for names in _STACKS.values()
         )
         norms = (attention.q_norm, attention.k_norm) if hasattr(attention, "q_norm") else ()
-        return cls(
-            stacks,
-            norms,
-            Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim),
-        )
+        heads = Heads(config.num_attention_heads, config.num_key_value_heads, attention.head_dim)
+        return cls(stacks, norms, heads)
 
 
 def assess_layer(
     name: str, layer: nn.Module, decisions: Mapping[str, Decision]
 ) -> tuple[str | None, frozenset[str]]:
-    """Why `layer`, called `name` in its model, stays unfused, None if it does not; and which of its linears are in low
-    precision, by name in the model.
+    """Return why a layer cannot be fused, or None, and its linears in low precision.
 
-    `decisions`: what each linear is to compute in, empty where nothing is quantized. Where they differ among the linears of one
-    stacked product, the layer stays unfused.
+    A layer is not fused if the linears of one stacked product have different precisions.
+
+    Args:
+        name: Name of the layer in its model.
+        layer: The decoder layer.
+        decisions: Precision of each linear of the model by name. Empty if nothing is quantized.
+
+    Returns:
+        The reason, and the names in the model of the linears that are in low precision.
     """
-    inner = [
+    linears = [
         f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
     ]
-    low = frozenset(linear for linear in inner if decisions and decisions[linear].reason is None)
+    low = frozenset(linear for linear in linears if decisions and decisions[linear].reason is None)
     if f"{type(layer).__module__}.{type(layer).__qualname__}" not in _FUSED:
         return f"no fused form of {type(layer).__name__}", low
     if layer.self_attn.config.hidden_act not in ("silu", "swish"):
         return "has an activation that is not fused", low
-    for stack in Parts.of(layer).stacks:
+    stacks = Parts.of(layer).stacks
+    for stack in stacks:
         if len({f"{name}.{member}" in low for member in stack}) > 1:
             members = ", ".join(member.rpartition(".")[2] for member in stack)
             return (
                 f"{members} are one product when fused, and would compute in different precisions",
                 low,
             )
-    if any(
-        linear.bias is not None for stack in Parts.of(layer).stacks[1:] for linear in stack.values()
-    ):
+    if any(linear.bias is not None for stack in stacks[1:] for linear in stack.values()):
         return "has a bias elsewhere than in queries, keys and values", low
     return None, low
 
 
-# ── The forward of a layer ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The forward of a layer ──
 
 
 @dataclass(frozen=True)
 class FusedLayers:
-    """The fused layers of one model, by name. `left_out` says of each other layer why it stayed as it was."""
+    """Fused layers of one model by name. `left_out` has the reason for each layer not fused."""
 
     layers: Mapping[str, FusedLayer]
     left_out: Mapping[str, str]
@@ -116,32 +126,42 @@ class FusedLayers:
 
     @property
     def products(self) -> list[StackedProduct]:
+        """Stacked products of all fused layers."""
         return [product for layer in self.layers.values() for product in layer.products]
 
     @property
     def members(self) -> dict[str, StackedProduct]:
-        """The linears that no module computes any more, and the products that do."""
+        """Names of the linears that fused layers compute, with their stacked products."""
         return {member: product for product in self.products for member in product.members}
 
     @property
     def stacks(self) -> list[list[nn.Parameter]]:
-        """Parameters that are the rows of one matrix, whose gradients must be those of another."""
+        """Parameters that are the rows of one matrix; so must be their main gradients."""
         return [product.weights for product in self.products]
 
     def describe(self) -> str:
-        """Says for the audit: "28 of 28 layers, queries and keys kept for backward"."""
+        """Return a text for the audit: "28 of 28 layers, queries and keys kept for backward"."""
         reasons = Counter(self.left_out.values())
-        why = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        kept = (
-            ", queries and keys kept for backward"
-            if self.arithmetic.keeps_rotated and self.layers
-            else ""
-        )
-        return f"{len(self.layers)} of {len(self.layers) + len(self.left_out)} layers{kept}{why}"
+        not_fused = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
+        kept = ""
+        if self.arithmetic.keeps_rotated and self.layers:
+            kept = ", queries and keys kept for backward"
+        total = len(self.layers) + len(self.left_out)
+        return f"{len(self.layers)} of {total} layers{kept}{not_fused}"
 
 
 class FusedLayer:
-    """The forward of one decoder layer. Not a module: what it computes with belongs to the layer that it stands in for."""
+    """Fused forward of one decoder layer.
+
+    It is not a module: its parameters belong to the layer whose forward it replaces.
+
+    Args:
+        layer: The decoder layer.
+        name: Name of the layer in its model.
+        arithmetic: Norms, rotation and activation between the products.
+        low_precision: For each backend, the linears of the layer that it computes in low precision.
+            The others are computed in the context's compute dtype.
+    """
 
     def __init__(
         self,
@@ -151,32 +171,37 @@ class FusedLayer:
         *,
         low_precision: Mapping[Backend, Collection[str]],
     ) -> None:
-        """`layer`, called `name` in its model. `low_precision`: by each backend that may compute it, which of its linears are in
-        low precision; the others are in the context's compute dtype."""
-        self.unfused, self.arithmetic = layer.forward, arithmetic
-        self.attention, self.norms = (
-            layer.self_attn,
-            (layer.input_layernorm, layer.post_attention_layernorm),
-        )
+        self.unfused = layer.forward
+        self.arithmetic = arithmetic
+        self.attention = layer.self_attn
+        self.norms = (layer.input_layernorm, layer.post_attention_layernorm)
         parts = Parts.of(layer)
-        self.heads, self.head_norms = parts.heads, parts.head_norms
+        self.heads = parts.heads
+        self.head_norms = parts.head_norms
         products = []
-        for joined, stack in zip(_STACKS, parts.stacks, strict=True):
+        for stacked_name, stack in zip(_STACKS, parts.stacks, strict=True):
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
-            first = next(iter(linears))  # of one stack all are in low precision, or none
+            # Either all linears of a stack are in low precision or none.
+            first = next(iter(linears))
             backends = [backend for backend, low in low_precision.items() if first in low]
-            products.append(StackedProduct(f"{name}.{joined}", linears, arithmetic, backends))
-            products[-1].lay_together()
-        self.products = self.qkv, self.output, self.gate_up, self.down = tuple(products)
+            product = StackedProduct(f"{name}.{stacked_name}", linears, arithmetic, backends)
+            product.lay_together()
+            products.append(product)
+        self.products = tuple(products)
+        self.qkv, self.output, self.gate_up, self.down = self.products
 
     @torch.compiler.disable
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """[1, tokens, hidden] -> the same; with `cu_seqlens` of packed documents, else as transformers does it."""
+        """Compute the layer on [1, tokens, hidden] and return the same shape.
+
+        Calls the original forward unless `cu_seqlens` of packed documents is given.
+        """
         if kwargs.get("cu_seqlens") is None:
             return self.unfused(hidden_states, *args, **kwargs)
-        # Viewed and not indexed: the gradient of an index is a tensor of zeros, into which the layer's gradient would be copied.
+        # A view and not an index. The gradient of an index is a tensor of zeros into which the
+        # layer's gradient would be copied.
         x = hidden_states.squeeze(0)
-        # inside of an autograd.Function nobody could tell
+        # Inside of an autograd.Function gradients are always disabled.
         self.arithmetic.differentiable = torch.is_grad_enabled()
         attended, x = self._attend(x, **kwargs)
         weights = [
@@ -197,19 +222,21 @@ class FusedLayer:
         document_mask: Tensor | None = None,
         **_: Any,
     ) -> tuple[Tensor, Tensor]:
-        """x [tokens, hidden] -> attention's output [tokens, query x dim], and x for the residual."""
-        attention, head_norms = self.attention, [norm.weight for norm in self.head_norms]
-        angles = [table.flatten(0, -2) for table in position_embeddings]
+        """Return the output of attention [tokens, query x dim], and x [tokens, hidden].
+
+        The returned x is an output of the autograd node, to be used by the residual.
+        """
+        attention = self.attention
         inputs = (
             x,
-            *angles,
+            *(table.flatten(0, -2) for table in position_embeddings),
             self.norms[0].weight,
-            *head_norms,
+            *(norm.weight for norm in self.head_norms),
             *self.qkv.weights,
             *self.qkv.biases,
         )
         name = attention.config._attn_implementation
-        # of this layer, or all
+        # Some models have a window in each layer, others one for all layers.
         window = getattr(
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
@@ -217,38 +244,50 @@ class FusedLayer:
             return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
         function = AttentionInterface().get_interface(name, None)
-        options = {
-            "cu_seqlens": cu_seqlens,
-            "max_seqlen": max_seqlen,
-            "document_mask": document_mask,
-            "sliding_window": window,
-        }
-        q, k, v = (each.transpose(0, 1)[None] for each in states)
-        return function(attention, q, k, v, None, scaling=attention.scaling, **options)[0].squeeze(
-            0
-        ).flatten(1), x
+        q, k, v = (state.transpose(0, 1)[None] for state in states)
+        output = function(
+            attention,
+            q,
+            k,
+            v,
+            None,
+            scaling=attention.scaling,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            document_mask=document_mask,
+            sliding_window=window,
+        )[0]
+        return output.squeeze(0).flatten(1), x
 
     def head_norms_in(self, dtype: torch.dtype) -> HeadNorms | None:
-        """The norms in the dtype of activations, as the unfused layer's working copies are. They are cast within a node:
-        autograd would round the gradients to that dtype on their way back."""
+        """Return the head norms cast to the dtype of activations, or None if there are none.
+
+        The working copies of the unfused layer have that dtype too. They are cast inside of an
+        autograd node, because autograd would round their gradients to that dtype.
+        """
         weights = [norm.weight.detach().to(dtype) for norm in self.head_norms]
         return HeadNorms(*weights, self.head_norms[0].variance_epsilon) if weights else None
 
 
-# ── Its differentiable pieces ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The autograd nodes of a layer ──
 #
-# Parameters are arguments only so that autograd, and through it FSDP2 and sums over ranks, knows of them: products and norms look
-# them up themselves.
+# Parameters are arguments only to register them with autograd, and through it with FSDP2 and the
+# sums over ranks. Products and norms read them from the layer.
 
 
 class NormedAttention(torch.autograd.Function):
-    """x [tokens, hidden] -> queries [tokens, query, dim], keys and values [tokens, kv, dim], normed and rotated, and x itself,
-    for the residual. With `documents`, cu_seqlens, the pack length and the scale of q k^T, FlashAttention-4's output
-    [tokens, query x dim] stands in place of the three.
+    """Norm, query-key-value product and rotation, and attention if `documents` are given.
 
-    In one node, so that backward has both gradients of x at once and adds them in the norm's own kernel, and the rotation writes
-    the gradient between it and the product as the product reads it. Where heads are normed, what the product gave is kept, and
-    queries, keys and values are made again from it in backward unless they are kept too."""
+    Maps x [tokens, hidden] to queries [tokens, query, dim], keys and values [tokens, kv, dim],
+    normalized and rotated. The last output is x itself, for the residual. `documents` has
+    cu_seqlens, the pack length and the scale of q k^T. With them, the output of FlashAttention-4
+    [tokens, query x dim] replaces queries, keys and values.
+
+    As one node, backward has both gradients of x and adds them in the kernel of the norm, and the
+    rotation writes its gradient in the format that the product reads. If heads are normalized, the
+    output of the product is saved. Queries, keys and values are then recomputed in backward, unless
+    they are saved too.
+    """
 
     @staticmethod
     def forward(
@@ -260,9 +299,11 @@ class NormedAttention(torch.autograd.Function):
         sin: Tensor,
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
-        arithmetic, product = layer.arithmetic, layer.qkv
+        arithmetic = layer.arithmetic
+        product = layer.qkv
         product.begin(x)
-        ctx.layer, ctx.documents = layer, documents
+        ctx.layer = layer
+        ctx.documents = documents
         ctx.is_first_in_forward = arithmetic.library.is_first_in_forward()
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.forward(normed)
@@ -281,49 +322,59 @@ class NormedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Gradients:
-        layer, arithmetic, product, heads = (
-            ctx.layer,
-            ctx.layer.arithmetic,
-            ctx.layer.qkv,
-            ctx.layer.heads,
-        )
+        layer = ctx.layer
+        arithmetic = layer.arithmetic
         *gradients, residual = gradients
-        x, normed, rstd, qkv, cos, sin, *attended = arithmetic.saved(ctx)
-        head_norms = layer.head_norms_in(x.dtype)
+        # `saved` has qkv, cos and sin, then inputs and results of attention if it is in this node.
+        x, normed, rstd, *saved = arithmetic.saved(ctx)
+        inputs = (*saved[:3], layer.heads, layer.head_norms_in(x.dtype))
         if ctx.documents is not None:
-            q, k, v, output, log_sums = attended
-            if q is None:
-                q, k, v = arithmetic.rotation(heads).rotate(qkv, cos, sin, heads, head_norms)
-            d_output = gradients.pop().view(output.shape)
-            gradients += flash_backward_in_parts(
-                d_output, q, k, v, output, log_sums, *ctx.documents
-            )
-            del attended, q, k, v, output, log_sums, d_output
-        dqkv, of_head_norms, of_biases = arithmetic.rotate_backward(
-            gradients, qkv, cos, sin, heads, head_norms, product
-        )
-        d_normed = product.input_gradient(dqkv)
-        of_weights = product.weight_gradients(dqkv, normed)
-        dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
+            gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, ctx.documents)
+        del saved
+        dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, layer.qkv)
+        d_normed = layer.qkv.input_gradient(dqkv)
+        d_weights = layer.qkv.weight_gradients(dqkv, normed)
+        dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
         if ctx.is_first_in_forward:
             arithmetic.library.finish_backward()
-        of_head_norms = of_head_norms[: len(layer.head_norms)]
-        return None, None, dx, None, None, of_norm, *of_head_norms, *of_weights, *of_biases
+        d_head_norms = d_head_norms[: len(layer.head_norms)]
+        return None, None, dx, None, None, d_norm, *d_head_norms, *d_weights, *d_biases
+
+
+def _flash_backward(
+    layer: FusedLayer,
+    d_output: Tensor,
+    attended: Sequence[Tensor | None],
+    rotation_inputs: tuple[Any, ...],
+    documents: Any,
+) -> list[Tensor]:
+    """Return the gradients of queries, keys and values from that of the attention output.
+
+    `attended` has queries, keys, values, the output and the log-sums of `flash_forward`. Queries,
+    keys and values are recomputed from `rotation_inputs` if they are None.
+    """
+    q, k, v, output, log_sums = attended
+    if q is None:
+        q, k, v = layer.arithmetic.rotation(layer.heads).rotate(*rotation_inputs)
+    d_output = d_output.view(output.shape)
+    return list(flash_backward_in_parts(d_output, q, k, v, output, log_sums, *documents))
 
 
 class OutputAndMLP(torch.autograd.Function):
-    """attended [tokens, in], residual [tokens, hidden] -> x = attended w^T + residual -> x + swiglu(norm(x) gate_up^T) down^T."""
+    """Attention output projection and MLP, with both residuals.
+
+    Maps attended [tokens, in] and residual [tokens, hidden] to y [tokens, hidden]:
+    x = attended w^T + residual, then y = x + swiglu(norm(x) gate_up^T) down^T.
+    """
 
     @staticmethod
     def forward(
         ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
     ) -> Tensor:
-        arithmetic, output, gate_up, down = (
-            layer.arithmetic,
-            layer.output,
-            layer.gate_up,
-            layer.down,
-        )
+        arithmetic = layer.arithmetic
+        output = layer.output
+        gate_up = layer.gate_up
+        down = layer.down
         ctx.layer = layer
         output.begin(attended)
         operand = output.operand("input", attended)
@@ -334,28 +385,31 @@ class OutputAndMLP(torch.autograd.Function):
         down.begin(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
         y = down.forward(activated, x)
-        # after the products: it takes operands apart
+        # Save after the products, because saving takes quantized operands apart.
         arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
-        layer, arithmetic = ctx.layer, ctx.layer.arithmetic
-        output, gate_up, down = layer.output, layer.gate_up, layer.down
+        layer = ctx.layer
+        arithmetic = layer.arithmetic
+        output = layer.output
+        gate_up = layer.gate_up
+        down = layer.down
         operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
         quantized = down.operand("grad_output", dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
         del d_activated, hidden, kept
-        down_weights = down.weight_gradients(quantized, activated)
+        d_down = down.weight_gradients(quantized, activated)
         del quantized, activated
         d_normed = gate_up.input_gradient(d_hidden)
-        gate_up_weights = gate_up.weight_gradients(d_hidden, normed)
+        d_gate_up = gate_up.weight_gradients(d_hidden, normed)
         del d_hidden, normed
-        dx, of_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
+        dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
         del d_normed, x
         quantized = output.operand("grad_output", dx)
         d_attended = output.input_gradient(quantized)
-        output_weights = output.weight_gradients(quantized, operand)
-        return None, d_attended, dx, *output_weights, of_norm, *gate_up_weights, *down_weights
+        d_output = output.weight_gradients(quantized, operand)
+        return None, d_attended, dx, *d_output, d_norm, *d_gate_up, *d_down

@@ -1,12 +1,18 @@
-"""The rotation of queries and keys on a GPU: one launch a direction, every value read once and written once.
+"""Triton kernels for the rotation of queries and keys: one launch each for forward and backward.
 
-Forward: a tile is some tokens by neighbouring heads, all of queries, all of keys or all of values: so it has one norm weight and
-one tensor to write to. A head is two columns of halves: what is rotated with each other lies in the same registers.
+Every value is read and written once.
 
-Backward: a tile is some tokens of one head. It writes the gradient in BF16, or under delayed scaling, whose scale is known
-beforehand, its codes, by rows and by columns. The compiler may not fuse a multiplication with an addition: then both forms have
-the same bits. With head norms a program goes through many tiles and adds up the gradients of the norms' weights; torch adds the
-programs' sums, in an order that shapes alone decide. So only as many programs are started as run at once.
+In forward a tile is a few tokens by neighbouring heads. The heads are all queries, all keys or all
+values, so a tile has one norm weight and one output tensor. The two halves of a head are separate
+columns, so values that are rotated with each other are in the same registers.
+
+In backward a tile is a few tokens of one head. It writes the gradient in BF16. Under delayed
+scaling, whose scale is known in advance, it writes FP8 codes by rows and by columns. The compiler
+may not fuse multiplications with additions, so that both forms have the same bits.
+
+With head norms a program computes many tiles and sums the gradients of the norms' weights. torch
+adds the sums of all programs, in an order that depends on shapes only. Therefore no more
+programs are started than the GPU can run at once.
 """
 
 from __future__ import annotations
@@ -19,7 +25,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pretrain.model.fused.formulas import HeadNorms, Heads
 from pretrain.model.fused.fp8_tile import (
     TYPES,
     TensorScaled,
@@ -28,60 +33,71 @@ from pretrain.model.fused.fp8_tile import (
     store_tensor_scaled,
     tensor_scale,
 )
+from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.transformer_engine import library
 
-# Forward: of a tile of 4,096 values, 32 heads of 128, a thread loads 32: in BF16, four times 16 bytes. It is bound by memory, so
-# tiles are so small that a multiprocessor holds five or more.
-_TILE, _FORWARD_WARPS = 4096, 4
-# Backward, the fastest measured on an H200: tokens of a tile of one head; warps where a head has 128 values, for others in
-# proportion; registers of a thread, at most; programs where norm gradients are summed, and the tiles that each of these loads at
-# once: all but the last of them go through shared memory, of which heads of 128 want 70 KiB, and 103 with four parts.
-_TOKENS, _BACKWARD_WARPS, _REGISTERS, _PROGRAMS, _STAGES = 32, 8, 112, 264, 3
-_IN_A_THREAD = tl.constexpr(8)  # neighbours of a row: 16 bytes in BF16
-MOST_HEADS = 8  # in a block of forward: 2 KB of a token in BF16, all in one stretch
+# Forward: values of a tile, such as 32 heads of 128. Each thread loads 32 values, which are four
+# accesses of 16 bytes in BF16. The kernel is limited by memory, so tiles are small enough for five
+# or more on a multiprocessor.
+_TILE = 4096
+_FORWARD_WARPS = 4
+# Backward: the fastest values measured on an H200.
+_TOKENS = 32  # of a tile of one head
+_BACKWARD_WARPS = 8  # for heads of 128 values; in proportion for others
+_REGISTERS = 112  # maximum for a thread
+_PROGRAMS = 264  # with head norms
+# Tiles that a program loads ahead with head norms. All but the last go through shared memory. Heads
+# of 128 values need 70 KiB, or 103 KiB with gradients in four parts.
+_STAGES = 3
+_IN_A_THREAD = tl.constexpr(8)  # neighbouring values of a row: 16 bytes in BF16
+MOST_HEADS = 8  # in a block of forward: 2 KB of contiguous BF16 values of a token
 
 
 @triton.jit
 def _tile(
     first, token_stride, head_stride, rows: tl.constexpr, heads: tl.constexpr, half: tl.constexpr
 ):
-    """Offsets [rows, half] of the first halves of `heads` heads of each token from `first` on; the second lie `half` further."""
+    """Return offsets [rows, half] of the first halves of `heads` heads of each token from `first`.
+
+    The second halves are `half` values behind them.
+    """
     row = tl.arange(0, rows)
-    # 32 bits do within a tile, which holds few tokens
+    # 32 bits suffice within a tile, which has few tokens.
     inside = (row // heads) * token_stride + (row % heads) * head_stride
     return tl.cast(first, tl.int64) * token_stride + (inside[:, None] + tl.arange(0, half)[None, :])
 
 
 @triton.jit
 def _rotate_forward(
-    qkv,  # [tokens, query + 2 kv, dim]
+    qkv,  # BF16 [tokens, query + 2 kv, dim]
     cos,  # [tokens, dim]
-    sin,
-    query_norm,  # [dim], or None as key_norm
-    key_norm,
-    q,  # [tokens, query, dim]
-    k,  # [tokens, kv, dim]
-    v,
+    sin,  # [tokens, dim]
+    query_norm,  # [dim], or None without norms
+    key_norm,  # [dim], or None without norms
+    q,  # BF16 [tokens, query, dim], written
+    k,  # BF16 [tokens, kv, dim], written
+    v,  # BF16 [tokens, kv, dim], written
     tokens,
     eps,
     query: tl.constexpr,
     kv: tl.constexpr,
     dim: tl.constexpr,
-    heads: tl.constexpr,  # in a block
+    heads: tl.constexpr,
     rows: tl.constexpr,
 ):
+    """Normalize and rotate `heads` heads of rows // heads tokens, or copy heads of values."""
     half: tl.constexpr = dim // 2
     blocks: tl.constexpr = (query + 2 * kv) // heads
     head = tl.program_id(0) % blocks * heads
     first = tl.program_id(0) // blocks * (rows // heads)
-    here = (first + tl.arange(0, rows) // heads < tokens)[:, None]
+    inside = (first + tl.arange(0, rows) // heads < tokens)[:, None]
     x_at = qkv + head * dim + _tile(first, (query + 2 * kv) * dim, dim, rows, heads, half)
     if head < query + kv:
-        x1 = tl.load(x_at, mask=here, other=1).to(tl.float32)
-        x2 = tl.load(x_at + half, mask=here, other=1).to(tl.float32)
+        x1 = tl.load(x_at, mask=inside, other=1).to(tl.float32)
+        x2 = tl.load(x_at + half, mask=inside, other=1).to(tl.float32)
         angle = _tile(first, dim, 0, rows, heads, half)
-        c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
-        s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
+        c = tl.load(cos + angle, mask=inside, other=0).to(tl.float32)
+        s = tl.load(sin + angle, mask=inside, other=0).to(tl.float32)
         is_query = head < query
         if query_norm is not None:
             weight_at = tl.where(is_query, query_norm, key_norm) + tl.arange(0, half)[None, :]
@@ -90,19 +106,19 @@ def _rotate_forward(
             x2 *= factor * tl.load(weight_at + half).to(tl.float32)
         y_at = tl.where(is_query, q + head * dim, k + (head - query) * dim)
         y_at += _tile(first, tl.where(is_query, query, kv) * dim, dim, rows, heads, half)
-        tl.store(y_at, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=here)
-        tl.store(y_at + half, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=here)
+        tl.store(y_at, (x1 * c - x2 * s).to(q.dtype.element_ty), mask=inside)
+        tl.store(y_at + half, (x2 * c + x1 * s).to(q.dtype.element_ty), mask=inside)
     else:
         v_at = v + (head - query - kv) * dim + _tile(first, kv * dim, dim, rows, heads, half)
-        tl.store(v_at, tl.load(x_at, mask=here), mask=here)
-        tl.store(v_at + half, tl.load(x_at + half, mask=here), mask=here)
+        tl.store(v_at, tl.load(x_at, mask=inside), mask=inside)
+        tl.store(v_at + half, tl.load(x_at + half, mask=inside), mask=inside)
 
 
 @triton.jit
 def _rotate_backward(
-    dq,  # of shapes like forward's, with strides of tokens and of heads
-    dk,  # may come in parts that are summed here, as dv, with a stride of parts
-    dv,
+    dq,  # as `q` of forward, with strides of tokens and heads
+    dk,  # as `k` of forward, or in parts that are summed, with an additional stride of parts
+    dv,  # as dk
     dq_token,
     dq_head,
     dk_token,
@@ -111,28 +127,33 @@ def _rotate_backward(
     dv_token,
     dv_head,
     dv_part,
-    qkv,  # None as query_norm, key_norm and norm_sums
-    cos,
-    sin,
-    query_norm,
-    key_norm,
-    dqkv,  # [tokens, (query + 2 kv) x dim]: the gradient, or with `fp8` its codes, uint8
-    columns,  # uint8, the transpose of the codes, or None, as the next three without `fp8`
-    scale,
+    qkv,  # BF16 [tokens, query + 2 kv, dim], or None without norms
+    cos,  # [tokens, dim]
+    sin,  # [tokens, dim]
+    query_norm,  # [dim], or None without norms
+    key_norm,  # [dim], or None without norms
+    dqkv,  # [tokens, (query + 2 kv) x dim], written: BF16, or uint8 codes with `fp8`
+    columns,  # uint8 [(query + 2 kv) x dim, tokens], written: transpose of the codes, or None
+    scale,  # this one and the next two: fields of TensorScaled, or None without `fp8`
     scale_inv,
     amax,
-    norm_sums,  # FP32 [programs a head, query + kv, dim]
+    norm_sums,  # FP32 [programs of a head, query + kv, dim], written, or None without norms
     tokens,
     eps,
     query: tl.constexpr,
     kv: tl.constexpr,
     dim: tl.constexpr,
-    height: tl.constexpr,  # tokens of a tile
-    whole: tl.constexpr,  # all tiles are full
+    height: tl.constexpr,
+    full: tl.constexpr,
     parts: tl.constexpr,
     stages: tl.constexpr,
-    fp8: tl.constexpr,  # None: the gradient in the dtype of `dqkv`
+    fp8: tl.constexpr,
 ):
+    """Write the gradient of one head, and the sums of its norm's gradient, for some of the tokens.
+
+    A program computes tiles of `height` tokens. `full` says that no tile has fewer tokens. Without
+    `fp8` the gradient has the dtype of `dqkv`.
+    """
     half: tl.constexpr = dim // 2
     width: tl.constexpr = (query + 2 * kv) * dim
     head = tl.program_id(0) % (query + 2 * kv)
@@ -153,7 +174,7 @@ def _rotate_backward(
         if query_norm is not None:
             weight = tl.where(is_query, query_norm, key_norm)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
-            here = _inside(first, tokens, height, half, whole)
+            inside = _inside(first, tokens, height, half, full)
             dx1, dx2, sum1, sum2 = _differentiate_head(
                 dy,
                 dy_token,
@@ -166,7 +187,7 @@ def _rotate_backward(
                 sum1,
                 sum2,
                 first,
-                here,
+                inside,
                 head,
                 eps,
                 width,
@@ -181,7 +202,7 @@ def _rotate_backward(
                 dqkv,
                 columns,
                 first,
-                here,
+                inside,
                 head * dim,
                 tokens,
                 width,
@@ -194,7 +215,7 @@ def _rotate_backward(
     else:
         dy = dv + (head - query - kv) * tl.cast(dv_head, tl.int64)
         for first in tl.range(program * height, tokens, step, num_stages=stages):
-            here = _inside(first, tokens, height, half, whole)
+            inside = _inside(first, tokens, height, half, full)
             dx1, dx2, sum1, sum2 = _differentiate_head(
                 dy,
                 dv_token,
@@ -207,7 +228,7 @@ def _rotate_backward(
                 sum1,
                 sum2,
                 first,
-                here,
+                inside,
                 head,
                 eps,
                 width,
@@ -222,7 +243,7 @@ def _rotate_backward(
                 dqkv,
                 columns,
                 first,
-                here,
+                inside,
                 head * dim,
                 tokens,
                 width,
@@ -233,65 +254,71 @@ def _rotate_backward(
 
 
 @triton.jit
-def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, whole: tl.constexpr):
-    """Which of a tile's values [height, half] there are."""
+def _inside(first, tokens, height: tl.constexpr, half: tl.constexpr, full: tl.constexpr):
+    """Return the mask [height, half] of a tile's values that exist. With `full` all of them do."""
     row = tl.arange(0, height)[:, None] + tl.zeros([height, half], tl.int32)
-    return row >= 0 if whole else first + row < tokens
+    return row >= 0 if full else first + row < tokens
 
 
 @triton.jit
 def _differentiate_head(
-    dy,  # of the head, with dy_token values between tokens
+    dy,  # gradient of the head, with a stride of `dy_token` between tokens
     dy_token,
-    part,  # values between parts
-    from_head,  # the first that comes in parts
+    part,  # stride between the parts of the gradient
+    from_head,  # first head whose gradient comes in parts
     cos,  # None for a head of values
     sin,
-    qkv,  # what was normed [tokens, width]
-    weight,  # None without norms: then the sums stay as they are
+    qkv,  # input of the norm [tokens, width]
+    weight,  # of the norm [dim], or None without norms
     sum1,
     sum2,
     first,
-    here,  # which values [height, dim / 2] there are
+    inside,
     head,
     eps,
     width: tl.constexpr,
     dim: tl.constexpr,
     parts: tl.constexpr,
 ):
-    """Returns the gradients of a head's halves [height, dim / 2] at the tokens from `first` on, FP32, and the sums for its norm's
-    weight with theirs added."""
-    height: tl.constexpr = here.shape[0]
+    """Return the gradients of both halves of a head, and updated sums of its norm's gradient.
+
+    The gradients are FP32 [height, dim / 2] for the tokens from `first`. `inside` is the mask of
+    values that exist. Without norms, `sum1` and `sum2` are returned unchanged.
+    """
+    height: tl.constexpr = inside.shape[0]
     half: tl.constexpr = dim // 2
     dy_at = dy + _tile(first, dy_token, 0, height, 1, half)
-    dx1 = tl.load(dy_at, mask=here, other=0).to(tl.float32)
-    dx2 = tl.load(dy_at + half, mask=here, other=0).to(tl.float32)
+    dx1 = tl.load(dy_at, mask=inside, other=0).to(tl.float32)
+    dx2 = tl.load(dy_at + half, mask=inside, other=0).to(tl.float32)
     for number in tl.static_range(1, parts):
-        # Masked and not branched: only so are a next tile's loads under way while this one is computed.
-        more = dy_at + number * tl.cast(part, tl.int64)
-        also = here & (tl.zeros(dy_at.shape, tl.int32) + head >= from_head)
-        dx1 += tl.load(more, mask=also, other=0).to(tl.float32)
-        dx2 += tl.load(more + half, mask=also, other=0).to(tl.float32)
-    if cos is not None:  # turned back
+        # Use a mask and not a branch: the loads of the next tile can then overlap with the
+        # computation of this one.
+        part_at = dy_at + number * tl.cast(part, tl.int64)
+        has_parts = inside & (tl.zeros(dy_at.shape, tl.int32) + head >= from_head)
+        dx1 += tl.load(part_at, mask=has_parts, other=0).to(tl.float32)
+        dx2 += tl.load(part_at + half, mask=has_parts, other=0).to(tl.float32)
+    if cos is not None:  # rotate back
         angle = _tile(first, dim, 0, height, 1, half)
-        c = tl.load(cos + angle, mask=here, other=0).to(tl.float32)
-        s = tl.load(sin + angle, mask=here, other=0).to(tl.float32)
+        c = tl.load(cos + angle, mask=inside, other=0).to(tl.float32)
+        s = tl.load(sin + angle, mask=inside, other=0).to(tl.float32)
         dx1, dx2 = tl.fma(dx1, c, dx2 * s), tl.fma(dx2, c, -(dx1 * s))
-    if weight is not None:  # through the norm
+    if weight is not None:  # differentiate the norm
         x = qkv + head * dim + _tile(first, width, 0, height, 1, half)
-        x1 = tl.load(x, mask=here, other=1).to(tl.float32)
-        x2 = tl.load(x + half, mask=here, other=1).to(tl.float32)
+        x1 = tl.load(x, mask=inside, other=1).to(tl.float32)
+        x2 = tl.load(x + half, mask=inside, other=1).to(tl.float32)
         factor = tl.rsqrt(tl.fma(tl.sum(tl.fma(x1, x1, x2 * x2), axis=1), 1.0 / dim, eps))[:, None]
-        x1, x2 = x1 * factor, x2 * factor
-        sum1, sum2 = tl.fma(dx1, x1, sum1), tl.fma(dx2, x2, sum2)
-        # Loaded for every tile: registers for them, too, would leave a multiprocessor too few programs.
+        x1 *= factor
+        x2 *= factor
+        sum1 = tl.fma(dx1, x1, sum1)
+        sum2 = tl.fma(dx2, x2, sum2)
+        # Load the weight for every tile. If it stayed in registers, fewer programs would fit on a
+        # multiprocessor.
         weight_at = weight + tl.arange(0, half)[None, :]
-        dx1, dx2 = (
-            dx1 * tl.load(weight_at).to(tl.float32),
-            dx2 * tl.load(weight_at + half).to(tl.float32),
-        )
-        along = (tl.sum(tl.fma(dx1, x1, dx2 * x2), axis=1) * (1.0 / dim))[:, None]
-        dx1, dx2 = factor * tl.fma(-x1, along, dx1), factor * tl.fma(-x2, along, dx2)
+        dx1 *= tl.load(weight_at).to(tl.float32)
+        dx2 *= tl.load(weight_at + half).to(tl.float32)
+        projection = (tl.sum(tl.fma(dx1, x1, dx2 * x2), axis=1) * (1.0 / dim))[:, None]
+        dx1 = factor * tl.fma(-x1, projection, dx1)
+        dx2 = factor * tl.fma(-x2, projection, dx2)
     return dx1, dx2, sum1, sum2
 
 
@@ -304,25 +331,31 @@ def _write_head(
     rows,
     columns,
     first,
-    here,
+    inside,
     column,
     tokens,
     width: tl.constexpr,
     fp8: tl.constexpr,
 ):
-    """Write a head's gradients, whose halves d1 and d2 [height, dim / 2] are FP32, from the token `first` and the column `column`
-    on. For codes they are rounded to BF16, and `largest` [height] is returned as the largest magnitudes up to now."""
+    """Write the gradient of a head from token `first` and column `column`.
+
+    `d1` and `d2` are its halves, FP32 [height, dim / 2]. For FP8 they are rounded to BF16 first.
+    Returns `largest` [height], raised to the largest magnitude in each row.
+    """
     half: tl.constexpr = d1.shape[1]
-    i, j = first + tl.arange(0, d1.shape[0]), column + tl.arange(0, half)
+    i = first + tl.arange(0, d1.shape[0])
+    j = column + tl.arange(0, half)
     if fp8 is None:
-        at = rows + i.to(tl.int64)[:, None] * width + j[None, :]
-        tl.store(at, d1.to(rows.dtype.element_ty), mask=here)
-        tl.store(at + half, d2.to(rows.dtype.element_ty), mask=here)
+        index = rows + i.to(tl.int64)[:, None] * width + j[None, :]
+        tl.store(index, d1.to(rows.dtype.element_ty), mask=inside)
+        tl.store(index + half, d2.to(rows.dtype.element_ty), mask=inside)
     else:
-        # Codes could be stored sixteen at a time. A thread would then hold as many neighbours of what is loaded, too, and sums
-        # over a head would have another order than without codes.
-        i, j = tl.max_contiguous(i, _IN_A_THREAD), tl.max_contiguous(j, _IN_A_THREAD)
-        d1, d2 = d1.to(tl.bfloat16).to(tl.float32), d2.to(tl.bfloat16).to(tl.float32)
+        # A thread could store sixteen codes at once. But then it would also load sixteen
+        # neighbouring values, and sums over a head would have another order than in BF16.
+        i = tl.max_contiguous(i, _IN_A_THREAD)
+        j = tl.max_contiguous(j, _IN_A_THREAD)
+        d1 = d1.to(tl.bfloat16).to(tl.float32)
+        d2 = d2.to(tl.bfloat16).to(tl.float32)
         store_tensor_scaled(d1, scale, rows, columns, i, j, tokens, width, fp8)
         store_tensor_scaled(d2, scale, rows, columns, i, j + half, tokens, width, fp8)
         largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(d1), tl.abs(d2)), axis=1))
@@ -332,17 +365,16 @@ def _write_head(
 def rotate(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, norms: HeadNorms | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """pretrain.model.fused.formulas.rotate, for BF16 and heads of 32, 64 or 128 values."""
-    tokens, rows = len(qkv), _TILE // heads.dim
+    """Compute `pretrain.model.fused.formulas.rotate` for BF16 and heads of 32, 64 or 128 values."""
+    tokens = len(qkv)
+    rows = _TILE // heads.dim
     q = qkv.new_empty(tokens, heads.query, heads.dim)
     k = qkv.new_empty(tokens, heads.kv, heads.dim)
     v = torch.empty_like(k)
-    both = heads.query | heads.kv
-    # heads: a power of two that divides queries and keys
-    block = min(both & -both, MOST_HEADS, rows)
-    query_norm, key_norm, eps = (
-        (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
-    )
+    # Heads in a block: the largest power of two that divides both numbers of heads.
+    bits = heads.query | heads.kv
+    block = min(bits & -bits, MOST_HEADS, rows)
+    query_norm, key_norm, eps = _norm_arguments(norms)
     _rotate_forward[(heads.count // block * triton.cdiv(tokens, rows // block),)](
         *(qkv, cos.contiguous(), sin.contiguous(), query_norm, key_norm, q, k, v, tokens, eps),
         *(heads.query, heads.kv, heads.dim, block, rows),
@@ -363,60 +395,64 @@ def rotate_backward(
     norms: HeadNorms | None,
     written: TensorScaled | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """pretrain.model.fused.formulas.rotate_backward, for BF16 and heads of 32, 64 or 128 values. With `written`, the gradient of
-    qkv, rounded to BF16, is written there in codes, and the first result is None: whole tiles of 32 tokens."""
-    # The values of a head must be neighbours.
-    dq, dk, dv = (each if each.stride(-1) == 1 else each.contiguous() for each in (dq, dk, dv))
-    tokens, parts = len(dq), dk.shape[2] if dk.dim() == 4 else 1
-    strides = [
-        *dq.stride()[:2],
-        *(
-            each.stride(axis) if axis < each.dim() - 1 else 0
-            for each in (dk, dv)
-            for axis in range(3)
-        ),
-    ]
-    dqkv, sums, programs = None, None, triton.cdiv(tokens, _TOKENS)
-    if written is None:
-        dqkv = dq.new_empty(tokens, heads.width)
-        outputs, fp8 = (dqkv, None, None, None, None), None
-    else:
-        outputs = (written.rows, written.columns, written.scale, written.scale_inv, written.amax)
-        fp8 = TYPES[written.dtype]
-    query_norm, key_norm, eps = (
-        (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
-    )
+    """Compute `pretrain.model.fused.formulas.rotate_backward` for BF16.
+
+    Heads have 32, 64 or 128 values. With `written`, the gradient of `qkv` is rounded to BF16 and
+    written there as FP8 codes, and the first result is None. Then the number of tokens must be a
+    multiple of 32.
+    """
+    # The values of a head must be contiguous.
+    dq, dk, dv = (t if t.stride(-1) == 1 else t.contiguous() for t in (dq, dk, dv))
+    tokens = len(dq)
+    parts = dk.shape[2] if dk.dim() == 4 else 1
+    strides = (*dq.stride()[:2], *_strides_of(dk), *_strides_of(dv))
+    programs = triton.cdiv(tokens, _TOKENS)
+    sums = None
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
-        sums = torch.empty(
-            programs, heads.query + heads.kv, heads.dim, dtype=torch.float32, device=dq.device
-        )
+        sums = dq.new_empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32)
+    if written is None:
+        dqkv = dq.new_empty(tokens, heads.width)
+        outputs = (dqkv, None, None, None, None)
+        fp8 = None
+    else:
+        dqkv = None
+        outputs = (written.rows, written.columns, written.scale, written.scale_inv, written.amax)
+        fp8 = TYPES[written.dtype]
+    query_norm, key_norm, eps = _norm_arguments(norms)
+    inputs = (None if norms is None else qkv, cos.contiguous(), sin.contiguous())
+    is_full = tokens % _TOKENS == 0
+    stages = 1 if norms is None else _STAGES
     _rotate_backward[(heads.count * programs,)](
-        *(dq, dk, dv, *strides, None if norms is None else qkv, cos.contiguous(), sin.contiguous()),
-        *(query_norm, key_norm, *outputs, sums, tokens, eps),
-        *(
-            heads.query,
-            heads.kv,
-            heads.dim,
-            _TOKENS,
-            tokens % _TOKENS == 0,
-            parts,
-            1 if norms is None else _STAGES,
-            fp8,
-        ),
+        *(dq, dk, dv, *strides, *inputs, query_norm, key_norm, *outputs, sums, tokens, eps),
+        *(heads.query, heads.kv, heads.dim, _TOKENS, is_full, parts, stages, fp8),
         num_warps=max(1, _BACKWARD_WARPS * heads.dim // 128),
         maxnreg=_REGISTERS,
         enable_fp_fusion=False,
     )
     if sums is None:
         return dqkv, None, None
-    # In an order that shapes alone decide.
+    # The order of these sums depends on shapes only.
     return dqkv, sums[:, : heads.query].sum(dim=(0, 1)), sums[:, heads.query :].sum(dim=(0, 1))
 
 
+def _norm_arguments(norms: HeadNorms | None) -> tuple[Tensor | None, Tensor | None, float]:
+    """Return the weights of the query and key norms, and eps, as arguments of the kernels."""
+    return (None, None, 0.0) if norms is None else (norms.query, norms.key, norms.eps)
+
+
+def _strides_of(gradient: Tensor) -> tuple[int, int, int]:
+    """Return the strides of tokens, heads and parts of [T, kv, dim] or [T, kv, parts, dim]."""
+    token, head, *part, _ = gradient.stride()
+    return token, head, part[0] if part else 0
+
+
 def writes(quantizer: Any, dq: Tensor) -> bool:
-    """Whether `quantized_rotate_backward` can write what Transformer Engine's `quantizer` would, with gradients like `dq`
-    [tokens, query, dim]: under delayed scaling, in whole tiles."""
+    """Return whether `quantized_rotate_backward` can quantize as `quantizer` does.
+
+    It supports delayed scaling, and gradients like `dq` [tokens, query, dim] in BF16 whose tokens
+    are a multiple of 32.
+    """
     return (
         isinstance(quantizer, library().Float8Quantizer)
         and dq.dtype == torch.bfloat16
@@ -433,9 +469,18 @@ def quantized_rotate_backward(
     heads: Heads,
     norms: HeadNorms | None,
 ) -> tuple[Any, list[Tensor | None]]:
-    """The gradient of `qkv`, rounded to BF16, in what the usages of `quantizer` say; and those of the norms' weights, which have
-    the bits of `rotate_backward`."""
-    usages = {"rows": quantizer.rowwise_usage, "columns": quantizer.columnwise_usage}
-    dqkv, written = allocate(quantizer, (len(cos), heads.width), cos.device, **usages)
-    _, *of_norms = rotate_backward(*gradients, qkv, cos, sin, heads, norms, written)
-    return dqkv, of_norms
+    """Return the gradient of `qkv` in FP8, and the gradients of the norms' weights.
+
+    The gradient of `qkv` is rounded to BF16 and has the codes that the usages of `quantizer` ask
+    for. The gradients of the norms' weights have the bits of `rotate_backward`. `gradients` has
+    the gradients of queries, keys and values.
+    """
+    dqkv, written = allocate(
+        quantizer,
+        (len(cos), heads.width),
+        cos.device,
+        rows=quantizer.rowwise_usage,
+        columns=quantizer.columnwise_usage,
+    )
+    _, *d_norms = rotate_backward(*gradients, qkv, cos, sin, heads, norms, written)
+    return dqkv, d_norms

@@ -1,19 +1,23 @@
-"""The LM head as the loss: hidden states and labels in, the sum of cross-entropies out, without ever holding all logits.
+"""The LM head and its loss, computed in chunks of tokens so that all logits never exist at once.
 
-The loss is a SUM over the tokens whose label is not -100, an FP32 scalar; the caller divides by the step's valid tokens over all
-microbatches and ranks. Labels are already shifted: `labels[i]` is what token i is to predict. A penalty on distributions that are
-not sharp is added in training, where one is set.
+The loss is the SUM of the cross-entropies of all tokens whose label is not -100, an FP32 scalar.
+The caller divides it by the valid tokens of the step over all microbatches and ranks. Labels are
+already shifted: `labels[i]` is the target of token i. In training, a penalty on distributions that
+are not sharp can be added.
 
-The logits of one microbatch (32,768 tokens x 151,936 words in bf16) are 9 GiB, so tokens are taken a chunk at a time. Gradients
-are computed on the way forward, while a chunk's logits exist: three products a chunk, where recomputing the logits in backward
-would take four. What is kept for backward is the size of the hidden states and of the weight. Softmax is in FP32, and the
-weight's gradient is summed over chunks in FP32.
+The logits of one microbatch (32,768 tokens x 151,936 words in BF16) take 9 GiB, so tokens are
+processed in chunks. Gradients are computed in forward, while the logits of a chunk exist. This
+needs three matrix products for each chunk; recomputing the logits in backward would need four.
+Forward keeps tensors of the size of the hidden states and of the weight. Softmax is in FP32, and
+the weight gradient is summed over chunks in FP32.
 
-`loss.kind: cce` leaves all of it to the cut-cross-entropy package (Wijmans et al., arXiv:2411.09009), whose kernel never writes
-the logits: less memory still, and it may skip gradient blocks that are too small to count.
+`loss.kind: cce` uses the cut-cross-entropy package instead (Wijmans et al., arXiv:2411.09009). Its
+kernel never writes the logits. It takes even less memory, and it may skip gradient blocks that are
+too small to matter.
 
-Else three things multiply: torch; a low-precision product, as of any linear; and one that has the softmax write its gradient in
-the format of the next products (pretrain.model.loss.fp8_head).
+Otherwise one of three implementations computes the products: torch; a low-precision product, as for
+any linear; or a low-precision product whose softmax writes the gradient in the format of the next
+products (`pretrain.model.loss.fp8_head`).
 """
 
 from __future__ import annotations
@@ -43,14 +47,15 @@ from pretrain.precision.product import (
 from pretrain.precision.searched import add_product_, linear
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
-# Of the sum of losses, by what the head multiplies: hidden states, in their dtype; weight [vocabulary, hidden] and bias, where
-# there is one, in FP32, which add up over the chunks.
+# Gradients of the summed loss: of hidden states in their dtype, of the weight [vocabulary, hidden]
+# in FP32, and of the bias in FP32 or None. Those of weight and bias are summed over chunks.
 Gradients = tuple[Tensor, Tensor, Tensor | None]
-# of the loss in plain torch, in FP32: 16 MiB, some three times over, whatever the chunk
+# Logits that the loss in plain torch holds in FP32 at once, whatever the chunk. They take 16 MiB,
+# and the loss needs about three tensors of this size.
 LOGITS_AT_ONCE = 2**22
 
-# What some architectures do to their logits after the head, and the value that does nothing. Only the head is replaced, so their
-# loss would be another model's.
+# Configuration keys by which some architectures change their logits after the head, with the value
+# that has no effect. Only the head is replaced here, so such a change would be lost.
 _LOGIT_CHANGES = dict.fromkeys(
     ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 )
@@ -58,23 +63,29 @@ _LOGIT_CHANGES |= dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multi
 
 
 def check(config: PretrainedConfig, settings: LossSettings) -> None:
-    """Refuse what would train wrongly, or cannot run here. Raises InputError."""
-    if settings.kind == "cce" and not (
-        torch.cuda.is_available() and importlib.util.find_spec("cut_cross_entropy")
-    ):
-        raise InputError(
-            "`loss.kind: cce` needs a CUDA device and cut-cross-entropy (requirements-cuda.txt); set it to chunked"
-        )
-    for key, neutral in _LOGIT_CHANGES.items():
-        if (value := getattr(config, key, None)) not in (None, neutral):
+    """Raise InputError if the loss would be wrong for this model, or cannot run on this machine."""
+    if settings.kind == "cce":
+        has_package = importlib.util.find_spec("cut_cross_entropy") is not None
+        if not (torch.cuda.is_available() and has_package):
             raise InputError(
-                f"model: no loss here computes {key}: {value}; name another, or from scratch set it to {json.dumps(neutral)}"
+                "`loss.kind: cce` needs a CUDA device and cut-cross-entropy "
+                "(requirements-cuda.txt); set it to chunked"
+            )
+    for key, neutral in _LOGIT_CHANGES.items():
+        value = getattr(config, key, None)
+        if value not in (None, neutral):
+            raise InputError(
+                f"model: no loss here computes {key}: {value}; name another, or from scratch set "
+                f"it to {json.dumps(neutral)}"
             )
 
 
 class LossHead(TakesTurns, nn.Linear):
-    """A model's LM head that turns hidden states and labels into the loss; called without labels it is the head it replaced. It
-    computes in the hidden states' dtype, or in the low precision whose turn it is; the weight may have another."""
+    """LM head that maps hidden states and labels to the loss.
+
+    Without labels it returns logits, like the head that it replaces. It computes in the dtype of
+    the hidden states, or in the current low precision. The weight may have another dtype.
+    """
 
     settings: LossSettings
     chunk: int  # tokens whose logits exist at once
@@ -85,87 +96,121 @@ class LossHead(TakesTurns, nn.Linear):
     def replacing(
         cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None
     ) -> LossHead:
-        """A head on the very same Parameters, so a weight tied to the embedding stays tied. Of the `context`'s backends none
-        computes it yet."""
-        if settings.kind == "cce" and linear.bias is not None:
+        """Return a head with the parameters of `linear`, so that a tied weight stays tied.
+
+        Its products in the precisions of `context` are added later.
+        """
+        has_bias = linear.bias is not None
+        if settings.kind == "cce" and has_bias:
             raise InputError(
                 "`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked"
             )
-        head = cls(
-            linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta"
-        )
-        head.weight, head.bias = linear.weight, linear.bias
-        head.settings, head.chunk = settings, settings.tokens_at_once
-        head.context, head.products = context or PrecisionContext(None, linear.weight.dtype), {}
-        head.penalty = (
-            Penalty(settings.penalty, settings.penalty_weight) if settings.penalty else None
-        )
+        head = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
+        head.weight = linear.weight
+        head.bias = linear.bias
+        head.settings = settings
+        head.chunk = settings.tokens_at_once
+        head.context = context or PrecisionContext(None, linear.weight.dtype)
+        head.products = {}
+        head.penalty = None
+        if settings.penalty:
+            head.penalty = Penalty(settings.penalty, settings.penalty_weight)
         return head.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
-        """Hidden states [..., hidden] to logits [..., vocabulary]; with labels [...] int64, to the sum of losses, FP32: in
-        training of what is trained, in evaluation of the cross-entropies.
+        """Return logits [..., vocabulary], or with `labels` the summed loss, an FP32 scalar.
 
-        Where the weight has a `main_grad` (FP32 or BF16, of its shape), backward adds the gradient to that and returns none."""
+        In training the loss includes the penalty. In evaluation it is the cross-entropy. If the
+        weight has a `main_grad` (FP32 or BF16), backward adds the weight gradient to it and returns
+        none.
+
+        Args:
+            hidden: Hidden states [..., hidden].
+            labels: int64 [...], already shifted.
+        """
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        low, hidden, labels, operands = (
-            self.low,
-            hidden.flatten(0, -2),
-            labels.flatten(),
-            (self.weight, self.bias),
-        )
+        low = self.low
+        hidden = hidden.flatten(0, -2)
+        labels = labels.flatten()
         if self.settings.kind == "cce":
             return cut_cross_entropy(hidden, self.weight.to(hidden.dtype), labels)
-        if torch.is_grad_enabled() and any(
-            t is not None and t.requires_grad for t in (hidden, *operands)
-        ):
-            trained, parts = ChunkedLoss.apply(hidden, *operands, labels, self, low)
+        inputs = (hidden, self.weight, self.bias)
+        needs_gradient = any(t is not None and t.requires_grad for t in inputs)
+        if torch.is_grad_enabled() and needs_gradient:
+            trained, parts = ChunkedLoss.apply(*inputs, labels, self, low)
         else:
-            operands = in_dtype(self.context.compute_dtype if low else hidden.dtype, *operands)
-
-            def losses(rows: slice) -> Tensor:
-                logits = (
-                    low(hidden[rows], *operands, self.context)
-                    if low
-                    else F.linear(hidden[rows], *operands)
-                )
-                return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
-
-            trained, parts = self.add_up(losses, labels, low)
+            trained, parts = self._evaluate(hidden, labels, low)
         if self.penalty is None:
             return trained
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
+    def _evaluate(
+        self, hidden: Tensor, labels: Tensor, low: Product | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the results of `add_up` without computing gradients."""
+        dtype = self.context.compute_dtype if low else hidden.dtype
+        weight, bias = in_dtype(dtype, self.weight, self.bias)
+
+        def losses(rows: slice) -> Tensor:
+            if low:
+                logits = low(hidden[rows], weight, bias, self.context)
+            else:
+                logits = F.linear(hidden[rows], weight, bias)
+            return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
+
+        return self.add_up(losses, labels, low)
+
     def add_up(
         self, losses: Callable[[slice], Tensor], labels: Tensor, low: Product | None
     ) -> tuple[Tensor, Tensor]:
-        """The sum that is trained, FP32, and what it is made of, FP32 [1 or 2]: the sum of cross-entropies and, where there are
-        any, of penalties without their weight. `losses`: FP32 [n] of the tokens of a chunk, or [2, n] with penalties under them.
+        """Sum the losses of all chunks.
+
+        Args:
+            losses: Function from the rows of a chunk to their losses, FP32 [n], or [2, n] with the
+                penalties in the second row.
+            labels: int64 [tokens].
+            low: Low-precision product, or None.
+
+        Returns:
+            The loss to minimize, FP32, and its parts, FP32 [1 or 2]: the sum of cross-entropies
+            and, with a penalty, the sum of penalties without their weight.
         """
         all_losses = torch.empty(
             2 if self.penalty else 1, len(labels), dtype=torch.float32, device=labels.device
         )
         for rows in chunks(len(labels), self.chunk, low_precision=low is not None):
             all_losses[:, rows] = losses(rows)
-        # In FP64: a hundred thousand FP32 losses are summed in no time, and their order no longer shows.
+        # The FP64 sum of a hundred thousand losses takes little time, and its order does not
+        # matter.
         parts = all_losses.sum(dim=1, dtype=torch.float64)
-        trained = parts[0] + self.penalty.weight * parts[1] if self.penalty else parts[0]
+        trained = parts[0]
+        if self.penalty:
+            trained = trained + self.penalty.weight * parts[1]
         return trained.float(), parts.float()
 
     def take_parts(self) -> Tensor | None:
-        """The sums of cross-entropies and of penalties (not multiplied by their weight) since this was last called, FP32 [2].
-        None where there was no forward, or there is no penalty."""
-        parts, self._parts = self._parts, None
+        """Return and reset the sums of cross-entropies and penalties, FP32 [2].
+
+        The penalties are not multiplied by their weight. Return None if there is no penalty, or no
+        forward since the last call.
+        """
+        parts = self._parts
+        self._parts = None
         return parts
 
 
 def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """The sum of losses, FP32, from operands of one dtype."""
-    from cut_cross_entropy import linear_cross_entropy  # brings Triton, which takes a while
+    """Return the sum of cross-entropies, FP32, by the cut-cross-entropy package.
 
-    # the kernel takes no empty batch; it reads the labels back from the device anyway
+    `hidden` and `weight` have the same dtype.
+    """
+    # Imported here because it imports Triton, which is slow.
+    from cut_cross_entropy import linear_cross_entropy
+
+    # The kernel does not support batches without labels. It reads the labels back from the device
+    # anyway, so this check costs no additional synchronization.
     if not (labels != IGNORE).any():
         return (hidden.sum() * 0 + weight.sum() * 0).float()
     return linear_cross_entropy(
@@ -174,7 +219,7 @@ def cut_cross_entropy(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """The loss and, with it, its gradients; backward only scales them."""
+    """Autograd function that computes the gradients in forward. Backward only scales them."""
 
     @staticmethod
     def forward(
@@ -186,51 +231,55 @@ class ChunkedLoss(torch.autograd.Function):
         head: LossHead,
         low: Product | None,
     ) -> tuple[Tensor, Tensor]:
-        # Allocated for each microbatch: kept from one to the next they would save no time, and stand beside the workspace of the
-        # layers' backward at the peak. The weight's is not filled, as the first chunk overwrites it.
-        d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight, dtype=torch.float32)
+        # Gradients are allocated for each microbatch. Keeping them between microbatches would save
+        # no time, and would add to the workspace of the layers' backward at the peak of memory. The
+        # weight gradient is not filled, because the first chunk overwrites it.
+        d_hidden = torch.empty_like(hidden)
+        d_weight = torch.empty_like(weight, dtype=torch.float32)
         d_bias = None if bias is None else torch.zeros_like(bias, dtype=torch.float32)
-        with _differentiating(head, low, hidden.dtype) as of_chunk:
+        with _differentiating(head, low, hidden.dtype) as chunk_loss:
 
             def losses(rows: slice) -> Tensor:
-                return of_chunk(
-                    hidden[rows],
-                    labels[rows],
-                    (d_hidden[rows], d_weight, d_bias),
-                    first=rows.start == 0,
-                )
+                gradients = (d_hidden[rows], d_weight, d_bias)
+                return chunk_loss(hidden[rows], labels[rows], gradients, first=rows.start == 0)
 
             trained, parts = head.add_up(losses, labels, low)
-        ctx.gradients, ctx.weight = (d_hidden, d_weight, d_bias), weight
-        ctx.dtypes = (hidden.dtype, weight.dtype, weight.dtype)
+        ctx.gradients = (d_hidden, d_weight, d_bias)
+        ctx.weight = weight
+        ctx.hidden_dtype = hidden.dtype
         ctx.mark_non_differentiable(parts)
         return trained, parts
 
     @staticmethod
     @once_differentiable
     def backward(ctx: FunctionCtx, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        (d_hidden, d_weight, d_bias), ctx.gradients = ctx.gradients, None
+        d_hidden, d_weight, d_bias = ctx.gradients
+        ctx.gradients = None
         main = getattr(ctx.weight, "main_grad", None)
         if main is not None:
-            # reads both once; the scale stays on the device
+            # Reads both tensors once, and leaves the scale on the device.
             main.addcmul_(d_weight, scale.reshape(1))
             d_weight = None
-        gradients = zip((d_hidden, d_weight, d_bias), ctx.dtypes, strict=True)
-        return (
-            *(None if each is None else _scale(each, scale, dtype) for each, dtype in gradients),
-            None,
-            None,
-            None,
-        )
+        d_hidden = _scale(d_hidden, scale, ctx.hidden_dtype)
+        if d_weight is not None:
+            d_weight = _scale(d_weight, scale, ctx.weight.dtype)
+        if d_bias is not None:
+            d_bias = _scale(d_bias, scale, ctx.weight.dtype)
+        return d_hidden, d_weight, d_bias, None, None, None
 
 
 def _differentiating(
     head: LossHead, low: Product | None, dtype: torch.dtype
 ) -> AbstractContextManager[Callable[..., Tensor]]:
-    """What computes the chunks of one training forward: a function that returns the losses of a chunk of tokens, with its part of
-    the gradients written. The `first` chunk overwrites the weight's sum, which holds nothing yet. `dtype`: of hidden states."""
+    """Return a context manager around the chunks of one training forward.
+
+    It yields a function that returns the losses of a chunk and writes its gradients. With `first`
+    the function overwrites the weight gradient, which is uninitialized. `dtype` is that of the
+    hidden states.
+    """
     if low and low.supports_fused_loss and not head.penalty:
-        from pretrain.model.loss.fp8_head import fused_head  # brings Triton, which takes a while
+        # Imported here because it imports Triton, which is slow.
+        from pretrain.model.loss.fp8_head import fused_head
 
         return fused_head(low, head.weight, head.context)
     weight, bias = in_dtype(head.context.compute_dtype if low else dtype, head.weight, head.bias)
@@ -238,16 +287,13 @@ def _differentiating(
     def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         d_hidden, d_weight, d_bias = gradients
         if low:
-            call = LinearCall(
-                low,
-                head.context,
-                refresh=head.context.first_microbatch and first,
-                differentiable=True,
-            )
+            refresh = head.context.first_microbatch and first
+            call = LinearCall(low, head.context, refresh=refresh, differentiable=True)
             logits, saved = call.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)
         losses = token_losses(logits, labels, head.penalty, with_gradient=True)
+        # `logits` now holds their gradient.
         if low:
             d_hidden.copy_(call.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
@@ -263,8 +309,17 @@ def _differentiating(
 def token_losses(
     logits: Tensor, labels: Tensor, penalty: Penalty | None = None, *, with_gradient: bool
 ) -> Tensor:
-    """Losses [n] FP32 of logits [n, vocabulary] and labels [n], with a `penalty` [2, n], that under them; zero where ignored.
-    `with_gradient` overwrites the logits as `Penalty.gradient_` does, for which a GPU has a kernel without a penalty."""
+    """Return the cross-entropy of each token, FP32 [n], or [2, n] with penalties in the second row.
+
+    Losses are zero for tokens whose label is ignored.
+
+    Args:
+        logits: [n, vocabulary].
+        labels: int64 [n].
+        penalty: Penalty to add, or None.
+        with_gradient: Overwrite the logits with their gradient, as `Penalty.gradient_` does. With a
+            penalty they are always overwritten. Without one, a GPU uses a kernel.
+    """
     if penalty is not None:
         return penalty.gradient_(logits, labels)
     if logits.is_cuda:
@@ -277,8 +332,11 @@ def token_losses(
 
 
 def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[slice]:
-    """Rows of at most `chunk` tokens, as even as they divide. Low-precision products take tokens in blocks of 16 to 128, of which
-    a whole microbatch is a multiple; so are then its chunks."""
+    """Return slices of at most `chunk` tokens, of about equal size.
+
+    Low-precision products need a number of tokens that is a multiple of 16 to 128. A microbatch is
+    such a multiple, and with `low_precision` so are its chunks.
+    """
     size = math.ceil(tokens / math.ceil(tokens / chunk))
     if low_precision:
         block = math.gcd(tokens, 128)
@@ -289,56 +347,79 @@ def chunks(tokens: int, chunk: int, *, low_precision: bool = False) -> Iterator[
 def in_dtype(
     dtype: torch.dtype, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The head in the dtype of its products: one copy a call where the parameters are FP32 and the products BF16."""
+    """Return weight and bias in the dtype of the products.
+
+    If the parameters are FP32 and the products BF16, this makes one copy for each call.
+    """
     return summing_where(weight, weight.to(dtype)), None if bias is None else bias.to(dtype)
 
 
 def _scale(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """gradient x scale in `dtype`, in place where that is its own. A scale of one dimension keeps the product in FP32; one of
-    none would first be rounded to the gradient's BF16."""
+    """Return gradient * scale in `dtype`, in place if the gradient has this dtype.
+
+    The scale is reshaped to one dimension, which keeps the product in FP32. A scalar tensor would
+    be rounded to the gradient's BF16 first.
+    """
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, scale.reshape(1), out=out)
 
 
-# ── The loss in plain torch, and penalties on distributions that are not sharp ──────────────────────────────────────────────────
+# ── The loss in plain torch, and penalties on distributions that are not sharp ──
 #
-# Of the probabilities p that the head gives each token's successor:
+# With p the predicted probabilities of the next token:
 #
-#     non_max_sum    1 - max p          what all but the likeliest word have
-#     neg_entropy    -sum p log p       nats; the entropy itself, which is to become small, whatever the name says
+#     non_max_sum    1 - max p          the probability of all words except the likeliest
+#     neg_entropy    -sum p log p       the entropy in nats (not its negative, despite the name)
 #
-# What is trained is cross-entropy + weight x penalty, both over the tokens that have a label. A gradient with respect to the
-# logits is p (1 + weight max p) - weight p [the likeliest] - [label]; or p (1 - weight (log p + H)) - [label], H the entropy.
+# The loss to minimize is cross-entropy + weight * penalty, over the tokens that have a label. Its
+# gradient with respect to the logits is
+#
+#     non_max_sum    p (1 + weight max p) - weight p [likeliest] - [label]
+#     neg_entropy    p (1 - weight (log p + H)) - [label], with the entropy H
 
 
 @dataclass(frozen=True)
 class Penalty:
-    """What is added to each token's cross-entropy, and by which factor; without a kind nothing."""
+    """Penalty on the distribution of each token, added to the loss with factor `weight`.
+
+    Without a kind, it is zero.
+    """
 
     kind: PenaltyKind | None = None
     weight: float = 0.0
 
     def gradient_(self, logits: Tensor, labels: Tensor) -> Tensor:
-        """Overwrite logits [n, vocabulary] with the gradient of cross-entropy + weight x penalty; return both, [2, n] FP32.
+        """Overwrite the logits with the gradient of cross-entropy + weight * penalty.
 
-        labels [n] int64. All are zero where the label is ignored and the logits are finite. Softmax and sums are FP32 whatever
-        the logits are, and the gradient is rounded once, to their dtype.
+        Softmax and sums are in FP32 for any dtype of the logits, and the gradient is rounded once,
+        to their dtype. Losses and gradients are zero for tokens whose label is ignored, if their
+        logits are finite.
+
+        Args:
+            logits: [n, vocabulary].
+            labels: int64 [n].
+
+        Returns:
+            Cross-entropies and penalties, FP32 [2, n].
         """
-        both = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
-        size = max(1, LOGITS_AT_ONCE // logits.shape[1])  # rows
-        for rows, of_rows, into in zip(
-            logits.split(size), labels.split(size), both.split(size, dim=1), strict=True
+        losses = torch.empty(2, len(logits), dtype=torch.float32, device=logits.device)
+        rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
+        for some_logits, some_labels, some_losses in zip(
+            logits.split(rows), labels.split(rows), losses.split(rows, dim=1), strict=True
         ):
-            scores = rows.float()  # FP32 logits themselves
-            into.copy_(self._overwrite(scores, of_rows))
-            if scores is not rows:
-                rows.copy_(scores)
-        return both
+            scores = some_logits.float()  # the logits themselves if they are FP32
+            some_losses.copy_(self._overwrite(scores, some_labels))
+            if scores is not some_logits:
+                some_logits.copy_(scores)
+        return losses
 
     def _overwrite(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """Overwrite FP32 scores with their gradient and return both losses; see `gradient_`."""
         ignored = labels == IGNORE
-        counted, targets = (~ignored)[:, None].float(), labels.masked_fill(ignored, 0)[:, None]
-        target_scores, maximum = scores.gather(1, targets), scores.amax(dim=-1, keepdim=True)
+        counted = (~ignored)[:, None].float()
+        targets = labels.masked_fill(ignored, 0)[:, None]
+        target_scores = scores.gather(1, targets)
+        maximum = scores.amax(dim=-1, keepdim=True)
         likeliest = scores.argmax(dim=-1, keepdim=True) if self.kind == "non_max_sum" else None
         shifted = scores.sub_(maximum)
         p = shifted.exp() if self.kind == "neg_entropy" else shifted.exp_()
@@ -347,7 +428,8 @@ class Penalty:
         p.mul_(total.reciprocal_().mul_(counted))
         penalty = torch.zeros_like(total)
         if self.kind == "neg_entropy":
-            # log p + H is a score minus their mean: where all p are alike, no digits are lost.
+            # log p + H equals a score minus the mean of the scores under p. This form loses no
+            # digits if all p are almost equal.
             mean = (p * shifted).sum(dim=-1, keepdim=True)
             penalty = log_total - mean
             shifted.sub_(mean).mul_(p).mul_(-self.weight).add_(p)
@@ -355,7 +437,8 @@ class Penalty:
             largest = p.gather(1, likeliest)
             penalty = 1 - largest
             p.mul_(1 + self.weight * largest).scatter_add_(1, likeliest, largest.mul(-self.weight))
-        # Before anything is rounded: 1 taken from a BF16 probability would lose what a well-predicted token still has to learn.
+        # Subtract the label in FP32. In BF16, p - 1 would lose the small gradient that a
+        # well-predicted token still has.
         scores.scatter_add_(1, targets, -counted)
         cross_entropy = log_total + maximum - target_scores
         return torch.cat([cross_entropy, penalty], dim=1).masked_fill_(ignored[:, None], 0).t()

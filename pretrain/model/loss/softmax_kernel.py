@@ -1,14 +1,17 @@
-"""Softmax cross-entropy and its gradient on a GPU: one program a token, which goes over its row of logits twice.
+"""Triton kernels for softmax cross-entropy and its gradient: one program per token, in two passes.
 
-A row of 151,936 BF16 logits is more than a multiprocessor holds. So it is read once for its largest score and its sum of
-exponentials, and once more to be overwritten with the gradient. What the compiler makes of the formula takes 1.8 times as long.
+A row of 151,936 BF16 logits does not fit on a multiprocessor. A program reads it once for the
+maximum and the sum of exponentials, and once more to overwrite it with the gradient. The kernel
+that torch.compile generates from the formula takes 1.8 times as long.
 
-Where FP8 products follow, the gradient is written as codes at once, by rows and transposed. Their scales are known after the
-first pass: a token's largest gradient is the one at its label, as all others sum to as much. Values are rounded to BF16 first,
-so the codes are those of a gradient that was written in BF16 and then quantized.
+If FP8 products follow, the gradient is written as codes, by rows and transposed. The scales are
+known after the first pass: the largest gradient of a token is at its label, because the others sum
+to the same magnitude. Values are rounded to BF16 first, as if the gradient had been written in
+BF16 and then quantized.
 
-Each row has a scale of its own, so that its label's entry is exact. docs/log.md (21 November 2026) has what one scale for all
-rows costs. The transpose must have one, as its product sums over tokens.
+Each row has its own scale, so that the entry at its label is exact. docs/log.md (21 November 2026)
+has the cost of one scale for all rows. The transpose must have one scale, because its product sums
+over tokens.
 """
 
 from __future__ import annotations
@@ -34,63 +37,67 @@ from pretrain.model.fused.fp8_tile import (
     tensor_scale,
 )
 
-# logits that a program takes at once, and by how many warps: the fastest of those measured on an
-# H200
-BLOCK, WARPS = 4096, 8
-# tokens and words of a tile that is transposed, by FP8_WARPS: the fastest of those measured on an
-# H200
+# Logits that a program loads at once, and its warps: the fastest values measured on an H200.
+BLOCK = 4096
+WARPS = 8
+# Tokens and words of a tile of codes, and its warps: the fastest values measured on an H200.
 FP8_TILE = (32, 128)
 FP8_WARPS = 4
 
 
 @triton.jit
-def score_gradient(score, maximum, of_total, is_target):
-    """softmax - one_hot, FP32; `of_total`: the reciprocal of the row's sum. Relative to the maximum, as a log-sum-exp of large
-    scores has too few digits left to subtract. Compiled without fused multiply-adds, it has the same bits in every kernel."""
-    return tl.exp(score - maximum) * of_total - is_target
+def score_gradient(score, maximum, inverse_total, is_target):
+    """Return softmax - one_hot in FP32. `inverse_total` is the reciprocal of the row's sum.
+
+    The score is taken relative to the maximum. Subtracting the log-sum-exp of large scores would
+    lose too many digits. Compiled without fused multiply-adds, it has the same bits in every
+    kernel.
+    """
+    return tl.exp(score - maximum) * inverse_total - is_target
 
 
 @triton.jit
 def _softmax_loss(
-    logits,  # [n, vocabulary]
+    logits,  # [n, vocabulary]; overwritten with the gradient if `with_gradient`
     labels,  # int64 [n]
-    losses,  # FP32 [n]
-    maxima,  # FP32 [n]: largest scores; as the four below None where no codes follow
-    reciprocals,  # FP32 [n]: of the sums of exponentials
-    scales,  # FP32 [n]: what bring the labels' entries to the largest value of `fp8`
-    scales_inv,  # FP32 [n]
-    amax,  # FP32 [1]: raised to the gradient's largest magnitude
+    losses,  # FP32 [n], written
+    maxima,  # FP32 [n], written: largest scores. This one and the next four are None without codes.
+    reciprocals,  # FP32 [n], written: reciprocals of the sums of exponentials
+    scales,  # FP32 [n], written: they map the entry at the label to the largest value of `fp8`
+    scales_inv,  # FP32 [n], written: 1 / scales
+    amax,  # FP32 [1], raised to the largest magnitude of the gradient
     ignore: tl.constexpr,
     vocabulary: tl.constexpr,
     block: tl.constexpr,
-    with_gradient: tl.constexpr,  # written over the logits
+    with_gradient: tl.constexpr,
     fp8: tl.constexpr,
 ):
+    """Compute the loss of one token and, on request, its gradient or the scales of its codes."""
     token = tl.program_id(0)
-    # 64 bits: a chunk may have more than 2**31 logits
+    # 64 bits, because a chunk may have more than 2**31 logits.
     row = logits + tl.cast(token, tl.int64) * vocabulary
     label = tl.load(labels + token)
-    # Before the sums, whose barriers keep every store of the second pass behind this load.
-    # A label that is no token's gives NaN, and with it a loss that stops the run, not whatever lies in memory there.
+    # Loaded before the sums, whose barriers order this load before the stores of the second pass.
+    # A label that is out of range gives NaN. Its loss then stops the run.
     target = tl.load(row + label, mask=(label >= 0) & (label < vocabulary), other=float("nan")).to(
         tl.float32
     )
-    # The largest score, and the sum of exp(score - largest), in one pass (Milakov and Gimelshein, 2018).
+    # Maximum and sum of exp(score - maximum) in one pass (Milakov and Gimelshein, 2018).
     maximum = -float("inf")
     total = 0.0
     for start in range(0, vocabulary, block):
         column = start + tl.arange(0, block)
         scores = tl.load(row + column, mask=column < vocabulary, other=-float("inf")).to(tl.float32)
         higher = tl.maximum(maximum, tl.max(scores))
-        # inf - inf, where all so far are -inf, would be NaN
+        # While all scores are -inf, inf - inf would be NaN.
         reference = tl.where(higher == -float("inf"), 0.0, higher)
         total = total * exponential(maximum - reference) + tl.sum(exponential(scores - reference))
         maximum = higher
     tl.store(losses + token, tl.where(label == ignore, 0.0, tl.log(total) + (maximum - target)))
-    of_total = 1.0 / total
+    inverse_total = 1.0 / total
     if maxima is not None:
         magnitude = tl.abs(
-            score_gradient(target, maximum, of_total, 1.0)
+            score_gradient(target, maximum, inverse_total, 1.0)
             .to(logits.dtype.element_ty)
             .to(tl.float32)
         )
@@ -100,14 +107,14 @@ def _softmax_loss(
         tl.store(scales + token, scale)
         tl.store(scales_inv + token, reciprocal(scale))
         tl.store(maxima + token, maximum)
-        tl.store(reciprocals + token, of_total)
+        tl.store(reciprocals + token, inverse_total)
     if with_gradient:
         for start in range(0, vocabulary, block):
             column = start + tl.arange(0, block)
             inside = column < vocabulary
             scores = tl.load(row + column, mask=inside, other=-float("inf")).to(tl.float32)
             gradient = score_gradient(
-                scores, maximum, of_total, tl.where(column == label, 1.0, 0.0)
+                scores, maximum, inverse_total, tl.where(column == label, 1.0, 0.0)
             )
             gradient = tl.where(label == ignore, 0.0, gradient)
             tl.store(row + column, gradient.to(row.dtype.element_ty), mask=inside)
@@ -121,9 +128,17 @@ def softmax_loss(
     with_gradient: bool = False,
     fp8: tl.dtype | None = None,
 ) -> Tensor:
-    """The losses [n], FP32, of logits [n, vocabulary], FP32 or BF16, contiguous; `with_gradient` overwrites these with
-    softmax - one_hot(label). labels [n] int64; both results are zero where they are `ignore`. `statistics`, `fp8`: what codes of
-    the gradient need, as `_softmax_loss` has it."""
+    """Return the cross-entropy of each token, FP32 [n].
+
+    Args:
+        logits: [n, vocabulary], FP32 or BF16, contiguous.
+        labels: [n] int64.
+        ignore: Label of tokens whose loss and gradient are zero.
+        statistics: The five outputs `maxima` to `amax` of `_softmax_loss`, which the codes of the
+            gradient need.
+        with_gradient: Overwrite the logits with their gradient, softmax - one_hot(label).
+        fp8: Format of the codes, with `statistics`.
+    """
     n, vocabulary = logits.shape
     losses = torch.empty(n, dtype=torch.float32, device=logits.device)
     block = min(BLOCK, triton.next_power_of_2(vocabulary))
@@ -137,27 +152,26 @@ def softmax_loss(
 
 
 class QuantizedGradient(NamedTuple):
-    """Codes by rows [n, vocabulary] and transposed [vocabulary, n], uint8, and what to multiply them by: FP32 [n], one for each
-    row, and FP32 [1] for all columns."""
+    """FP8 codes of a gradient by rows and transposed, and the factors that dequantize them."""
 
-    rows: Tensor
-    columns: Tensor
-    rows_scale_inv: Tensor
-    scale_inv: Tensor
+    rows: Tensor  # uint8 [n, vocabulary]
+    columns: Tensor  # uint8 [vocabulary, n]
+    rows_scale_inv: Tensor  # FP32 [n], one for each row
+    scale_inv: Tensor  # FP32 [1], for `columns`
 
 
 @triton.jit
 def _softmax_quantized_gradient(
-    logits,
-    labels,
-    maxima,
-    reciprocals,
-    rows_scale,
-    amax,  # FP32 [1]; the columns' scale is made from it where there is none
-    scale,  # FP32 scalar or None
-    rows,  # uint8 [n, vocabulary]
-    columns,  # uint8 [vocabulary, n]
-    scale_inv,  # FP32 [1]
+    logits,  # BF16 [n, vocabulary]
+    labels,  # int64 [n]
+    maxima,  # FP32 [n]
+    reciprocals,  # FP32 [n]
+    rows_scale,  # FP32 [n]
+    amax,  # FP32 [1]; it gives the scale of the columns if `scale` is None
+    scale,  # FP32 scalar, or None
+    rows,  # uint8 [n, vocabulary], written
+    columns,  # uint8 [vocabulary, n], written
+    scale_inv,  # FP32 [1], written
     n,
     vocabulary,
     ignore: tl.constexpr,
@@ -165,22 +179,20 @@ def _softmax_quantized_gradient(
     tokens_of_tile: tl.constexpr,
     words_of_tile: tl.constexpr,
 ):
+    """Write the codes of one tile of the gradient, by rows and transposed."""
     token = tl.program_id(0) * tokens_of_tile + tl.arange(0, tokens_of_tile)
     word = tl.program_id(1) * words_of_tile + tl.arange(0, words_of_tile)
-    used = tensor_scale(scale, amax, None, scale_inv, fp8)
+    columns_scale = tensor_scale(scale, amax, None, scale_inv, fp8)
     label = tl.load(labels + token)[:, None]
     scores = load_rows(logits, token, word, vocabulary)
-    maximum, of_total = tl.load(maxima + token)[:, None], tl.load(reciprocals + token)[:, None]
-    gradient = score_gradient(scores, maximum, of_total, tl.where(word[None, :] == label, 1.0, 0.0))
+    maximum = tl.load(maxima + token)[:, None]
+    inverse_total = tl.load(reciprocals + token)[:, None]
+    is_target = tl.where(word[None, :] == label, 1.0, 0.0)
+    gradient = score_gradient(scores, maximum, inverse_total, is_target)
     gradient = tl.where(label == ignore, 0.0, gradient).to(logits.dtype.element_ty).to(tl.float32)
-    store_rows(
-        fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8),
-        rows,
-        token,
-        word,
-        vocabulary,
-    )
-    store_columns(fp8_codes(gradient, used, fp8), columns, token, word, n)
+    row_codes = fp8_codes(gradient, tl.load(rows_scale + token)[:, None], fp8)
+    store_rows(row_codes, rows, token, word, vocabulary)
+    store_columns(fp8_codes(gradient, columns_scale, fp8), columns, token, word, n)
 
 
 def quantized_softmax_gradient(
@@ -191,51 +203,36 @@ def quantized_softmax_gradient(
     amax: Tensor,
     scale: Tensor | None,
 ) -> tuple[Tensor, QuantizedGradient]:
-    """Losses [n] FP32 and the quantized gradient of logits [n, vocabulary] BF16, which stay as they are.
+    """Return the cross-entropy of each token, FP32 [n], and the gradient of the logits in FP8.
 
-    `fp8`: torch.float8_e4m3fn or float8_e5m2. `amax` FP32 [1] is raised to the gradient's largest magnitude. `scale`, one FP32
-    value, is what to multiply columns by, as delayed scaling has it; None takes it from `amax`, which then must come as zero.
-    labels [n] int64; where they are `ignore`, losses and gradient are zero.
+    Args:
+        logits: [n, vocabulary] BF16, not changed.
+        labels: [n] int64.
+        ignore: Label of tokens whose loss and gradient are zero.
+        fp8: torch.float8_e4m3fn or float8_e5m2.
+        amax: FP32 [1], raised to the largest magnitude of the gradient.
+        scale: Scale of the columns, one FP32 value, as in delayed scaling. If it is None, the scale
+            is computed from `amax`, which then must be zero before the call.
     """
     n, vocabulary = logits.shape
+    device = logits.device
     labels = labels.contiguous()
     maxima, reciprocals, rows_scale, rows_scale_inv = torch.empty(
-        4, n, dtype=torch.float32, device=logits.device
+        4, n, dtype=torch.float32, device=device
     )
-    rows, columns = (
-        torch.empty(shape, dtype=torch.uint8, device=logits.device)
-        for shape in ((n, vocabulary), (vocabulary, n))
-    )
-    scale_inv = torch.empty(1, dtype=torch.float32, device=logits.device)
-    # Tiles must lie inside. Sizes that FP8 products take are multiples of 16, and those in use of 64 at least.
-    tile = math.gcd(n, FP8_TILE[0]), math.gcd(vocabulary, FP8_TILE[1])
-    losses = softmax_loss(
-        logits,
-        labels,
-        ignore,
-        maxima,
-        reciprocals,
-        rows_scale,
-        rows_scale_inv,
-        amax,
-        fp8=TYPES[fp8],
-    )
-    _softmax_quantized_gradient[(n // tile[0], vocabulary // tile[1])](
-        *(
-            logits,
-            labels,
-            maxima,
-            reciprocals,
-            rows_scale,
-            amax,
-            scale,
-            rows,
-            columns,
-            scale_inv,
-            n,
-            vocabulary,
-        ),
-        *(ignore, TYPES[fp8], *tile),
+    rows = torch.empty((n, vocabulary), dtype=torch.uint8, device=device)
+    columns = torch.empty((vocabulary, n), dtype=torch.uint8, device=device)
+    scale_inv = torch.empty(1, dtype=torch.float32, device=device)
+    # Tiles must be completely inside. FP8 products take multiples of 16; usual sizes are multiples
+    # of 64.
+    tile_tokens = math.gcd(n, FP8_TILE[0])
+    tile_words = math.gcd(vocabulary, FP8_TILE[1])
+    statistics = (maxima, reciprocals, rows_scale, rows_scale_inv, amax)
+    losses = softmax_loss(logits, labels, ignore, *statistics, fp8=TYPES[fp8])
+    _softmax_quantized_gradient[(n // tile_tokens, vocabulary // tile_words)](
+        *(logits, labels, maxima, reciprocals, rows_scale, amax, scale),
+        *(rows, columns, scale_inv, n, vocabulary),
+        *(ignore, TYPES[fp8], tile_tokens, tile_words),
         num_warps=FP8_WARPS,
         enable_fp_fusion=False,
     )

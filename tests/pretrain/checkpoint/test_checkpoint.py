@@ -1,4 +1,4 @@
-"""Checkpoints on real file systems: exact, verified, never half, never lost."""
+"""Checkpoints on real file systems: exact, verified, complete or absent, and pruned."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ MODEL, OPTIMIZER = (
 def tensors_of(
     step: int, rows: int = 40
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """A small model and optimizer whose values tell the step they are of."""
+    """Return tensors of a small model and optimizer, with different values for each step."""
     generator = torch.Generator().manual_seed(step)
     model = {
         "embed.weight": torch.randn(rows, 16, generator=generator).bfloat16(),
-        # an odd count of 2-byte values before wider ones
+        # An odd number of 2-byte values comes before wider ones.
         "norm.weight": torch.randn(3, generator=generator).bfloat16(),
         "scale": torch.randn((), generator=generator),
     }
@@ -60,9 +60,10 @@ def save(checkpoints: Checkpoints, step: int, rows: int = 40) -> Path:
 
 
 def assert_holds(path: Path, step: int, rows: int = 40) -> None:
-    """The checkpoint at `path` verifies and holds exactly what was saved at `step`."""
+    """Assert that the checkpoint at `path` is intact and holds the tensors of `step`."""
     model, optimizer = tensors_of(step, rows)
-    loaded_model, loaded_optimizer = blank(model), blank(optimizer)
+    loaded_model = blank(model)
+    loaded_optimizer = blank(optimizer)
     checkpoints = Checkpoints(path.parent, keep=1)
     checkpoints.load(path, loaded_model, loaded_optimizer)
     assert checkpoints.read_state(path) == {"step": step}
@@ -74,12 +75,12 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, monkeypatch):
+def test_tensors_are_loaded_bit_for_bit(tmp_path, monkeypatch):
     path = save(Checkpoints(tmp_path, keep=2), 100)
     assert names(tmp_path) == ["step-00000100"]
     assert names(path) == ["manifest.json", MODEL, OPTIMIZER, "state.json"]
     assert_holds(path, 100)
-    # plain safetensors under the parameters' names
+    # The files are plain safetensors with the names of the parameters.
     assert load_file(path / MODEL).keys() == tensors_of(100)[0].keys()
     monkeypatch.setattr(format, "PART_BYTES", 1000)
     parts = save(Checkpoints(tmp_path / "in parts", keep=1), 3)
@@ -87,16 +88,16 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path, monkeypatch):
     assert_holds(parts, 3)
 
 
-def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
+def test_mismatches_are_named_and_nothing_is_copied(tmp_path):
     path = save(Checkpoints(tmp_path, keep=1), 1)
     model, optimizer = tensors_of(1)
-    wanted = blank(model)
-    wanted["lm_head.weight"] = wanted.pop("norm.weight")
-    wanted["embed.weight"] = torch.full((41, 16), 7.0)
-    wanted["scale"] = torch.tensor(7)
-    before = {name: tensor.clone() for name, tensor in wanted.items()}
+    targets = blank(model)
+    targets["lm_head.weight"] = targets.pop("norm.weight")
+    targets["embed.weight"] = torch.full((41, 16), 7.0)
+    targets["scale"] = torch.tensor(7)
+    before = {name: tensor.clone() for name, tensor in targets.items()}
     with pytest.raises(InputError) as error:
-        Checkpoints(tmp_path, keep=1).load(path, wanted, blank(optimizer))
+        Checkpoints(tmp_path, keep=1).load(path, targets, blank(optimizer))
     for part in (
         str(path),
         "lacks lm_head.weight",
@@ -105,7 +106,7 @@ def test_tensors_that_do_not_fit_are_named_and_nothing_is_copied(tmp_path):
         "scale is F32 [] there and I64 [] here",
     ):
         assert part in str(error.value)
-    assert all(torch.equal(wanted[name], before[name]) for name in wanted)
+    assert all(torch.equal(targets[name], before[name]) for name in targets)
 
 
 HARMS = {
@@ -119,9 +120,7 @@ HARMS = {
 
 
 @pytest.mark.parametrize("harm", HARMS.values(), ids=HARMS)
-def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_taken(
-    tmp_path, caplog, harm
-):
+def test_a_damaged_checkpoint_is_kept_and_the_one_before_it_used(tmp_path, caplog, harm):
     writer = Checkpoints(tmp_path, keep=2)
     for step in (1, 2, 3):
         newest = save(writer, step)
@@ -133,7 +132,7 @@ def test_a_damaged_newest_checkpoint_is_reported_kept_and_the_one_before_it_take
     with pytest.raises(InputError, match="step-00000003"):
         checkpoints.load(newest, *map(blank, tensors_of(3)))
 
-    save(checkpoints, 4)  # two intact ones are kept beside the damaged one
+    save(checkpoints, 4)  # keeps two intact ones beside the damaged one
     assert names(tmp_path) == ["step-00000002", "step-00000003", "step-00000004"]
     save(checkpoints, 5)
     assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000005"]
@@ -146,7 +145,7 @@ FORGERIES = {
 
 
 @pytest.mark.parametrize("forge", FORGERIES.values(), ids=FORGERIES)
-def test_a_manifest_whose_pieces_do_not_fill_a_tensor_is_refused(tmp_path, forge):
+def test_a_manifest_with_missing_pieces_is_rejected(tmp_path, forge):
     path = save(Checkpoints(tmp_path, keep=1), 1)
     content = json.loads((path / "manifest.json").read_text())
     forge(content["model"]["embed.weight"]["pieces"][0])
@@ -156,7 +155,7 @@ def test_a_manifest_whose_pieces_do_not_fill_a_tensor_is_refused(tmp_path, forge
         Checkpoints(tmp_path, keep=1).load(path, *map(blank, tensors_of(1)))
 
 
-def test_a_file_system_that_refuses_modes_takes_checkpoints(tmp_path, monkeypatch):
+def test_a_file_system_without_modes_is_supported(tmp_path, monkeypatch):
     def chmod(*arguments: object, **options: object) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
@@ -164,7 +163,7 @@ def test_a_file_system_that_refuses_modes_takes_checkpoints(tmp_path, monkeypatc
     assert_holds(save(Checkpoints(tmp_path, keep=1), 1), 1)
 
 
-def test_a_save_that_fails_is_a_message_without_our_class_names(tmp_path, monkeypatch):
+def test_the_message_of_a_failed_save_has_no_class_name(tmp_path, monkeypatch):
     def fail(path: Path, tensors: object) -> None:
         raise InputError(f"{path.name}: cannot be written")
 
@@ -173,12 +172,12 @@ def test_a_save_that_fails_is_a_message_without_our_class_names(tmp_path, monkey
         save(Checkpoints(tmp_path, keep=1), 1)
 
 
-# Calls between which a process may die and leave something else behind.
+# Calls that change the files which a killed process leaves behind.
 FILE_CALLS = {"open", "write", "flush", "rename", "replace", "mkdir", "rmdir", "unlink"}
 
 
 def _save_and_die(folder: Path, number: int) -> None:
-    """Save step 3 and be killed just before the `number`-th of FILE_CALLS, in whichever thread it comes."""
+    """Save step 3 and die just before the `number`-th call of FILE_CALLS, in any thread."""
     calls = itertools.count(1)
 
     def watch(frame: FrameType, event: str, function: Any) -> None:
@@ -192,11 +191,12 @@ def _save_and_die(folder: Path, number: int) -> None:
     save(checkpoints, 3, rows=2000)
 
 
-def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_half_one(tmp_path):
+def test_a_save_killed_at_any_moment_leaves_an_intact_checkpoint(tmp_path):
     before = tmp_path / "before"
     for step in (1, 2):
         save(Checkpoints(before, keep=2), step, rows=2000)
-    newest_steps, status = [], -signal.SIGKILL
+    newest_steps = []
+    status = -signal.SIGKILL
     for number in itertools.count(1):
         folder = shutil.copytree(before, tmp_path / str(number))
         writer = multiprocessing.get_context("fork").Process(
@@ -210,49 +210,45 @@ def test_a_save_killed_at_any_moment_leaves_an_intact_newest_checkpoint_and_no_h
         survivor = Checkpoints(folder, keep=2)
         newest = survivor.newest()
         newest_steps.append(int(newest.name[5:]))
-        save(survivor, 4, rows=2000)  # and the next save clears away what this one left
+        save(survivor, 4, rows=2000)  # also deletes what the killed save has left
         assert names(folder) == [newest.name, "step-00000004"]
         shutil.rmtree(folder)
         if status != -signal.SIGKILL:
             break
     assert status == 0
-    assert (
-        newest_steps == sorted(newest_steps)
-        and newest_steps.count(2) > 9
-        and newest_steps.count(3) > 5
-    )
+    assert newest_steps == sorted(newest_steps)
+    assert newest_steps.count(2) > 9
+    assert newest_steps.count(3) > 5
 
 
-def test_space_is_checked_against_the_bytes_a_checkpoint_really_takes(tmp_path):
+def test_bytes_needed_are_those_that_a_checkpoint_takes(tmp_path):
     model, optimizer = tensors_of(1, rows=20_000)
     path = save(Checkpoints(tmp_path, keep=1), 1, rows=20_000)
-    taken = sum(file.stat().st_size for file in path.iterdir())
-    assert 0 <= bytes_needed(model, optimizer) - taken <= 2**20
+    actual = sum(file.stat().st_size for file in path.iterdir())
+    assert 0 <= bytes_needed(model, optimizer) - actual <= 2**20
     check_space(tmp_path / "not" / "there" / "yet", bytes_needed(model, optimizer))
     with pytest.raises(InputError, match=r"not/there/yet: checkpoints need .* are free"):
         check_space(tmp_path / "not" / "there" / "yet", 2**60)
 
 
-def test_a_step_just_saved_or_loaded_is_not_written_again(tmp_path):
+def test_a_step_that_was_just_saved_or_loaded_is_not_saved_again(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     path = save(checkpoints, 4)
     resumed = Checkpoints(tmp_path, keep=1)
     resumed.load(resumed.newest(), *map(blank, tensors_of(4)))
-    for same in (checkpoints, resumed):
-        assert save(same, 4) == path
+    for unchanged in (checkpoints, resumed):
+        assert save(unchanged, 4) == path
     assert names(tmp_path) == ["step-00000004"]
 
 
-def test_the_last_checkpoint_before_the_decay_is_kept_however_old_it_becomes(tmp_path):
+def test_the_last_checkpoint_before_the_decay_is_never_deleted(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1, before=25)
     for step in (10, 20, 30, 40):
         save(checkpoints, step)
     assert names(tmp_path) == ["step-00000020", "step-00000040"]
 
 
-def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_one_is_whole(
-    tmp_path,
-):
+def test_abandoned_checkpoints_stay_until_the_next_save(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=5)
     for step in (1, 2, 3):
         save(checkpoints, step)
@@ -269,7 +265,7 @@ def test_checkpoints_after_the_step_that_a_run_goes_back_to_stay_until_its_next_
 
 
 def test_seeds_are_chained_outputs_of_splitmix64():
-    """As packing has it, whose test compares it with the published one."""
+    """The splitmix64 of packing is tested against published values."""
     state = 0
     for part in (7, 11, 3):
         state = int(splitmix64(np.array([state + part], np.uint64))[0])

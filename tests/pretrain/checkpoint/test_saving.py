@@ -1,4 +1,4 @@
-"""Saves that are written while training goes on: copies, their order, failures, and the parts of several ranks."""
+"""Saves in the background: copies, order, failures, and several ranks."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tests.pretrain.checkpoint.test_checkpoint import assert_holds, names, save,
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Until it is set, no thread writes tensors."""
+def blocked_writing(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Return an event. No thread writes tensors until it is set."""
     go_on = threading.Event()
 
     def write_later(path: Path, *arguments: Any) -> object:
@@ -35,10 +35,10 @@ def held(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 
 def begin_and_change(checkpoints: Checkpoints, step: int) -> None:
-    """Begin to save `step`, and let the tensors change at once, as training does."""
+    """Begin to save `step`, then change the tensors at once, as training does."""
     tensors = tensors_of(step)
     checkpoints.save(step, *tensors, {"step": step}, behind=True)
-    assert checkpoints.latest == step_folder(checkpoints.folder, step), "a run can go back to it"
+    assert checkpoints.latest == step_folder(checkpoints.folder, step), "a run can roll back to it"
     for tensor in (*tensors[0].values(), *tensors[1].values()):
         tensor.fill_(7)
 
@@ -51,24 +51,25 @@ NEXT = {
 }
 
 
-@pytest.mark.parametrize("what", NEXT)
-def test_whatever_comes_next_waits_for_the_save_under_way(
-    tmp_path: Path, held: threading.Event, what: str, capsys
+@pytest.mark.parametrize("method", NEXT)
+def test_the_next_method_waits_for_the_running_save(
+    tmp_path: Path, blocked_writing: threading.Event, method: str, capsys
 ):
     checkpoints = Checkpoints(tmp_path, keep=2)
     begin_and_change(checkpoints, 1)
-    thread = threading.Thread(target=NEXT[what], args=(checkpoints,))
+    thread = threading.Thread(target=NEXT[method], args=(checkpoints,))
     thread.start()
     thread.join(0.05)
-    assert thread.is_alive() and not any("00000002" in name for name in names(tmp_path)), (
-        "never two at once"
-    )
-    held.set()
+    assert thread.is_alive()
+    assert not any("00000002" in name for name in names(tmp_path)), "only one save at a time"
+    blocked_writing.set()
     thread.join()
     checkpoints.wait()
-    assert_holds(path := step_folder(tmp_path, 1), 1)
+    path = step_folder(tmp_path, 1)
+    assert_holds(path, 1)
     assert f"saved {path} in" in capsys.readouterr().out
-    assert what not in ("behind", "save") or assert_holds(step_folder(tmp_path, 2), 2) is None
+    if method in ("behind", "save"):
+        assert_holds(step_folder(tmp_path, 2), 2)
 
 
 def test_without_room_for_copies_the_tensors_are_written_first(
@@ -82,27 +83,27 @@ def test_without_room_for_copies_the_tensors_are_written_first(
     assert "no room for copies" in caplog.text
 
 
-def test_a_job_has_what_the_tightest_of_its_groups_leaves(
+def test_free_memory_is_limited_by_the_tightest_control_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a group what its files in the cache take counts as free; a machine without groups is a limit by itself."""
+    """Cached files of a group count as free. Without groups the machine is the limit."""
     assert 0 < checkpoint.free_memory() <= psutil.virtual_memory().total
     monkeypatch.setattr(checkpoint, "GROUPS", tmp_path)
-    whole = checkpoint.free_memory()
-    for limit, left in (("max", whole), (20 * 2**20, 14 * 2**20)):
+    unlimited = checkpoint.free_memory()
+    for limit, expected in (("max", unlimited), (20 * 2**20, 14 * 2**20)):
         (tmp_path / "memory.max").write_text(f"{limit}\n")
         (tmp_path / "memory.current").write_text(f"{9 * 2**20}\n")
         (tmp_path / "memory.stat").write_text(
             f"anon {2**20}\nactive_file {2**20}\ninactive_file {2 * 2**20}\n"
         )
-        assert checkpoint.free_memory() == pytest.approx(left, rel=0.2)
+        assert checkpoint.free_memory() == pytest.approx(expected, rel=0.2)
 
 
-# ── Several ranks ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Several ranks ──
 
 
 def in_a_group(rank: int, folder: str, work: Callable[[int, Checkpoints, Path], None]) -> None:
-    """What each of two processes does: save step 1, then `work`."""
+    """Save step 1 and call `work`, in one of two processes."""
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(f"{folder}/store", 2)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -112,7 +113,7 @@ def in_a_group(rank: int, folder: str, work: Callable[[int, Checkpoints, Path], 
 
 
 def die_while_writing(rank: int, checkpoints: Checkpoints, folder: Path) -> None:
-    """Rank 1 is killed when a part of its files of step 2 is on the disk; the other one ends by that."""
+    """Kill rank 1 while it writes its files of step 2."""
     if rank == 1:
         checkpoint.write_tensors = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     begin_and_change(checkpoints, 2)
@@ -121,8 +122,9 @@ def die_while_writing(rank: int, checkpoints: Checkpoints, folder: Path) -> None
 
 
 def complete_when_all_have_written(rank: int, checkpoints: Checkpoints, folder: Path) -> None:
-    """Rank 1 writes when rank 0 has, and has asked whether all are done."""
-    final, go_on = step_folder(checkpoints.folder, 2), threading.Event()
+    """Let rank 1 write only after rank 0 has written and called `settle`."""
+    final = step_folder(checkpoints.folder, 2)
+    go_on = threading.Event()
     if rank == 1:
         checkpoint.write_tensors = lambda *arguments: go_on.wait(60) and write_tensors(*arguments)
     begin_and_change(checkpoints, 2)
@@ -136,14 +138,12 @@ def complete_when_all_have_written(rank: int, checkpoints: Checkpoints, folder: 
     torch.distributed.destroy_process_group()
 
 
-def test_a_checkpoint_gets_its_name_when_every_rank_has_written_its_part(tmp_path: Path):
+def test_a_checkpoint_is_complete_when_all_ranks_have_written(tmp_path: Path):
     arguments = str(tmp_path), complete_when_all_have_written
     torch.multiprocessing.start_processes(in_a_group, args=arguments, nprocs=2, start_method="fork")
 
 
-def test_a_rank_killed_within_a_save_leaves_the_checkpoint_before_it_and_ends_the_wait(
-    tmp_path: Path,
-):
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before_it(tmp_path: Path):
     start = torch.multiprocessing.start_processes
     ranks = start(
         in_a_group,
@@ -178,7 +178,7 @@ def run_out_of_memory_on_rank_1(rank: int, checkpoints: Checkpoints, folder: Pat
     torch.distributed.destroy_process_group()
 
 
-def test_any_error_of_one_ranks_thread_is_raised_on_all_ranks(tmp_path: Path):
+def test_an_error_in_one_ranks_thread_is_raised_on_all_ranks(tmp_path: Path):
     arguments = str(tmp_path), run_out_of_memory_on_rank_1
     torch.multiprocessing.start_processes(in_a_group, args=arguments, nprocs=2, start_method="fork")
     assert names(tmp_path / "checkpoints") == ["step-00000001"]

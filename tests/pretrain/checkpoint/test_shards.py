@@ -29,16 +29,15 @@ from pretrain.model.gradients import local_part
 from tests.ranks import in_ranks
 
 
-def test_the_library_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
+def test_safetensors_reads_the_files_and_their_hash_is_recorded(tmp_path):
     tensors = {
         str(dtype): (torch.randint(0, 2, (3, 5)) * 3 - 1).t().to(dtype) for dtype in DTYPE_NAMES
     }
     tensors |= {"scalar": torch.tensor(3), "empty": torch.ones(2, 0, 4), "one": torch.ones(7, 1, 2)}
-    entry, written = write_tensors(tmp_path / "file", tensors), (tmp_path / "file").read_bytes()
-    assert (entry.size, entry.hashes) == (
-        len(written),
-        {"sha256": hashlib.sha256(written).hexdigest()},
-    )
+    record = write_tensors(tmp_path / "file", tensors)
+    written = (tmp_path / "file").read_bytes()
+    assert record.size == len(written)
+    assert record.hashes == {"sha256": hashlib.sha256(written).hexdigest()}
     loaded = load_file(tmp_path / "file")
     for name, tensor in tensors.items():
         assert loaded[name].dtype == tensor.dtype and loaded[name].shape == tensor.shape
@@ -49,7 +48,7 @@ def test_the_library_reads_what_is_written_and_the_hash_is_the_files(tmp_path):
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5)), max_size=8), st.integers(1, 4))
-def test_replicas_are_shared_out(shapes, ranks):
+def test_replicas_share_the_writing_evenly(shapes, ranks):
     offer = {
         f"t{n}": ShardBlock("F32", shape, (0, 0), shape, 4 * math.prod(shape))
         for n, shape in enumerate(shapes)
@@ -66,13 +65,16 @@ def test_replicas_are_shared_out(shapes, ranks):
     assert max(load) - min(load) <= max((block.bytes for block in offer.values()), default=0)
 
 
-# ── Any number of processes to any other, in this process ─────────────────────────────────────────────────────────────────────
+# ── From any number of processes to any other, simulated in this process ──
 
 
 def as_rank(
     rank: int, mesh_shape: tuple[int, ...], placements: list[Placement], tensor: torch.Tensor
 ) -> torch.Tensor:
-    """`tensor` as torch distributes it to `rank` of a group of that shape; a group without the other processes is enough."""
+    """Return `tensor` as torch distributes it to `rank` of a mesh of this shape.
+
+    A fake process group suffices, without the other processes.
+    """
     torch.distributed.init_process_group(
         "fake", rank=rank, world_size=math.prod(mesh_shape), store=FakeStore()
     )
@@ -85,24 +87,22 @@ def as_rank(
 
 @st.composite
 def topologies(draw: st.DrawFn, dimensions: int) -> tuple[tuple[int, ...], list[Placement]]:
-    """Shards, replicas, or replicas of shards, over up to six processes."""
+    """Draw shards, replicas, or replicas of shards, over up to six processes."""
     mesh_shape = draw(st.sampled_from([(1,), (2,), (3,), (5,), (2, 2), (2, 3), (3, 2)]))
     placement = st.one_of(st.just(Replicate()), st.builds(Shard, st.integers(0, dimensions - 1)))
     placements = [draw(placement) for _ in mesh_shape]
-    if len(placements) == 2:  # as HSDP lays a mesh out
+    if len(placements) == 2:  # the mesh of HSDP
         placements[0] = Replicate()
     return mesh_shape, placements
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.data())
-def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.DataObject):
+def test_a_checkpoint_is_loaded_by_any_number_of_processes(data: st.DataObject):
     shape = data.draw(st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple))
     tensor = torch.randn(shape, dtype=data.draw(st.sampled_from([torch.float32, torch.bfloat16])))
-    (saved_mesh, saved_placements), (mesh, placements) = (
-        data.draw(topologies(len(shape))) for _ in range(2)
-    )
-
+    saved_mesh, saved_placements = data.draw(topologies(len(shape)))
+    mesh, placements = data.draw(topologies(len(shape)))
     parts = [
         as_rank(rank, saved_mesh, saved_placements, tensor) for rank in range(math.prod(saved_mesh))
     ]
@@ -115,40 +115,36 @@ def test_any_number_of_processes_load_what_any_other_number_has_saved(data: st.D
         written = sum(math.prod(piece.shape) for piece in index["t"].pieces)
         assert written == tensor.numel(), "replicas are written once"
         for rank in range(math.prod(mesh)):
-            wanted = as_rank(rank, mesh, placements, tensor)
-            found = as_rank(rank, mesh, placements, torch.full_like(tensor, 7))
-            load_tensors(Path(folder), index, {"t": found})
-            assert torch.equal(local_part(found), local_part(wanted))
+            expected = as_rank(rank, mesh, placements, tensor)
+            loaded = as_rank(rank, mesh, placements, torch.full_like(tensor, 7))
+            load_tensors(Path(folder), index, {"t": loaded})
+            assert torch.equal(local_part(loaded), local_part(expected))
 
 
 def checksums_in_ranks(rank: int) -> list[dict[str, int]]:
     """Return checksums of replicas, of shards, and of replicas that differ by one bit."""
     generator = torch.Generator().manual_seed(0)
+    # The number of rows is larger than that of ranks, and not a multiple of it.
     tensors = {
-        str(dtype): torch.randn(5, 3, generator=generator).to(dtype)
-        for dtype in DTYPE_NAMES  # more rows than ranks, and not a multiple
+        str(dtype): torch.randn(5, 3, generator=generator).to(dtype) for dtype in DTYPE_NAMES
     }
     tensors |= {"scalar": torch.tensor(-1.5), "one": torch.randn(1, 7, generator=generator)}
     mesh = init_device_mesh("cpu", (2,))
     shards = {
-        name: distribute_tensor(
-            tensor,
-            mesh,
-            [Shard(0)],
-            src_data_rank=None,
-        )
+        name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
         for name, tensor in tensors.items()
         if tensor.dim()
     }
     broken = {name: tensor.clone() for name, tensor in tensors.items()}
     for tensor in broken.values():
         tensor.view(-1).view(torch.uint8)[0] ^= rank
-    return [checksums(each) for each in (tensors, shards, broken)]
+    return [checksums(tensors), checksums(shards), checksums(broken)]
 
 
-def test_the_checksum_of_a_tensor_is_the_same_in_shards_and_not_if_a_rank_differs():
-    (whole, shards, broken), second = in_ranks(checksums_in_ranks)
-    assert [whole, shards, broken] == second, "all ranks judge alike"
-    assert shards.items() <= whole.items() and len(shards) == len(whole) - 1
-    assert all(broken[name] != checksum for name, checksum in whole.items())
-    assert whole["scalar"] == 2**64 - 2**30 - 2**22, "the bits of -1.5 as a negative integer"
+def test_checksums_are_the_same_in_shards_and_differ_if_a_rank_differs():
+    (replicas, shards, broken), second_rank = in_ranks(checksums_in_ranks)
+    assert [replicas, shards, broken] == second_rank, "all ranks have the same checksums"
+    assert shards.items() <= replicas.items()
+    assert len(shards) == len(replicas) - 1
+    assert all(broken[name] != checksum for name, checksum in replicas.items())
+    assert replicas["scalar"] == 2**64 - 2**30 - 2**22, "the bits of -1.5 as a negative integer"

@@ -131,7 +131,7 @@ def test_outputs_and_gradients_are_those_of_plain_experts(
         ({"moe_intermediate_size": 0}, "gate_up_proj would hold nothing"),
     ],
 )
-def test_sizes_that_grouped_products_do_not_take_and_too_many_experts_are_refused(
+def test_unsupported_sizes_and_numbers_of_experts_are_rejected(
     sizes: dict[str, int], said: str
 ) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
@@ -157,7 +157,7 @@ def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:
     assert not experts.down_proj.main_grad[2].any() and experts.down_proj.main_grad[0].any()
 
 
-# ── FP8, emulated, and by a loop ────────────────────────────────────────────────────────────────────────────────────────────────
+# ── FP8, emulated, and by a loop ──
 
 
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:

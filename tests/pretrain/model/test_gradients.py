@@ -1,4 +1,4 @@
-"""Main gradients: exact sums over microbatches and over ranks, and the trajectories that follow from them."""
+"""Main gradients are exact sums over microbatches and ranks, and weights follow exactly."""
 
 from __future__ import annotations
 
@@ -43,28 +43,30 @@ LENGTH = 16
 
 
 class AddsToTheSum(torch.autograd.Function):
-    """x w^T, whose backward adds the weight's gradient to its `main_grad`, in that dtype, and returns none."""
+    """x w^T, whose backward adds the weight gradient to `main_grad` in that dtype."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, weight: nn.Parameter) -> Tensor:
-        ctx.x, ctx.weight = x, weight
+        ctx.x = x
+        ctx.weight = weight
         return x @ weight.t()
 
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        ctx.weight.main_grad.addmm_(
-            gradient.t().to(ctx.weight.main_grad.dtype), ctx.x.to(ctx.weight.main_grad.dtype)
-        )
+        main = ctx.weight.main_grad
+        main.addmm_(gradient.t().to(main.dtype), ctx.x.to(main.dtype))
         return gradient @ ctx.weight, None
 
 
 class Small(nn.Module):
-    """A table, a matrix, a norm and a head tied to the table: rows that are looked up often, a parameter that is used twice."""
+    """Model with an embedding whose rows are looked up often, and a head that may be tied to it."""
 
     def __init__(self, *, tied: bool = True) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.up, self.norm = nn.Embedding(5, 8), nn.Linear(8, 8), nn.LayerNorm(8)
+        self.table = nn.Embedding(5, 8)
+        self.up = nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
         self.head = nn.Linear(8, 5, bias=False)
         if tied:
             self.head.weight = self.table.weight
@@ -79,16 +81,15 @@ def microbatch(seed: int) -> Tensor:
 
 def backward(model: nn.Module, seed: int) -> None:
     scores = model(microbatch(seed))
-    scores.backward(
-        torch.randn(scores.shape, generator=torch.Generator().manual_seed(seed)).to(scores.dtype)
-    )
+    generator = torch.Generator().manual_seed(seed)
+    scores.backward(torch.randn(scores.shape, generator=generator).to(scores.dtype))
 
 
 def sums(model: nn.Module) -> dict[str, Tensor]:
     return {name: gradient_of(parameter).clone() for name, parameter in model.named_parameters()}
 
 
-# ── Sums ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Over microbatches ──
 
 
 @given(
@@ -96,10 +97,11 @@ def sums(model: nn.Module) -> dict[str, Tensor]:
     st.sampled_from([FP32, BF16]),
     st.sampled_from([FP32, BF16]),
 )
-def test_what_microbatches_deliver_is_summed_in_the_main_gradients_dtype_whatever_the_weights(
+def test_gradients_are_summed_in_the_dtype_of_the_main_gradient(
     seeds: list[int], weights: torch.dtype, main: torch.dtype
 ) -> None:
-    model, plain = Small(tied=False).to(weights), Small(tied=False).to(weights)
+    model = Small(tied=False).to(weights)
+    plain = Small(tied=False).to(weights)
     attach_main_gradients(model, main)
     expected = {
         name: torch.zeros(p.shape, dtype=main)
@@ -110,18 +112,21 @@ def test_what_microbatches_deliver_is_summed_in_the_main_gradients_dtype_whateve
         backward(model, seed)
         plain.zero_grad()
         backward(plain, seed)
-        # in FP32, rounded to the sum's dtype once a microbatch
+        # The sum is computed in FP32 and rounded to its dtype once a microbatch.
         for name, total in expected.items():
             total.copy_(total.float() + plain.get_parameter(name).grad.float())
-    found = sums(model)
+    main_gradients = sums(model)
     for name, total in expected.items():
-        assert found[name].dtype == main and torch.equal(found[name], total), name
+        assert main_gradients[name].dtype == main
+        assert torch.equal(main_gradients[name], total), name
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_rows_of_a_bf16_table_that_come_again_and_a_tied_head_add_up_in_fp32(tied: bool) -> None:
-    model, exact = Small(tied=tied).to(BF16), Small(tied=tied).to(BF16)
+def test_repeated_rows_of_a_bf16_table_are_summed_in_fp32(tied: bool) -> None:
+    """The gradient of a tied head is added in FP32 too."""
+    model = Small(tied=tied).to(BF16)
+    exact = Small(tied=tied).to(BF16)
     attach_main_gradients(model, FP32)
     rows: list[Tensor] = []
     exact.table.register_forward_hook(
@@ -131,20 +136,18 @@ def test_rows_of_a_bf16_table_that_come_again_and_a_tied_head_add_up_in_fp32(tie
         exact.head.weight = nn.Parameter(exact.table.weight.detach().clone())
     backward(model, 3)
     backward(exact, 3)
-    # Autograd's own BF16 gradient of each looked-up row, and their sum in double precision.
+    # Sum the BF16 gradients that autograd computes for all looked-up rows in double precision.
     expected = torch.zeros(5, 8, dtype=torch.float64).index_add_(0, microbatch(3), rows[0].double())
     if tied:
         expected += exact.head.weight.grad.double()
-    torch.testing.assert_close(
-        gradient_of(model.table.weight).double(), expected, rtol=1e-6, atol=1e-6
-    )
-    assert not torch.equal(
-        gradient_of(model.table.weight), gradient_of(model.table.weight).to(BF16)
-    )
+    gradient = gradient_of(model.table.weight)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=1e-6)
+    assert not torch.equal(gradient, gradient.to(BF16))
 
 
-def test_a_product_may_add_to_the_sum_itself_and_other_uses_of_the_weight_still_deliver() -> None:
-    linear, x = nn.Linear(3, 2, bias=False), torch.randn(4, 3)
+def test_a_weight_may_have_uses_that_add_to_the_sum_and_others() -> None:
+    linear = nn.Linear(3, 2, bias=False)
+    x = torch.randn(4, 3)
     attach_main_gradients(linear, FP32)
     for uses in (1, 2):
         y = AddsToTheSum.apply(x, linear.weight)
@@ -153,19 +156,25 @@ def test_a_product_may_add_to_the_sum_itself_and_other_uses_of_the_weight_still_
     assert linear.weight.grad is None
 
 
-# ── Over ranks ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Over ranks ──
 
-MOST = 40  # values a bucket: several matrices of the model are more than one
+BUCKET = 40  # values; several matrices of the model have more
 
 
 class Branching(nn.Module):
-    """A table tied to the head, a product that returns no gradient, a part that is frozen, and two that a batch may leave out."""
+    """Model with a tied head, a frozen linear, and two linears that a batch may skip.
+
+    Two of its products return no weight gradient.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.up, self.frozen = nn.Embedding(5, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.table = nn.Embedding(5, 8)
+        self.up = nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8)
+        self.left = nn.Linear(8, 8)
+        self.right = nn.Linear(8, 8)
         self.frozen.requires_grad_(False)
 
     def both(self, x: Tensor) -> Tensor:
@@ -184,28 +193,35 @@ def branch(model: Branching, seed: int, take: str) -> None:
 def step(
     rank: int, takes: tuple[str, str], main: torch.dtype
 ) -> tuple[tuple[dict[str, Any], list[str]], int]:
-    """The sums of two microbatches of each rank, which parameters they reached, and how many exchanges began within backward."""
-    model, gradients.BUCKET = Branching(), MOST  # in this process alone
-    attach_main_gradients(model, main)
-    sums, all_reduce, exchanged = RankSums(model.parameters()), dist.all_reduce, []
+    """Train two steps with two microbatches on each rank.
 
-    def noted(values: Tensor, **options: object) -> dist.Work:
+    Return the sums over ranks and the names of the parameters that were reached in the second step,
+    and the number of exchanges that started in backward.
+    """
+    model = Branching()
+    gradients.BUCKET = BUCKET  # in this process alone
+    attach_main_gradients(model, main)
+    rank_sums = RankSums(model.parameters())
+    original_all_reduce = dist.all_reduce
+    exchanged = []
+
+    def all_reduce(values: Tensor, **options: object) -> dist.Work:
         assert values.dtype == FP32
         exchanged.append(values.numel())
-        return all_reduce(values, **options)
+        return original_all_reduce(values, **options)
 
-    dist.all_reduce = noted
-    for _ in range(2):  # the second step finds everything as the first did
+    dist.all_reduce = all_reduce
+    for _ in range(2):  # the second step must not depend on the first
         exchanged.clear()
         clear_main_gradients(model.parameters())
         branch(model, rank, takes[rank])
-        with sums.starting_early():
+        with rank_sums.starting_early():
             branch(model, rank + 2, takes[rank])
         early = len(exchanged)
-        sums.finish()
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
-    reached = [name for name, each in trained.items() if was_reached(each)]
-    return ({name: gradient_of(each).tolist() for name, each in trained.items()}, reached), early
+        rank_sums.finish()
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    reached = [name for name, parameter in trained.items() if was_reached(parameter)]
+    return ({name: gradient_of(p).tolist() for name, p in trained.items()}, reached), early
 
 
 @pytest.mark.parametrize(
@@ -218,16 +234,20 @@ def step(
     ],
 )
 def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: torch.dtype) -> None:
-    """Also where they reach different parameters, and the first buckets wait on one rank for a branch that it does not take."""
+    """The ranks may reach different parameters.
+
+    Then the first buckets wait on one rank for a branch that it does not take.
+    """
     (first, early), (second, _) = in_ranks(step, takes, main)
-    assert first == second and (early > 3 or takes != ("both", "both"))
+    assert first == second
+    assert early > 3 or takes != ("both", "both")
     alone = Branching()
     attach_main_gradients(alone, FP32)
     for seed in range(4):
         branch(alone, seed, takes[seed % 2])
     sums, reached = first
     assert reached == [
-        name for name, each in alone.named_parameters() if each.requires_grad and was_reached(each)
+        name for name, p in alone.named_parameters() if p.requires_grad and was_reached(p)
     ]
     for name, total in sums.items():
         expected = gradient_of(alone.get_parameter(name))
@@ -235,12 +255,15 @@ def test_ranks_have_the_sum_of_all_microbatches(takes: tuple[str, str], main: to
         assert error < (1e-6 if main == FP32 else 2**-7), name
 
 
-# ── Trajectories ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Trajectories ──
 
 
 def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:
-    """Masters halfway between two BF16 numbers, one in 65,536, move on by a unit in their last place: a working copy of an FP32
-    weight rounds them to even and a BF16 weight with a remainder up, which is no matter of gradients."""
+    """Add a unit in the last place to masters halfway between two BF16 numbers, one in 65,536.
+
+    The working copy of an FP32 weight rounds such a master to even, and an exact BF16 weight rounds
+    it up. This difference has nothing to do with gradients.
+    """
     for parameter in model.parameters():
         bits = master(adamw, parameter).clone().view(torch.int32)
         adamw.set_master(parameter, (bits + ((bits & 0xFFFF) == 0x8000)).view(FP32))
@@ -249,7 +272,10 @@ def leave_ties(adamw: ExactAdamW, model: nn.Module) -> None:
 def trajectory(
     model: PackedLanguageModel, steps: Sequence[StepBatches], accelerator: Accelerator, exact: bool
 ) -> list[Tensor]:
-    """Losses, gradient norms and, at the end, FP32 masters; weights that are BF16 begin as FP32 weights do."""
+    """Return losses, gradient norms and the final FP32 masters.
+
+    Exact BF16 weights start from the same values as FP32 weights.
+    """
     masters = round_weights(model.hf, BF16) if exact else {}
     settings = OptimizerSettings(learning_rate=1e-3)
     adamw = build_optimizer(model, settings, exact=exact)
@@ -260,7 +286,8 @@ def trajectory(
     figures = []
     for step in steps:
         figures.append(forward_backward(model, step, accelerator))
-        figures.append(norm := gradient_norm(model.parameters()))
+        norm = gradient_norm(model.parameters())
+        figures.append(norm)
         adamw.step(clip_coefficient=clip_coefficient(norm, settings.clip))
         clear_gradients(adamw, model)
         leave_ties(adamw, model)
@@ -269,7 +296,7 @@ def trajectory(
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize("microbatches", [1, 5])
-def test_exact_bf16_weights_walk_the_trajectory_of_fp32_weights_bit_for_bit(
+def test_exact_bf16_weights_train_as_fp32_weights_bit_for_bit(
     kind: str,
     microbatches: int,
     accelerator: Accelerator,
@@ -281,19 +308,20 @@ def test_exact_bf16_weights_walk_the_trajectory_of_fp32_weights_bit_for_bit(
         "moe_intermediate_size": 8,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "num_key_value_heads": 1,
     }
-    moe |= {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 1}
     changes = {"qwen3": {}, "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, "qwen3_moe": moe}[kind]
-    fp32, exact = build_model(kind, cast_to=BF16, **changes), build_model(kind, **changes)
+    fp32 = build_model(kind, cast_to=BF16, **changes)
+    exact = build_model(kind, **changes)
     for model in (fp32, exact):
         model.hf.get_output_embeddings().chunk = 16
     steps = [
         step_of(random_packs([[5, 11], [16]] * microbatches, LENGTH, seed), 2) for seed in range(4)
     ]
-    walked = (
-        trajectory(fp32.train(), steps, accelerator, False),
-        trajectory(exact.train(), steps, accelerator, True),
-    )
+    expected = trajectory(fp32.train(), steps, accelerator, False)
+    figures = trajectory(exact.train(), steps, accelerator, True)
     assert {parameter.dtype for parameter in exact.parameters()} == {BF16}
-    for ours, theirs in zip(*walked, strict=True):
-        assert torch.equal(ours, theirs)
+    for actual, reference in zip(figures, expected, strict=True):
+        assert torch.equal(actual, reference)

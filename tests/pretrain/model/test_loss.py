@@ -1,4 +1,4 @@
-"""The head's losses against torch's cross_entropy on FP64 logits: values, gradients, memory and what is refused."""
+"""The loss of the head compared with cross_entropy on FP64 logits: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pretrain.settings.recipe import LossSettings
 def problem(
     tokens: int, hidden: int, vocabulary: int, ignored: float, *, bias: bool = False
 ) -> tuple[Tensor, nn.Linear, Tensor]:
+    """Return random hidden states, a head, and labels of which a share is ignored."""
     states = torch.randn(1, tokens, hidden, requires_grad=True)
     linear = nn.Linear(hidden, vocabulary, bias=bias)
     labels = torch.randint(vocabulary, (1, tokens)).masked_fill(
@@ -30,7 +31,7 @@ def problem(
 def exact(
     states: Tensor, linear: nn.Linear, labels: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients of states, weight and bias, from all logits in FP64."""
+    """Return the loss and its gradients of states, weight and bias, from all logits in FP64."""
     inputs = [t.detach().double().requires_grad_() for t in (states, *linear.parameters())]
     logits = F.linear(*inputs)
     value = F.cross_entropy(
@@ -53,21 +54,22 @@ def test_a_well_predicted_token_keeps_its_small_gradient_in_bf16() -> None:
 
 
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
-def test_bf16_stays_within_the_rounding_of_its_factors(weights: torch.dtype) -> None:
+def test_bf16_errs_by_no_more_than_its_roundings(weights: torch.dtype) -> None:
     torch.manual_seed(0)
     states, linear, labels = problem(512, 64, 1000, 0.1)
     value, gradients = exact(states, linear, labels, 1 / 460)
     linear.to(weights)
     head = LossHead.replacing(linear, LossSettings(chunk=128))
-    ours = head(states.bfloat16(), labels)
-    (ours / 460).backward()
-    assert relative_error(ours, value) < 1e-4  # 512 rounding errors of 2^-9 of a logit average out
+    loss_sum = head(states.bfloat16(), labels)
+    (loss_sum / 460).backward()
+    # The 512 rounding errors, each 2^-9 of a logit, average out.
+    assert relative_error(loss_sum, value) < 1e-4
     assert relative_error(states.grad, gradients[0]) < 2**-7
     assert relative_error(linear.weight.grad, gradients[1]) < 2**-7
     assert linear.weight.grad.dtype == weights and states.grad.dtype == torch.float32
 
 
-def test_a_frozen_head_passes_the_gradient_on_and_gets_none() -> None:
+def test_a_frozen_head_has_no_gradient_and_passes_on_that_of_states() -> None:
     states, linear, labels = problem(20, 8, 30, 0.0)
     _, gradients = exact(states, linear, labels)
     linear.requires_grad_(False)
@@ -77,9 +79,7 @@ def test_a_frozen_head_passes_the_gradient_on_and_gets_none() -> None:
 
 
 @pytest.mark.parametrize("main", [torch.float32, torch.bfloat16])
-def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(
-    main: torch.dtype,
-) -> None:
+def test_microbatches_are_summed_in_the_main_gradient(main: torch.dtype) -> None:
     torch.manual_seed(0)
     states, linear, labels = problem(60, 8, 30, 0.2)
     scales = (1 / 7, 1 / 3)
@@ -88,14 +88,14 @@ def test_a_main_gradient_takes_the_sum_of_the_microbatches_and_autograd_none(
     head = LossHead.replacing(linear, LossSettings(chunk=16))
     for scale in scales:
         (head(states, labels) * scale).backward()
-    assert linear.weight.grad is None and states.grad is not None
-    assert relative_error(linear.weight.main_grad, expected) < (
-        1e-6 if main == torch.float32 else 2**-8
-    )
+    assert linear.weight.grad is None
+    assert states.grad is not None
+    tolerance = 1e-6 if main == torch.float32 else 2**-8
+    assert relative_error(linear.weight.main_grad, expected) < tolerance
 
 
 class LargestResult(TorchDispatchMode):
-    """The most elements that any one operation wrote."""
+    """Record the largest number of elements that one operation has written."""
 
     elements = 0
 
@@ -108,14 +108,14 @@ class LargestResult(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("grad", [True, False])
-def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> None:
+def test_no_operation_writes_more_than_one_chunk_of_logits(grad: bool) -> None:
     states, linear, labels = problem(512, 8, 1000, 0.1)
     head = LossHead.replacing(linear, LossSettings(chunk=32))
-    with LargestResult() as seen, torch.set_grad_enabled(grad):
+    with LargestResult() as largest, torch.set_grad_enabled(grad):
         value = head(states, labels)
         if grad:
             value.backward()
-    assert seen.elements == 32 * 1000
+    assert largest.elements == 32 * 1000
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_no_operation_ever_makes_more_than_one_chunk_of_logits(grad: bool) -> No
         ("granite", {"logits_scaling": 8.0}, "logits_scaling: 8.0"),
     ],
 )
-def test_a_model_that_changes_its_logits_is_refused(
+def test_a_model_that_changes_its_logits_is_rejected(
     model_type: str, changes: dict, key: str
 ) -> None:
     with pytest.raises(InputError, match=key):

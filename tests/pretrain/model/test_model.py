@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
@@ -32,6 +33,7 @@ SMALL = {
     "num_key_value_heads": 2,
 }
 DOCUMENTS = [[5, 1, 26], [17, 9]]  # of two packs; the second has a tail of padding
+CAPLESS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
 UNLIKE = {  # models whose layers attend within a window, or are computed again
     "gemma3": {"kind": "gemma3_text", "sliding_window": 6, "head_dim": 8}
     | {"layer_types": ["sliding_attention", "full_attention"]},
@@ -48,7 +50,15 @@ UNLIKE = {  # models whose layers attend within a window, or are computed again
     },
     # which names its attention's mask
     "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},
+    # Two whose scores and logits could be capped, and one that could have recurrent layers.
+    "gemma2": {"kind": "gemma2", "sliding_window": 6, "head_dim": 8} | CAPLESS,
+    "vaultgemma": {"kind": "vaultgemma", "sliding_window": 6, "head_dim": 8} | CAPLESS,
+    "granitemoehybrid": {"kind": "granitemoehybrid", "layer_types": ["attention"] * 2}
+    | {"num_local_experts": 0, "shared_intermediate_size": 48, "mamba_n_heads": 2},
 }
+
+
+NOT_FUSED = ("gemma3", "gpt2", "afmoe", "gemma2", "vaultgemma", "granitemoehybrid")
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -69,7 +79,7 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     model.check_architecture(packed.hf, LENGTH, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
-        assert bool(packed.fused.left_out) == (name in ("gemma3", "gpt2", "afmoe"))
+        assert bool(packed.fused.left_out) == (name in NOT_FUSED)
     microbatch = build_microbatch(packs := random_packs(DOCUMENTS, LENGTH), mask_boundaries=True)
     loss = packed(**inputs_of(microbatch, CPU))
     loss.backward()
@@ -130,12 +140,12 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
 
-# ── Folders ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Folders ──
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
-def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_memory(
+def test_under_fsdp2_only_the_first_rank_holds_the_weights(
     kind: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
     changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[
@@ -173,7 +183,7 @@ def test_under_fsdp2_the_first_rank_has_what_is_built_whole_and_the_model_no_mem
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "glm4_moe", "olmoe"])
-def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_list_it(
+def test_a_key_that_only_the_layers_read_is_accepted(
     kind: str,
 ) -> None:
     config = model.load_config(ModelSettings(config=SMALL | {"model_type": kind, "head_dim": 24}))
@@ -188,7 +198,7 @@ def test_a_key_is_taken_that_the_models_layers_read_though_its_class_does_not_li
 
 
 @pytest.mark.parametrize("key", ["gradient_checkpointing", "text_config"])
-def test_a_key_is_refused_that_transformers_asks_of_every_model_and_no_layer_reads(
+def test_a_key_of_transformers_that_no_layer_reads_is_rejected(
     key: str,
 ) -> None:
     with pytest.raises(InputError, match=rf"`model\.config\.{key}`.* no such key"):
@@ -236,6 +246,113 @@ def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path:
         load(model_type="llama")
 
 
+# A kind of model, what its file says, the key that is set, and a file of transformers' with that key.
+KEYS = [
+    ("phi", {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}),
+    ("phi", {"partial_rotary_factor": 0.25}, {"rope_theta": 5e5}),
+    ("phi", {}, {"partial_rotary_factor": 0.5}),  # the class's default
+    ("glm", {}, {"partial_rotary_factor": 0.25}),
+    ("phi3", {}, {"partial_rotary_factor": 0.5}),
+    ("stablelm", {"rope_theta": 2e4}, {"partial_rotary_factor": 0.5}),
+    ("llama", {"rope_theta": 5e5}, {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+    ("llama", {}, {"rope_scaling": None, "torch_dtype": "bfloat16"}),
+    ("cohere2", {"num_hidden_layers": 4}, {"sliding_window_pattern": 2}),
+    ("gemma3_text", {"num_hidden_layers": 4}, {"sliding_window_pattern": 2}),
+    ("gemma3_text", {"num_hidden_layers": 2}, {"sliding_window_pattern": 6}),
+    ("qwen3_next", {"num_hidden_layers": 4}, {"full_attention_interval": 2}),
+    ("smollm3", {"num_hidden_layers": 4}, {"num_hidden_layers": 3}),
+    ("gpt2", {"n_layer": 2}, {"num_hidden_layers": 3}),
+]
+
+
+@pytest.mark.parametrize(("kind", "stored", "key"), KEYS)
+@pytest.mark.parametrize("written_by", ["hand", "transformers 5", "nobody"])
+def test_a_key_counts_as_if_it_stood_in_the_file(
+    kind: str, stored: dict, key: dict, written_by: str, tmp_path: Path
+) -> None:
+    names = {"num_hidden_layers": "n_layer"} if kind == "gpt2" else {}
+    older = {names.get(name, name): value for name, value in key.items()}
+    expected = AutoConfig.for_model(kind, **copy.deepcopy(stored | older))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | stored))
+    if written_by == "transformers 5":
+        AutoConfig.for_model(kind, **stored).save_pretrained(tmp_path)
+    source = {"source": str(tmp_path), "config": key}
+    if written_by == "nobody":
+        source = {"config": {"model_type": kind} | stored | older}
+    found = model.load_config(ModelSettings(**source))
+    for name, value in expected.to_dict().items():
+        if not name.startswith("_"):
+            assert found.to_dict()[name] == value, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [("gpt_neox", "rotary_pct", 0.5), ("gpt_neox", "rotary_emb_base", 5e3)],
+)
+def test_a_key_that_only_older_files_have_is_taken_or_refused(
+    kind: str, key: str, value: float, tmp_path: Path
+) -> None:
+    expected = AutoConfig.for_model(kind, **{key: value}).rope_parameters
+    assert (
+        model.load_config(ModelSettings(config={"model_type": kind, key: value})).rope_parameters
+        == expected
+    )
+    AutoConfig.for_model(kind, rotary_pct=1.0).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=rf"`model\.config\.{key}: .*no effect.*`rope_parameters`"):
+        model.load_config(ModelSettings(source=str(tmp_path), config={key: value}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value"),
+    [
+        ("gemma3_text", "_sliding_window_pattern", 2),
+        ("gemma3_text", "sliding_window_patern", 2),
+        ("gpt_neox", "rope_theta", 5e5),
+        ("gpt2", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
+        ("llama", "temperature", 0.5),
+        ("llama", "attn_implementation", "eager"),
+    ],
+)
+def test_a_key_without_effect_is_refused_and_no_private_one_named(
+    kind: str, key: str, value: object
+) -> None:
+    with pytest.raises(
+        InputError, match=rf"`model\.config\.{key}.*(no such key|has no effect)"
+    ) as refusal:
+        model.load_config(ModelSettings(config={"model_type": kind, key: value}))
+    assert "`_" not in str(refusal.value).partition("did you mean")[2]
+
+
+def test_a_key_that_another_one_turns_off_is_refused_over_a_source_alone(tmp_path: Path) -> None:
+    """As Qwen2.5's file has it; `head_dim: null` stands for what follows from other keys."""
+    published = SMALL | {"sliding_window": 8, "use_sliding_window": False}
+    model.load_config(ModelSettings(config=published | {"model_type": "qwen2"}))
+    AutoConfig.for_model("qwen2", **published).save_pretrained(tmp_path)
+    with pytest.raises(InputError, match=r"`model\.config\.sliding_window: 16` has no effect"):
+        model.load_config(ModelSettings(source=str(tmp_path), config={"sliding_window": 16}))
+    for kind, key in (
+        ("llama", "head_dim"),
+        ("llama", "num_key_value_heads"),
+        ("llama", "rope_scaling"),
+    ):
+        model.load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
+
+
+def test_values_that_would_follow_from_a_key_are_named_as_kept(tmp_path: Path) -> None:
+    llama = AutoConfig.for_model(
+        "llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2
+    )
+    llama.save_pretrained(tmp_path)
+
+    def kept(**config: object) -> list[str]:
+        return model.kept_from_source(ModelSettings(source=str(tmp_path), config=config or None))
+
+    (line,) = kept(num_attention_heads=8)
+    assert line.endswith(": head_dim: 16, num_key_value_heads: 4")
+    assert kept(num_attention_heads=8, num_key_value_heads=8, head_dim=8) == []
+    assert kept() == kept(num_hidden_layers=1, rope_theta=5.0) == kept(hidden_size=64) == []
+
+
 def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
     build_model: Callable, tmp_path: Path
 ) -> None:
@@ -274,6 +391,62 @@ def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"`model.source`.* 1 of .*layers\.1\.mlp\.up_proj"):
         source = ModelSettings(source=str(tmp_path))
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )
+
+
+EXTRA = {  # what a source has more than its configuration says, and how the message makes room for it
+    "biases": ({"attention_bias": True}, {"attention_bias": False}, "attention_bias: true"),
+    "layers": ({}, {"num_hidden_layers": 1}, "num_hidden_layers: 2"),
+}
+
+
+@pytest.mark.parametrize("extra", EXTRA)
+def test_weights_without_a_place_are_refused_with_the_key_that_fits(
+    extra: str, build_model: Callable, tmp_path: Path
+) -> None:
+    written, read, key = EXTRA[extra]
+    build_model("llama", **SMALL, **written).hf.save_pretrained(tmp_path)
+    source = ModelSettings(source=str(tmp_path), config=read)
+    with pytest.raises(
+        InputError, match=rf"`model.source`.* no place in the model.* set `model\.config\.{key}`"
+    ):
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )
+
+
+def test_buffers_and_tied_heads_that_older_files_hold_are_no_surplus(
+    build_model: Callable, tmp_path: Path
+) -> None:
+    build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = ModelSettings(source=str(tmp_path))
+    model.build(
+        source,
+        model.load_config(source),
+        weights=torch.float32,
+        seed=1,
+        device=CPU,
+        backend="packed_sdpa",
+    )
+    weights["score.weight"] = torch.ones(2, 32)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"score\.weight"):
         model.build(
             source,
             model.load_config(source),

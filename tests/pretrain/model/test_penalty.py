@@ -1,4 +1,4 @@
-"""The chunked loss, alone and with each penalty inside, against their definitions on all logits in FP64."""
+"""The chunked loss and its penalties compared with their definitions on all logits in FP64."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KINDS = get_args(PenaltyKind)
 
 
 def defined(kind: str | None, logits: Tensor) -> Tensor:
-    """The penalty of each token [n], of FP64 logits [n, vocabulary]; without a kind zeros."""
+    """Return the penalty of each token [n] from FP64 logits [n, vocabulary], or zeros."""
     p = logits.exp() / logits.exp().sum(dim=-1, keepdim=True)
     if kind == "neg_entropy":
         return -(p * p.log()).sum(dim=-1)
@@ -28,10 +28,14 @@ def defined(kind: str | None, logits: Tensor) -> Tensor:
 
 
 def exact(kind: str | None, weight: float, *operands: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """(cross-entropy, penalty) and the gradients of cross-entropy + weight x penalty with respect to states, weight and bias."""
+    """Return the sums of cross-entropies and penalties, and the gradients of the loss.
+
+    Gradients are those of cross-entropy + weight * penalty for states, weight and bias.
+    """
     states, *head, labels = operands
     inputs = [t.detach().double().requires_grad_() for t in (states, *head)]
-    logits, labels = F.linear(*inputs).flatten(0, -2), labels.flatten()
+    logits = F.linear(*inputs).flatten(0, -2)
+    labels = labels.flatten()
     valid = labels != IGNORE
     cross_entropy = F.cross_entropy(logits, labels, ignore_index=IGNORE, reduction="sum")
     parts = torch.stack([cross_entropy, defined(kind, logits[valid]).sum()])
@@ -65,20 +69,22 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
         patch.setattr("pretrain.model.loss.head.LOGITS_AT_ONCE", at_once)
         trained = head(states, labels)
         trained.backward()
-        ours = head.take_parts()
+        training_parts = head.take_parts()
         with torch.no_grad():
-            assert head.eval()(states, labels).double() == pytest.approx(
-                parts[0].item(), rel=1e-6, abs=1e-6
-            )
-        evaluated = head.take_parts()
-    assert trained.dtype == torch.float32 and trained.shape == ()
-    for found in (ours, evaluated) if kind else ():
-        torch.testing.assert_close(found.double(), parts, rtol=1e-6, atol=1e-6 * tokens)
+            evaluated = head.eval()(states, labels).double()
+        evaluation_parts = head.take_parts()
+    assert evaluated == pytest.approx(parts[0].item(), rel=1e-6, abs=1e-6)
+    assert trained.dtype == torch.float32
+    assert trained.shape == ()
+    if kind:
+        for head_parts in (training_parts, evaluation_parts):
+            torch.testing.assert_close(head_parts.double(), parts, rtol=1e-6, atol=1e-6 * tokens)
     expected = parts[0] + weight * parts[1]
     torch.testing.assert_close(
         trained.double(), expected, rtol=1e-6, atol=1e-6 * tokens * (1 + weight)
     )
-    # A logit is rounded by its own size, and what is off there is off in its probability's exponent.
+    # The rounding error of a logit is proportional to its size, and is the relative error of its
+    # probability.
     rounding = 1e-6 + torch.finfo(torch.float32).eps * linear(states).abs().max().item()
     for tensor, gradient in zip((states, *linear.parameters()), gradients, strict=True):
         size = max(gradient.abs().max().item(), 1.0)

@@ -1,4 +1,4 @@
-"""BF16 weights with remainders: the encoding is exact for every bit pattern."""
+"""The encoding of FP32 masters as BF16 weights and remainders is exact for every bit pattern."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from torch import Tensor
 
 from pretrain.optimizer.exact_weights import join, split
 
-# Zeros, subnormals, the smallest normal, ones, ties above even and odd, the largest, what rounds to infinity, infinities.
+# Zeros, subnormals, the smallest normal number, ones, ties above even and odd numbers, the largest
+# numbers, numbers that round to infinity, infinities.
 SPECIAL = [
     0x0,
     0x1,
@@ -30,7 +31,7 @@ NANS = [0x7F800001, 0x7FC00000, 0x7FFFFFFF, 0xFF800001, 0xFFC00000, 0xFFFF8000, 
 
 
 def floats(patterns: list[int] | Tensor) -> Tensor:
-    """FP32 numbers from their bits."""
+    """Return the FP32 numbers with these bits."""
     bits = torch.as_tensor(patterns, dtype=torch.int64)
     return torch.where(bits >= 2**31, bits - 2**32, bits).to(torch.int32).view(torch.float32)
 
@@ -41,7 +42,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 @given(st.lists(st.integers(0, 2**32 - 1) | st.sampled_from(SPECIAL), min_size=1, max_size=50))
-def test_every_master_but_nan_comes_back_bit_for_bit(patterns: list[int]) -> None:
+def test_join_restores_every_master_except_nan(patterns: list[int]) -> None:
     master = floats(patterns)
     master = master[~master.isnan()]
     weight, remainder = split(master)
@@ -50,19 +51,20 @@ def test_every_master_but_nan_comes_back_bit_for_bit(patterns: list[int]) -> Non
 
 
 @pytest.mark.parametrize("sign", [0, 0x8000])
-def test_the_weight_is_the_hardware_rounding_of_its_master_except_on_ties(sign: int) -> None:
-    """All 65,536 masters of each high half."""
+def test_weights_are_hardware_roundings_except_on_ties(sign: int) -> None:
+    """Tested with all 65,536 low halves of eight high halves."""
     highs = sign | torch.tensor([0x0, 0x1, 0x7F, 0x80, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F])
     bits = (highs[:, None] * 65536 + torch.arange(65536)).flatten()
-    master, tie = floats(bits), bits % 65536 == 0x8000
+    master = floats(bits)
+    tie = bits % 65536 == 0x8000
     weight, remainder = split(master)
     assert same_bits(weight[~tie], master.bfloat16()[~tie])
-    assert (weight[tie].float().abs() > master[tie].abs()).all(), "ties go away from zero"
-    assert not remainder[bits % 65536 == 0].any(), "of a BF16 number"
+    assert (weight[tie].float().abs() > master[tie].abs()).all(), "ties are rounded away from zero"
+    assert not remainder[bits % 65536 == 0].any(), "a BF16 number has remainder 0"
     assert same_bits(join(weight, remainder), master)
 
 
-def test_every_nan_stays_a_nan_that_the_model_sees() -> None:
+def test_every_nan_stays_a_nan_in_the_weight() -> None:
     weight, remainder = split(floats(NANS))
     assert weight.isnan().all()
     assert join(weight, remainder).isnan().all()

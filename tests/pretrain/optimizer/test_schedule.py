@@ -1,4 +1,4 @@
-"""Schedules against closed forms and against torch's and transformers' own."""
+"""Learning rate schedules compared with those of torch and transformers."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def rates(settings: ScheduleSettings, total: int) -> list[float]:
 
 
 def run(scheduler: LRScheduler, total: int) -> list[float]:
+    """Return the learning rates of `total` steps."""
     seen = []
     for _ in range(total):
         seen.append(scheduler.get_last_lr()[0])
@@ -44,7 +45,7 @@ def sgd() -> torch.optim.SGD:
         ({"kind": "constant"}, None),
     ],
 )
-def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(
+def test_the_rate_falls_after_the_first_step_of_the_decay(
     shape: dict[str, object], begins: int | None
 ) -> None:
     settings = ScheduleSettings(warmup=10, **shape)
@@ -52,36 +53,36 @@ def test_the_rate_falls_after_the_step_at_which_decay_is_said_to_begin(
     seen = rates(settings, 100)
     falls = next((step for step in range(1, 100) if seen[step] < seen[step - 1]), None)
     assert falls == (None if begins is None else begins + 1), (
-        "the first step of the decay still has the whole rate"
+        "the first step of the decay still has the peak rate"
     )
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "1-sqrt"])
-def test_wsd_is_what_transformers_computes_once_warm(shape: str) -> None:
+def test_wsd_after_warmup_is_that_of_transformers(shape: str) -> None:
     phases = {"num_warmup_steps": 10, "num_decay_steps": 20, "num_training_steps": 100}
-    theirs = get_wsd_schedule(sgd(), **phases, decay_type=shape, min_lr_ratio=0.1)
+    reference = get_wsd_schedule(sgd(), **phases, decay_type=shape, min_lr_ratio=0.1)
     settings = ScheduleSettings(warmup=10, decay=0.2, decay_shape=shape, min_lr_ratio=0.1)
-    assert rates(settings, 100)[10:] == pytest.approx(run(theirs, 100)[10:])
+    assert rates(settings, 100)[10:] == pytest.approx(run(reference, 100)[10:])
     assert f"{shape} decay 20" in schedule.describe(settings, OPTIMIZER, 100)
 
 
 def test_the_malaysian_recipe_decays_as_its_reference() -> None:
-    """The reference leaves `decay_type` at its default."""
+    """The reference uses the default of `decay_type`."""
     recipe = load_recipe(ROOT / "recipes/small_malaysian_lm.yaml")
-    settings, total = recipe.schedule, recipe.train.steps
-    theirs = run(get_wsd_schedule(sgd(), 100, int(total * 0.2), num_training_steps=total), total)
+    total = recipe.train.steps
+    reference = get_wsd_schedule(sgd(), 100, int(total * 0.2), num_training_steps=total)
+    expected = run(reference, total)
     assert recipe.optimizer.learning_rate == RATE
-    assert rates(settings, total)[100:] == pytest.approx(theirs[100:])
+    assert rates(recipe.schedule, total)[100:] == pytest.approx(expected[100:])
 
 
-def test_cosine_and_its_warmup_are_what_torch_computes() -> None:
+def test_cosine_and_its_warmup_are_those_of_torch() -> None:
     optimizer = sgd()
     warmup = LinearLR(optimizer, start_factor=1 / 10, total_iters=9)
     cosine = CosineAnnealingLR(optimizer, T_max=90, eta_min=0.1 * RATE)
-    theirs = run(SequentialLR(optimizer, [warmup, cosine], milestones=[10]), 100)
-    assert rates(
-        ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1), 100
-    ) == pytest.approx(theirs)
+    expected = run(SequentialLR(optimizer, [warmup, cosine], milestones=[10]), 100)
+    settings = ScheduleSettings(kind="cosine", warmup=10, min_lr_ratio=0.1)
+    assert rates(settings, 100) == pytest.approx(expected)
 
 
 shapes = st.builds(
@@ -95,7 +96,7 @@ shapes = st.builds(
 
 
 @given(settings=shapes, total=st.integers(1, 120))
-def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(
+def test_rates_are_positive_and_rise_only_during_warmup(
     settings: ScheduleSettings, total: int
 ) -> None:
     try:
@@ -111,7 +112,7 @@ def test_rates_rise_through_warmup_and_then_never_rise_again_and_are_never_zero(
     assert min(seen[warm - 1 :]) >= RATE * settings.min_lr_ratio * (1 - 1e-12)
 
 
-def test_warmup_and_decay_that_do_not_fit_are_refused_with_both_named() -> None:
+def test_warmup_and_decay_that_do_not_fit_are_rejected() -> None:
     with pytest.raises(InputError, match=r"schedule\.warmup: 101.*100"):
         schedule.check(ScheduleSettings(kind="cosine", warmup=101), 100)
     with pytest.raises(InputError, match=r"schedule\.warmup: 81.*schedule\.decay: 0\.2.*100 steps"):

@@ -1,15 +1,27 @@
-"""What a model from scratch takes from the tokenizer of its data, and what of a recipe stays as it is."""
+"""What a model from scratch takes from the tokenizer of its data, what of a recipe stays as it is, and that an exported folder
+encodes text as packs do."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import LlamaConfig
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, processors
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase
 
 from foundation.errors import InputError
-from pretrain.plan.tokenizer import tokens_of
+from packing.settings import DataSettings
+from packing.tokenizer import load_tokenizer as load_text_tokenizer
+from packing.tokenizer import save_tokenizer, train_tokenizer
+from pretrain.model.huggingface import load_config
+from pretrain.plan.tokenizer import encoded_prompt, load_tokenizer, tokens_of
 from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import ModelSettings
 from tests.conftest import ROOT
 
 DEMO = {
@@ -44,3 +56,133 @@ def test_special_tokens_may_be_set_to_none_or_among_several_and_not_to_others() 
     for key in ("eos_token_id", "pad_token_id"):
         with pytest.raises(InputError, match=f"model.config.{key}: 7`"):
             completed(DEMO, **{key: 7})
+
+
+@pytest.mark.parametrize("kind", ["cwm", "modernbert-decoder", "glm", "llama"])
+@pytest.mark.parametrize("special", [{}, {"eos_id": 7}])
+def test_a_token_that_the_tokenizer_lacks_is_never_refused(kind: str, special: dict) -> None:
+    """cwm and modernbert-decoder take no null for BOS, and glm's EOS has a default in its place."""
+    absent = {"name": "t", "vocab_size": 4096, "bos_id": None, "eos_id": None, "pad_id": None}
+    default = load_config(ModelSettings(config={"model_type": kind}))
+    values = tokens_of(absent | special, {"model_type": kind}, default)
+    loaded = load_config(ModelSettings(config=values))
+    accepts_null = kind in ("glm", "llama")
+    if special:
+        assert loaded.eos_token_id == 7
+        assert loaded.bos_token_id == (None if accepts_null else 7)
+
+
+# ── What an exported folder encodes ─────────────────────────────────────────────────────────────
+
+TEXTS = ["Hello world 12345", "  Hello", "a </s> b", "a<|endoftext|> b", "caf\u00e9 cafe\u0301\n\n"]
+
+
+def byte_level(folder: Path) -> None:
+    """Write a byte-level BPE that keeps runs of digits together."""
+    learnt = train_tokenizer(["Hello world 12345 the quick 12345 brown fox, Hello"] * 5, 320)
+    save_tokenizer(learnt, folder)
+
+
+def sentencepiece(folder: Path) -> None:
+    """Write a tokenizer as Llama 2 has it: blanks are U+2581, one is put before each text."""
+    pieces = [
+        "<unk>",
+        "<s>",
+        "</s>",
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        *"\u2581Helo wrd",
+        "ll",
+    ]
+    vocabulary = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer = Tokenizer(
+        models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True)
+    )
+    prepend, replace = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+    tokenizer.normalizer = normalizers.Sequence([prepend, replace])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    begin = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.post_processor = begin
+    tokenizer.add_special_tokens(
+        [AddedToken(token, normalized=False, special=True) for token in pieces[:3]]
+    )
+    folder.mkdir()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "unk_token": "<unk>",
+        "chat_template": "{{ messages }}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def loaded(folder: Path, kind: str, **config: Any) -> PreTrainedTokenizerBase:
+    """The run's tokenizer for a model of this kind, with these values in its tokenizer_config.json."""
+    file = folder / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    load_text_tokenizer.cache_clear()
+    settings = DataSettings(packs=folder / "packs", length=32, tokenizer=str(folder))
+    return load_tokenizer(settings, ModelSettings(config={"model_type": kind}), needed=True)
+
+
+CLASSES = [
+    "Qwen2Tokenizer",
+    "LlamaTokenizer",
+    "LlamaTokenizerFast",
+    "GPT2Tokenizer",
+    "GemmaTokenizer",
+    "T5Tokenizer",
+]
+
+
+@pytest.mark.parametrize("tokenizer_class", CLASSES)
+@pytest.mark.parametrize("write", [byte_level, sentencepiece])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_an_exported_folder_encodes_as_packs_do(
+    kind: str, write: Any, tokenizer_class: str, tmp_path: Path
+) -> None:
+    write(tmp_path / "given")
+    auto_map = {"AutoTokenizer": ["code.OfTheRepository", None]}
+    special = {"pad_token": "<pad>", "auto_map": auto_map}  # tokenizer.json has no such token
+    ours = loaded(tmp_path / "given", kind, tokenizer_class=tokenizer_class, **special)
+    config = load_config(ModelSettings(config={"model_type": kind}))
+    config.save_pretrained(tmp_path / "final")
+    ours.save_pretrained(tmp_path / "final")
+    packs, final = (load_text_tokenizer(str(tmp_path / name)) for name in ("given", "final"))
+    exported = AutoTokenizer.from_pretrained(tmp_path / "final")
+    for text in TEXTS:
+        ids = packs.tokenizer.encode(text, add_special_tokens=False).ids
+        assert exported.encode(text, add_special_tokens=False) == ids
+        assert encoded_prompt(ours, text, config)["input_ids"].tolist() == [ids]
+    assert final.describe() | {"name": ""} == packs.describe() | {"name": ""}
+    assert exported.eos_token == ours.eos_token and exported.chat_template == ours.chat_template
+
+
+@pytest.mark.parametrize(
+    ("write", "kind", "config"),
+    [
+        (byte_level, "qwen2", {}),
+        (sentencepiece, "qwen2", {}),
+        (byte_level, "qwen3", {"additional_special_tokens": ["Hello"]}),
+        (byte_level, "qwen3", {"split_special_tokens": True}),
+    ],
+)
+def test_a_folder_that_would_encode_otherwise_is_refused(
+    write: Any, kind: str, config: dict, tmp_path: Path
+) -> None:
+    """AutoTokenizer takes Qwen2Tokenizer for qwen2 whatever the folder says."""
+    write(tmp_path / "given")
+    with pytest.raises(InputError, match=r"AutoTokenizer .* otherwise; .*save_pretrained\(NEW\)"):
+        loaded(tmp_path / "given", kind, **config)
+
+
+def test_a_tokenizer_saved_as_the_refusal_says_is_taken(tmp_path: Path) -> None:
+    byte_level(tmp_path / "given")
+    transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given").save_pretrained(
+        tmp_path / "new"
+    )
+    assert loaded(tmp_path / "new", "qwen2").encode("Hello")

@@ -22,7 +22,11 @@ class SmallDevice(nn.Module):
     def __init__(self, packed: nn.Module, packs: int, fails_in: str = "forward") -> None:
         super().__init__()
         self.packed, self.packs, self.fails_in = packed, packs, fails_in
+        self.sharding = None
         self.tried: list[int] = []
+
+    def discard_partial_gradients(self) -> None:
+        """Do nothing, as without FSDP2."""
 
     def forward(self, input_ids: Tensor, **others: object) -> Tensor:
         packs = input_ids.shape[1] // LENGTH

@@ -1,4 +1,4 @@
-"""Small models of every architecture that is fused, packed documents for them, and the steps that give their gradients."""
+"""Small models of all fused architectures, packed documents for them, and their gradients."""
 
 from __future__ import annotations
 
@@ -61,7 +61,10 @@ def build(
     device: torch.device | str = "cpu",
     backend: str = "packed_sdpa",
 ) -> PreTrainedModel:
-    """From scratch, its norms and biases drawn too: at one and zero, much that is wrong would not show."""
+    """Build a model with random weights, norms and biases.
+
+    Norms of one and biases of zero would hide many errors.
+    """
     settings = ModelSettings(config=config)
     hf = model.build(
         settings,
@@ -82,21 +85,26 @@ def build(
 def inputs(
     packs: int = 2, seed: int = 0, device: torch.device | str = "cpu", length: int = LENGTH
 ) -> dict[str, Any]:
-    """A microbatch: documents of one token, of a whole pack and between."""
+    """Return a microbatch with documents of one token, of a full pack, and of sizes between."""
     draw = np.random.default_rng(seed)
     lengths = [np.array([1, 9, length - 10], dtype=np.int32), np.array([length], dtype=np.int32)]
-    made = [
+    packs_of_documents = [
         Pack(draw.integers(VOCABULARY, size=length).astype(np.uint32), lengths[pack % 2])
         for pack in range(packs)
     ]
-    return inputs_of(build_microbatch(made, mask_boundaries=True), torch.device(device))
+    return inputs_of(
+        build_microbatch(packs_of_documents, mask_boundaries=True), torch.device(device)
+    )
 
 
 def losses_and_gradients(
     packed: PackedLanguageModel, *, steps: int = 1, microbatches: int = 2, **of_inputs: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of all microbatches, and the gradients of the last step, in FP32. Nothing is updated; every step has the same
-    microbatches, each what `inputs` makes of its number and `of_inputs`."""
+    """Return the losses of all microbatches, and the gradients of the last step in FP32.
+
+    Weights are not updated. All steps have the same microbatches, `inputs(seed=index,
+    **of_inputs)`.
+    """
     losses = []
     for _ in range(steps):
         packed.zero_grad()
@@ -112,6 +120,9 @@ def losses_and_gradients(
 
 
 def that_count(gradients: Mapping[str, Tensor]) -> list[str]:
-    """The parameters whose gradient is not next to nothing: the bias of keys shifts all scores alike."""
+    """Return the parameters whose gradient is not negligible.
+
+    The bias of keys has almost none, because it shifts all scores by the same value.
+    """
     largest = max(gradient.norm() for gradient in gradients.values())
     return [name for name, gradient in gradients.items() if gradient.norm() > 1e-3 * largest]

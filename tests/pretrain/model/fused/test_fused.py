@@ -1,4 +1,4 @@
-"""Fused decoder layers: which are fused in what, and that they compute what transformers' own do, on the same parameters."""
+"""Fused decoder layers: the choice of layers, and results compared with those of transformers."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ from tests.pretrain.model.fused.fused_models import (
 
 @pytest.fixture(params=ARCHITECTURES)
 def config(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """A small model of each architecture that is fused."""
+    """Return the configuration of a small model of each fused architecture."""
     return dict(ARCHITECTURES[request.param])
 
 
 def packed(
     hf: PreTrainedModel, *, fused: bool = True, dtype: torch.dtype = torch.float32
 ) -> PackedLanguageModel:
-    whole = PackedLanguageModel(
+    model = PackedLanguageModel(
         hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)
     ).train()
     if fused:
-        whole.fused = fuse(decoder_layers(hf), {}, Arithmetic(whole.context))
-        assert not whole.fused.left_out
-    return whole
+        model.fused = fuse(decoder_layers(hf), {}, Arithmetic(model.context))
+        assert not model.fused.left_out
+    return model
 
 
-def one_pass(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
-    losses, gradients = losses_and_gradients(whole, microbatches=1)
+def one_pass(model: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
+    losses, gradients = losses_and_gradients(model, microbatches=1)
     return losses[0], gradients
 
 
-# ── Which ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The choice of layers ──
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def one_pass(whole: PackedLanguageModel) -> tuple[float, dict[str, Tensor]]:
         ({"model_type": "olmo2"}, "Olmo2"),
     ],
 )
-def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(
+def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
     changes: dict[str, Any], reason: str
 ) -> None:
     hf = build(
@@ -69,7 +69,8 @@ def test_a_layer_that_cannot_be_fused_is_left_as_it_is_and_says_why(
     )
     before = [layer.forward for layer in decoder_layers(hf).values()]
     fused = fuse(decoder_layers(hf), {}, Arithmetic(PrecisionContext(None, torch.float32)))
-    assert not fused.layers and all(reason in why for why in fused.left_out.values())
+    assert not fused.layers
+    assert all(reason in text for text in fused.left_out.values())
     assert [layer.forward for layer in decoder_layers(hf).values()] == before
 
 
@@ -93,59 +94,57 @@ def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
     assert (arithmetic and arithmetic.by) == by
 
 
-# ── What they compute ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Losses and gradients ──
 
 
 @pytest.mark.usefixtures("flash_attention_4_on_a_cpu")
-@pytest.mark.parametrize("name", ["llama", "qwen3"])  # nothing normed; heads normed
-def test_rotation_and_attention_in_one_are_what_they_are_apart(name: str) -> None:
-    apart, in_one = (
-        packed(build(ARCHITECTURES[name], backend=b)) for b in ("packed_sdpa", "packed_fa4")
-    )
-    (loss, gradients), (whole_loss, whole) = one_pass(apart), one_pass(in_one)
-    assert whole_loss == pytest.approx(loss, rel=1e-6)
-    largest = max(gradient.norm() for gradient in gradients.values())
-    for parameter, gradient in gradients.items():
-        assert (whole[parameter] - gradient).norm() <= 2e-6 * largest + 1e-6 * gradient.norm(), (
-            parameter
-        )
+@pytest.mark.parametrize("name", ["llama", "qwen3"])  # without and with head norms
+def test_rotation_and_attention_may_be_one_node(name: str) -> None:
+    """Results are those of separate nodes, whether queries and keys are saved or recomputed."""
+    separate = packed(build(ARCHITECTURES[name], backend="packed_sdpa"))
+    one_node = packed(build(ARCHITECTURES[name], backend="packed_fa4"))
+    expected_loss, expected = one_pass(separate)
+    loss, gradients = one_pass(one_node)
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    largest = max(gradient.norm() for gradient in expected.values())
+    for parameter, gradient in expected.items():
+        error = (gradients[parameter] - gradient).norm()
+        assert error <= 2e-6 * largest + 1e-6 * gradient.norm(), parameter
     with torch.no_grad():
-        assert in_one(**inputs()).item() / 1000 == pytest.approx(loss, rel=1e-6)
-    keeping = packed(build(ARCHITECTURES[name], backend="packed_fa4"))
-    keeping.fused.arithmetic.keeps_rotated = True
-    kept_loss, kept = one_pass(keeping)
-    assert kept_loss == whole_loss and all(
-        torch.equal(gradient, whole[parameter]) for parameter, gradient in kept.items()
-    )
+        assert one_node(**inputs()).item() / 1000 == pytest.approx(expected_loss, rel=1e-6)
+    saving = packed(build(ARCHITECTURES[name], backend="packed_fa4"))
+    saving.fused.arithmetic.keeps_rotated = True
+    saving_loss, saving_gradients = one_pass(saving)
+    assert saving_loss == loss
+    for parameter, gradient in saving_gradients.items():
+        assert torch.equal(gradient, gradients[parameter]), parameter
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_losses_and_the_main_gradients_of_products_are_the_unfused_models(
+def test_losses_and_main_gradients_are_those_of_the_unfused_model(
     config: dict[str, Any], dtype: torch.dtype
 ) -> None:
-    """Two microbatches, the second on the working copies of the first: the sum of both, in FP32."""
-    whole, plain = packed(build(config), dtype=dtype), packed(build(config), fused=False)
-    attach_main_gradients(whole, torch.float32, whole.fused.stacks)
-    wrap_layers(whole, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
-    (losses, gradients), (plain_losses, plain_gradients) = (
-        losses_and_gradients(whole),
-        losses_and_gradients(plain),
-    )
-    close = 1e-5 if dtype == torch.float32 else 0.06
-    assert losses == pytest.approx(plain_losses, rel=close)
-    assert all(parameter.grad is None for parameter in whole.parameters())
-    largest = max(gradient.norm() for gradient in plain_gradients.values())
-    for name, gradient in plain_gradients.items():
-        assert (gradients[name] - gradient).norm() <= close * (gradient.norm() + 0.01 * largest), (
-            name
-        )
+    """Main gradients are FP32 sums of two microbatches, which share working copies."""
+    model = packed(build(config), dtype=dtype)
+    plain = packed(build(config), fused=False)
+    attach_main_gradients(model, torch.float32, model.fused.stacks)
+    wrap_layers(model, ModelSettings(config=config), cast_to=dtype, compile_layers=False)
+    losses, gradients = losses_and_gradients(model)
+    expected_losses, expected = losses_and_gradients(plain)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.06
+    assert losses == pytest.approx(expected_losses, rel=tolerance)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    largest = max(gradient.norm() for gradient in expected.values())
+    for name, gradient in expected.items():
+        error = (gradients[name] - gradient).norm()
+        assert error <= tolerance * (gradient.norm() + 0.01 * largest), name
 
 
-# ── The model around them ─────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Generation ──
 
 
-def test_without_packed_documents_a_layer_is_transformers_own(config: dict[str, Any]) -> None:
-    """Generation has a cache and no packs."""
+def test_generation_uses_the_original_layers(config: dict[str, Any]) -> None:
+    """Generation has a cache and no packed documents."""
     texts = []
     for fused in (True, False):
         hf = build(config)
