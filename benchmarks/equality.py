@@ -1,12 +1,17 @@
-"""Train the same recipe in one process and in several, and hold loss and gradient norm of every step against each other.
+"""Compare the loss and gradient norm of every step between one process and several.
 
-    python -m benchmarks.equality [--topology ddp] [--processes 2 4] [--steps 50] [--gpu] [--folder F] [--out F] [key=value ...]
+    python -m benchmarks.equality [--topology ddp] [--processes 2 4] [--steps 50] [--gpu]
+        [--folder F] [--out F] [key=value ...]
 
-The real launcher under `accelerate launch`, on the CPU unless `--gpu` is given. Every number of processes computes the same
-microbatches. Each process adds up its own, and then all are added up. So figures differ by the order of additions in FP32, and by
-what the following steps make of that. How much that is by itself shows one process that takes the microbatches of each step in
-backward order. `key=value` arguments go to the launcher of every run. A topology is the name of a file in accelerate_configs/;
-figures of other topologies stay in the result file, and share with this one what `--folder` keeps of runs in one process.
+Runs the real launcher under `accelerate launch`, on the CPU unless `--gpu` is given. Every number
+of processes computes the same microbatches. Each process sums its own microbatches, then the sums
+are added. So results differ only by the order of additions in FP32, and by the effect of that on
+later steps. One process that takes the microbatches of each step in reverse order shows how large
+that effect is.
+
+`key=value` arguments are passed to the launcher of every run. A topology is the name of a file in
+accelerate_configs/. Results of other topologies stay in the result file. With `--folder`, runs in
+one process are shared between topologies.
 """
 
 from __future__ import annotations
@@ -33,17 +38,16 @@ from pretrain.metrics.run_record import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "resume" / "equality_cpu.json"
 FIGURES = ("loss", "gradient_norm")
-# as the first argument: be the launcher that takes microbatches in backward order
+# First argument that makes this module a launcher that reverses the order of microbatches.
 BACKWARDS = "--launch-backwards"
 ORDER = "1, microbatches backwards"
-# Over kill_resume's recipe: eight microbatches a step, which one, two, four and eight processes share evenly.
+# Overrides of kill_resume's recipe. Eight microbatches per step can be divided evenly between one,
+# two, four and eight processes.
 OVERRIDES = (
     "optimizer.learning_rate=3e-4",
     "schedule.kind=constant",
     "schedule.warmup=10",
     f"batch.microbatch={PACKS_PER_STEP // 8}",
-)
-OVERRIDES += (
     "evaluate.every=null",
     "checkpoint.every=null",
     "checkpoint.at_end=false",
@@ -52,7 +56,8 @@ OVERRIDES += (
 CASES = {
     "fp32": ("precision=fp32", "weights=fp32"),
     "bf16_exact": ("precision=bf16", "weights=bf16_exact"),
-    # A BF16 weight that rounds otherwise changes all BF16 values after it by a unit: at this rate none does in 50 steps.
+    # A BF16 weight that rounds differently changes all later BF16 values. At this rate no weight
+    # rounds differently within 50 steps.
     "bf16_exact, rate 1e-6": (
         "precision=bf16",
         "weights=bf16_exact",
@@ -70,8 +75,13 @@ def curves(
     gpu: bool,
     backward_order: bool = False,
 ) -> dict[str, list[float]]:
-    """Train, unless that was done, and return each figure step by step. SystemExit with the launcher's words where it fails."""
-    config = topology if processes > 1 else "bf16" if gpu else "cpu"
+    """Train, unless the run is already finished, and return loss and gradient norm by step.
+
+    Raises SystemExit with the launcher's output if it fails.
+    """
+    config = topology
+    if processes == 1:
+        config = "bf16" if gpu else "cpu"
     script = ["-m", "benchmarks.equality", BACKWARDS] if backward_order else ["train_accelerate.py"]
     options = [
         "--config_file",
@@ -80,17 +90,18 @@ def curves(
         str(processes),
     ]
     command = [*LAUNCH, *options, *script]
-    environment = (
-        os.environ | {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"ACCELERATE_USE_CPU": "true"})
-    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    if not gpu:
+        environment["ACCELERATE_USE_CPU"] = "true"
     if not (run_dir / "summary.json").exists():
-        shutil.rmtree(run_dir, ignore_errors=True)  # of a run that was broken off
+        shutil.rmtree(run_dir, ignore_errors=True)  # of an interrupted run
         done = subprocess.run(
             [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
         )
         if done.returncode:
             raise SystemExit(
-                f"{shlex.join(command)} ended with status {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+                f"{shlex.join(command)} ended with status {done.returncode}:\n"
+                f"{(done.stdout + done.stderr)[-3000:]}"
             )
     steps = [record for record in read_metrics(run_dir) if "gradient_norm" in record]
     return {figure: [record[figure] for record in steps] for figure in FIGURES}
@@ -98,50 +109,51 @@ def curves(
 
 def name_of(
     case: str,
-    wanted: Sequence[str],
+    overrides: Sequence[str],
     topology: str,
     processes: int,
     *,
     gpu: bool,
     backward_order: bool = False,
 ) -> str:
-    """A run folder's, by all that decides what is trained in it, so that a kept run is taken for no other. One process has
-    no topology."""
-    launched = f"{topology}-{processes}" if processes > 1 else "1"
-    return f"{case}-{launched}-{backward_order}-{hash_of({'wanted': wanted, 'gpu': gpu})[:8]}"
+    """Return the name of a run's folder, which depends on everything that decides its training.
+
+    One process has no topology.
+    """
+    launch = f"{topology}-{processes}" if processes > 1 else "1"
+    return f"{case}-{launch}-{backward_order}-{hash_of({'wanted': overrides, 'gpu': gpu})[:8]}"
 
 
 def apart(
     one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
 ) -> dict[str, float | None]:
-    """The largest relative difference of each figure over all steps, and the first step in which one is above 1e-6."""
+    """Return the largest relative difference of each figure, and the first step above 1e-6."""
     relative = {
         key: [abs(b / a - 1) for a, b in zip(one[key], other[key], strict=True)] for key in FIGURES
     }
     beyond = [
         step
-        for step, each in enumerate(zip(*relative.values(), strict=True), start=1)
-        if max(each) > 1e-6
+        for step, values in enumerate(zip(*relative.values(), strict=True), start=1)
+        if max(values) > 1e-6
     ]
-    return {key: max(each) for key, each in relative.items()} | {
-        "first step above 1e-6": beyond[0] if beyond else None
-    }
+    largest = {key: max(values) for key, values in relative.items()}
+    return largest | {"first step above 1e-6": beyond[0] if beyond else None}
 
 
 def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return by case the curves by number of processes, and how far each is from that of one."""
-    runs = {"1": (1, False), ORDER: (1, True)} | {
-        str(number): (number, False) for number in arguments.processes
-    }
-    packs, results = folder / "packs", {}
+    """Return the curves and their differences from one process, by case and number of processes."""
+    runs = {"1": (1, False), ORDER: (1, True)}
+    runs |= {str(number): (number, False) for number in arguments.processes}
+    packs = folder / "packs"
+    results = {}
     recipe = write_recipe(folder, "qwen3", packs if packs.exists() else write_packs(packs))
     for case in arguments.cases:
-        overrides = CASES[case]
         for fused in ("on", "off"):
-            name, by_processes = f"{case}, fused {fused}", {}
-            wanted = [
+            name = f"{case}, fused {fused}"
+            by_processes = {}
+            overrides = [
                 *OVERRIDES,
-                *overrides,
+                *CASES[case],
                 f"model.fused={fused}",
                 f"train.steps={arguments.steps}",
                 *arguments.overrides,
@@ -151,55 +163,60 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     "topology": arguments.topology,
                     "processes": processes,
                     "gpu": arguments.gpu,
+                    "backward_order": backward_order,
                 }
-                launch["backward_order"] = backward_order
-                run_dir = folder / name_of(f"{case}-{fused}", wanted, **launch)
+                run_dir = folder / name_of(f"{case}-{fused}", overrides, **launch)
                 by_processes[number] = curves(
-                    [str(recipe), *wanted, f"run_dir={run_dir}"], run_dir, **launch
+                    [str(recipe), *overrides, f"run_dir={run_dir}"], run_dir, **launch
                 )
             differences = {
                 number: apart(by_processes["1"], by_processes[number]) for number in list(runs)[1:]
             }
-            for number, each in differences.items():
-                print(f"{arguments.topology}, {name}, processes {number}: {each}", flush=True)
+            for number, difference in differences.items():
+                print(f"{arguments.topology}, {name}, processes {number}: {difference}", flush=True)
             results[name] = {"apart": differences, "curves": by_processes}
     return results
 
 
 def launch_backwards() -> int:
-    """The launcher, its microbatches in backward order."""
+    """Run the launcher with the microbatches of each step in reverse order."""
     import train_accelerate
 
     step = BatchStream.step
 
-    def backwards(self: BatchStream, number: int) -> StepBatches:
+    def reversed_step(self: BatchStream, number: int) -> StepBatches:
         batches = step(self, number)
         return replace(batches, microbatches=batches.microbatches[::-1])
 
-    BatchStream.step = backwards
+    BatchStream.step = reversed_step
     del sys.argv[1]
     return train_accelerate.main()
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--topology", default="ddp", help="of the runs of several processes")
-    parser.add_argument("--processes", type=int, nargs="+", default=[2, 4])
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES))
-    parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--topology", default="ddp", help="topology of runs with several processes")
+    parser.add_argument(
+        "--processes", type=int, nargs="+", default=[2, 4], help="numbers of processes"
+    )
+    parser.add_argument(
+        "--cases", nargs="+", choices=list(CASES), default=list(CASES), help="default: all"
+    )
+    parser.add_argument("--steps", type=int, default=50, help="steps of each run")
+    parser.add_argument("--gpu", action="store_true", help="train on GPUs")
     parser.add_argument(
         "--folder",
         type=Path,
-        help="keep the runs there; those that are finished there are not repeated",
+        help="keep the runs in this folder, and reuse finished runs in it",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of all runs")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="equality-") as passing:
-        results = compare(arguments, (arguments.folder or Path(passing)).resolve())
+    with tempfile.TemporaryDirectory(prefix="equality-") as temporary:
+        results = compare(arguments, (arguments.folder or Path(temporary)).resolve())
     report = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     report[arguments.topology] = {
         **measured_on(

@@ -1,9 +1,11 @@
-"""The grouped products of a mixture's experts on a Hopper GPU: BF16, and FP8 with sums in the tensor cores or outside of them.
+"""Measure the grouped GEMMs of a mixture of experts on a Hopper GPU.
 
     python -m benchmarks.experts --out experts.json
 
-Of each: TFLOP/s, and how far the result is from that of the same codes in FP64, over its norm. Rounding to BF16, which no result
-escapes, stands beside it. FP8 is E4M3 with a scale a tensor, as in `delayed` and `current`; all experts get as many tokens.
+Compares BF16 with FP8, whose sums are accumulated in the tensor cores or outside of them. For each
+GEMM, the result has TFLOP/s and the error relative to the same codes multiplied in FP64. The error
+of rounding the exact result to BF16 is listed too, because every result has it. FP8 is E4M3 with
+one scale per tensor, as in `delayed` and `current`. All experts get the same number of tokens.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ from foundation.command import run_command
 from foundation.files import write_json
 from foundation.units import TERA
 
-# how many, hidden size, width
+# Number of experts, hidden size, and width of an expert.
 EXPERTS = {"Qwen3-30B-A3B": (128, 2048, 768), "OLMoE-1B-7B": (64, 2048, 1024)}
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, required=True)
-    out, products = parser.parse_args().out, {}
+    parser.add_argument("--out", type=Path, required=True, help="result file to write")
+    out = parser.parse_args().out
+    products = {}
     for name, (experts, hidden, width) in EXPERTS.items():
-        for tokens in (16_384, 32_768):  # of a microbatch
-            rows = tokens * 8 // experts  # a token takes eight of them
+        # Tokens of a microbatch. Each token has eight experts.
+        for tokens in (16_384, 32_768):
+            rows = tokens * 8 // experts
             ends = torch.arange(1, experts + 1, device="cuda", dtype=torch.int32) * rows
             for which, inputs, outputs in (
                 ("gate and up", hidden, 2 * width),
@@ -53,9 +58,16 @@ def main() -> None:
 
 
 def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
-    """Of a [rows, k] times b [experts, k, n]; or [m, rows] times [rows, n], which is a product an expert."""
-    experts, by_rows, first = len(ends), b.ndim == 2, int(ends[0])
-    (qa, scale_a), (qb, scale_b) = codes(a), codes(b)
+    """Return the speeds and errors of one grouped GEMM.
+
+    The operands are a [rows, k] and b [experts, k, n], or a [m, rows] and b [rows, n] with one GEMM
+    per expert. `ends` has the end of each expert's rows.
+    """
+    experts = len(ends)
+    by_rows = b.ndim == 2
+    first = int(ends[0])
+    qa, scale_a = codes(a)
+    qb, scale_b = codes(b)
     scales_a = scale_a.expand(len(a) * (experts if by_rows else 1)).contiguous()
     scales_b = scale_b.expand(
         (experts * b.shape[1],) if by_rows else (experts, b.shape[2])
@@ -63,7 +75,12 @@ def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
     scaled = partial(
         torch._scaled_grouped_mm, qa, qb, scales_a, scales_b, offs=ends, out_dtype=BF16
     )
-    left, right = (qa[:, :first], qb[:first]) if by_rows else (qa[:first], qb[0])
+    if by_rows:
+        left = qa[:, :first]
+        right = qb[:first]
+    else:
+        left = qa[:first]
+        right = qb[0]
     exact = left.double() @ right.double() * scale_a.double() * scale_b.double()
 
     def error(y: Tensor) -> float:
@@ -72,19 +89,19 @@ def figures(a: Tensor, b: Tensor, ends: Tensor) -> dict[str, float]:
     def tera(run: Callable[[], Tensor]) -> float:
         return 2 * a.numel() * b.shape[-1] / median_seconds(run, a.device) / TERA
 
-    found = {
+    measured = {
         "bf16": tera(partial(torch._grouped_mm, a, b, offs=ends)),
         "rounding to bf16": error(exact.bfloat16()),
     }
     for name, fast in (("outside", False), ("in the tensor cores", True)):
         y = scaled(use_fast_accum=fast)
-        found[f"fp8, sums {name}"] = tera(partial(scaled, use_fast_accum=fast))
-        found[f"error, sums {name}"] = error(y[0] if by_rows else y[:first])
-    return found
+        measured[f"fp8, sums {name}"] = tera(partial(scaled, use_fast_accum=fast))
+        measured[f"error, sums {name}"] = error(y[0] if by_rows else y[:first])
+    return measured
 
 
 def codes(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 codes, laid out as x is, and what they are to be multiplied by."""
+    """Return the E4M3 codes of x, in its memory layout, and the factor that restores x."""
     scale = x.abs().amax().float() / torch.finfo(E4M3).max
     return (x / scale).to(E4M3), scale
 

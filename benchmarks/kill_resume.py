@@ -1,15 +1,19 @@
-"""Kill a training with SIGKILL at 20 random moments, start the same command again each time, and compare with a run left alone.
+"""Kill a training at random moments, resume it, and compare it with an uninterrupted run.
 
     python -m benchmarks.kill_resume [--kills 20] [--seed 0] [--processes 4]
 
-The real launcher under `accelerate launch`, on the CPU, twice: a Qwen3, and a GPT-2 with dropout, where the random numbers of
-every step matter too. A kill takes launcher and training process together, as a machine that goes away would. Its moment is drawn
-within one of four phases: a uniform moment would nearly always be in the start-up, and the short ones are where files are half
-written. Equal means: every step stands in metrics.jsonl exactly once, every figure that is not a time or memory is the same
-double, and the last checkpoint's tensors and the exported model are the same bytes.
+Runs the real launcher under `accelerate launch` on the CPU with two models: a Qwen3, and a GPT-2
+with dropout, where the random numbers of every step matter. After each SIGKILL the same command is
+started again. A kill ends the launcher and the training process together, like the loss of a
+machine. The moment of a kill is drawn within one of four phases. A uniformly drawn moment would
+nearly always be in the start-up, but files are half written in the short phases.
 
-With several processes one rank is killed, drawn anew each time. The others, and the launcher, must then end by themselves within
-a minute: torchrun ends them, and its table names the rank.
+Two runs are equal if metrics.jsonl has every step exactly once, all values that are not a time or
+memory are the same doubles, and the tensors of the last checkpoint and the exported model have the
+same bytes.
+
+With several processes, a randomly drawn rank is killed each time. The other ranks and the launcher
+must then end by themselves within a minute. torchrun ends them, and its table names the rank.
 """
 
 from __future__ import annotations
@@ -40,11 +44,16 @@ from pretrain.metrics.run_folder import describe_environment
 from pretrain.metrics.run_record import read_metrics
 
 RESULTS = ROOT / "benchmarks" / "results" / "kill_resume.json"
-LENGTH, VOCABULARY, PACKS_PER_STEP, STEPS = 64, 97, 16, 240
-STEPS_A_KILL = 12  # at least, so that the run is not done before its last kill
-ENDS_WITHIN = 60.0  # seconds in which all are to have ended when one rank is killed
+LENGTH = 64
+VOCABULARY = 97
+PACKS_PER_STEP = 16
+STEPS = 240
+# Minimum number of steps per kill, so that the run is not finished before its last kill.
+STEPS_A_KILL = 12
+# Seconds within which all processes must end after a rank was killed.
+ENDS_WITHIN = 60.0
 
-# Figures of a step that two runs of one training need not share; everything else must be equal.
+# Keys of a step that depend on the machine. All other values must be equal.
 OF_THE_MACHINE = {
     "step_ms",
     "data_wait_ms",
@@ -52,9 +61,12 @@ OF_THE_MACHINE = {
     "samples_per_second",
     "tflops",
     "mfu_bf16_peak",
+    "mfu_nanogpt",
     "recompiles",
+    "memory_gib",
+    "memory_allocated_gib",
+    "memory_reserved_gib",
 }
-OF_THE_MACHINE |= {"mfu_nanogpt", "memory_gib", "memory_allocated_gib", "memory_reserved_gib"}
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {
@@ -78,16 +90,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "n_positions": LENGTH,
         "resid_pdrop": 0.1,
         "embd_pdrop": 0.1,
-        "attn_pdrop": 0.0,  # packed attention has none
+        "attn_pdrop": 0.0,  # packed attention does not support dropout
     },
 }
 
 
-# ── The training ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The training ──────────────────────────────────────────────────────────────────────────────────
 
 
 def write_packs(folder: Path) -> Path:
-    """300 training and 8 held-out packs; a document counts upwards from a random token, which can be learnt."""
+    """Write 300 training and 8 held-out packs, and return `folder`.
+
+    Documents count upwards from a random token, which a model can learn.
+    """
     rng = np.random.default_rng(0)
     with PackWriter(folder, LENGTH) as writer:
         for split, count in (("train", 300), ("held_out", 8)):
@@ -105,7 +120,11 @@ def write_packs(folder: Path) -> Path:
 def write_recipe(
     folder: Path, name: str, packs: Path, steps: int = STEPS, processes: int = 1
 ) -> Path:
-    """Checkpoints and evaluations fall on the same and on different steps, and an epoch ends within a step."""
+    """Write a recipe and return its path.
+
+    Checkpoints and evaluations occur at the same and at different steps. An epoch ends within a
+    step.
+    """
     recipe = {
         "name": name,
         "model": {"config": MODELS[name]},
@@ -123,6 +142,7 @@ def write_recipe(
 
 
 def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
+    """Return the command that trains `recipe`."""
     several = [
         "--config_file",
         "accelerate_configs/ddp.yaml",
@@ -135,7 +155,7 @@ def command_of(recipe: Path, run_dir: Path, processes: int) -> list[str]:
     return [*LAUNCH, *options, "train_accelerate.py", str(recipe), f"run_dir={run_dir}"]
 
 
-# ── Killing ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Kills ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def kill_in(
@@ -146,11 +166,14 @@ def kill_in(
     startup: float,
     rank: int | None,
 ) -> float | None:
-    """Kill `process`, or one `rank` of it, at a random moment of `phase`; returns in how many seconds all ended, None if they
-    had before that moment came.
+    """Kill `process`, or one `rank` of it, at a random moment of `phase`.
 
-    start-up: before the first step, which takes about `startup` seconds to reach. steps: within 0.8 s of it, steps, evaluations
-    and saves alike. saving: within 15 ms of a change among the checkpoints. exporting: the same for the model's.
+    Returns the seconds after which all processes had ended, or None if they ended before that
+    moment.
+
+    The phases are start-up: before the first step, which takes about `startup` seconds. steps:
+    within 0.8 s after the first step, including evaluations and saves. saving: within 15 ms after a
+    change of the checkpoints. exporting: within 15 ms after a change of the exported model.
     """
     if phase == "start-up":
         moment = time.monotonic() + rng.uniform(0, startup)
@@ -174,7 +197,10 @@ def kill_in(
 
 
 def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
-    """Kill one rank of the launcher `process`, as soon as it exists; all others must end by themselves. Returns as `kill_in`."""
+    """Kill one rank of the launcher `process` as soon as it exists.
+
+    All other processes must end by themselves. Returns the same as `kill_in`.
+    """
     while len(ranks := ranks_of(process)) <= rank:
         if process.poll() is not None:
             return None
@@ -195,7 +221,7 @@ def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
 
 
 def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """The ranks that the launcher `process` has started, in their order."""
+    """Return the ranks that the launcher `process` has started, in order."""
     ranks = {}
     with contextlib.suppress(psutil.Error):
         for child in psutil.Process(process.pid).children():
@@ -206,16 +232,19 @@ def ranks_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 def _existing(run_dir: Path, pattern: str) -> list[Path]:
-    """The paths that `pattern` names now, of which another process may remove any at any moment."""
+    """Return the paths that match `pattern`. Another process may delete them at any moment."""
     return [path for path in run_dir.glob(pattern) if path.exists()]
 
 
 def left_behind(run_dir: Path) -> dict[str, Any]:
-    """What a kill left in the run folder. Whatever carries a checkpoint's name must be whole, byte for byte."""
+    """Describe the run folder after a kill.
+
+    Raises SystemExit if a folder with a checkpoint's name is damaged.
+    """
     checkpoints = run_dir / "checkpoints"
     for folder in step_folders(checkpoints):
         if problems := find_damage(folder, read_manifest(folder).files):
-            raise SystemExit(f"{folder} is not whole after a kill: {'; '.join(problems)}")
+            raise SystemExit(f"{folder} is damaged after a kill: {'; '.join(problems)}")
     steps = (
         [record["step"] for record in read_metrics(run_dir)]
         if (run_dir / "metrics.jsonl").exists()
@@ -239,25 +268,32 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
 
 
 def phases(kills: int, rng: random.Random) -> list[str]:
-    """A quarter in the start-up, a quarter while saving, the rest among the steps, shuffled; a tenth, 2 of a few, exporting."""
+    """Return the phase of each kill.
+
+    A tenth, but at least two, are in the export, which is last. A quarter are in the start-up, a
+    quarter while saving, and the rest among the steps, in random order.
+    """
     exporting = min(kills, max(2, kills // 10))
-    others = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
-    others += ["steps"] * (kills - exporting - len(others))
-    rng.shuffle(others)
-    return others + ["exporting"] * exporting
+    earlier = ["start-up"] * (kills // 4) + ["saving"] * (kills // 4)
+    earlier += ["steps"] * (kills - exporting - len(earlier))
+    rng.shuffle(earlier)
+    return earlier + ["exporting"] * exporting
 
 
-# ── Comparing ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Comparison ────────────────────────────────────────────────────────────────────────────────────
 
 
 def differences(one: Path, other: Path) -> list[str]:
-    """How two finished runs differ: in figures, last checkpoint's tensors or exported model. Empty where they do not."""
+    """Return how two finished runs differ: in metrics, tensors of the last checkpoint, or model.
+
+    The list is empty if they do not differ.
+    """
     lines = []
     curves = [[_figures(record) for record in read_metrics(run_dir)] for run_dir in (one, other)]
     for run_dir, curve in zip((one, other), curves, strict=True):
         counts = Counter((record["step"], record.get("event")) for record in curve)
         lines += [
-            f"{run_dir}: step {key} is there {count} times"
+            f"{run_dir}: step {key} occurs {count} times"
             for key, count in counts.items()
             if count > 1
         ]
@@ -278,10 +314,11 @@ def differences(one: Path, other: Path) -> list[str]:
 
 
 def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a record that do not depend on the machine."""
     return {key: value for key, value in record.items() if key not in OF_THE_MACHINE}
 
 
-# ── The proof ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The proof ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def prove(
@@ -293,13 +330,16 @@ def prove(
     rng: random.Random,
     environment: Mapping[str, str],
 ) -> dict[str, Any]:
-    """One model, alone and killed; what each kill hit, and whether the two runs are equal."""
+    """Train a model without and with kills. Return the kills, and whether the runs are equal."""
     steps = max(STEPS, STEPS_A_KILL * kills)
     recipe = write_recipe(folder, name, packs, steps, processes)
-    alone, killed, log = folder / f"{name}-alone", folder / f"{name}-killed", folder / f"{name}.log"
+    alone = folder / f"{name}-alone"
+    killed = folder / f"{name}-killed"
+    log = folder / f"{name}.log"
     began = time.time()
     finish(start(command_of(recipe, alone, processes), log, environment), log)
-    startup = (alone / "config.yaml").stat().st_mtime - began  # written just before the first step
+    # config.yaml is written just before the first step.
+    startup = (alone / "config.yaml").stat().st_mtime - began
 
     hit = []
     for phase in phases(kills, rng):
@@ -308,7 +348,8 @@ def prove(
         rank = rng.randrange(processes) if processes > 1 else None
         if (ended_after := kill_in(process, phase, killed, rng, startup, rank)) is None:
             raise SystemExit(
-                f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; see {log}"
+                f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; "
+                f"see {log}"
             )
         hit.append(
             {
@@ -337,25 +378,28 @@ def prove(
 
 
 def main() -> int:
+    """Run the command, and return 1 if runs differ."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--kills", type=int, default=20, help="for each model")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--kills", type=int, default=20, help="number of kills of each model")
     parser.add_argument(
-        "--processes", type=int, default=1, help="ranks, of which one is killed each time"
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments to kill at")
+    parser.add_argument(
+        "--processes", type=int, default=1, help="number of ranks; one of them is killed each time"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random moments")
     parser.add_argument(
         "--threads",
         type=int,
         default=1,
-        help="OMP_NUM_THREADS; sums depend on it, so it must not change in a run",
+        help="OMP_NUM_THREADS, which changes the order of sums and must not change in a run",
     )
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--out", type=Path, default=RESULTS, help="result file to write")
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept: a failure wants to be looked at
+    folder = Path(tempfile.mkdtemp(prefix="kill_resume-"))  # kept for inspection
     packs = write_packs(folder / "packs")
     environment = {"OMP_NUM_THREADS": str(arguments.threads), "ACCELERATE_USE_CPU": "true"}
     results = {

@@ -1,11 +1,12 @@
-"""What this machine can do at most: a model's matrix products, alone and one after another, and a copy on the device.
+"""Measure the limit of a machine for a model: the rate of each of its matrix products alone.
 
     python -m benchmarks.limits --recipe benchmarks/qwen3_1_7b.yaml
 
-From the measured rates follows the floor of a training step: every matrix product that the step needs, at the rate that it has
-by itself, and nothing else: no attention, no norm, no optimizer, no gap. No way can be faster, and how near a way comes says more
-than a share of the data sheet's peak, which no product of any shape reaches. Products of one input are stacked, as a fast layer
-stacks them: q, k and v are one product, gate and up another.
+The measured rates give the floor of a training step: every matrix product that the step needs, at
+the rate that it reaches alone. Attention, norms, the optimizer and idle time count as zero. No
+trainer can be faster. The distance of a trainer from this floor says more than its share of the
+data sheet's peak, which no product reaches. Products of the same input are stacked, as in a fast
+layer: q, k and v are one product, gate and up another.
 """
 
 from __future__ import annotations
@@ -28,12 +29,18 @@ from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
-BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
+FP32 = torch.float32
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 @dataclass(frozen=True)
 class Product:
-    """A linear of the model, or several that share their input; `count` of it in the model."""
+    """A linear of the model, or several stacked linears with the same input.
+
+    The model has `count` of them.
+    """
 
     name: str
     inputs: int
@@ -41,7 +48,7 @@ class Product:
     count: int
 
     def sizes(self, tokens: int) -> dict[str, tuple[int, int, int]]:
-        """(m, k, n) of its three products, each [m, k] times [k, n]: the output, and the gradients of input and weight."""
+        """Return (m, k, n) of the products [m, k] x [k, n] for output and both gradients."""
         return {
             "forward": (tokens, self.inputs, self.outputs),
             "dgrad": (tokens, self.outputs, self.inputs),
@@ -50,16 +57,17 @@ class Product:
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--recipe", type=Path, required=True, help="recipe with the model")
     arguments = parser.parse_args()
     print(json.dumps({"status": "ok", **measure(load_recipe(arguments.recipe))}))
 
 
 def measure(recipe: Recipe) -> dict[str, Any]:
-    """Rates of every product by precision, TFLOP/s; floors of a step, seconds."""
+    """Return the rates of all products in TFLOP/s by precision, and the floors in seconds."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     tokens = recipe.data.length * (
         1 if recipe.batch.microbatch_is_searched else recipe.batch.microbatch
@@ -67,8 +75,8 @@ def measure(recipe: Recipe) -> dict[str, Any]:
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     products = stacked_products(flops)
     seconds = {
-        p: {product.name: timed(product, tokens, p, device) for product in products}
-        for p in precisions(device)
+        precision: {product.name: timed(product, tokens, precision, device) for product in products}
+        for precision in precisions(device)
     }
     return {
         "tokens": tokens,
@@ -87,7 +95,10 @@ def measure(recipe: Recipe) -> dict[str, Any]:
 
 
 def stacked_products(flops: ModelFlops) -> list[Product]:
-    """The products of a decoder of dense layers, as Llama, Qwen and GPT-2 have. InputError for a model of another build."""
+    """Return the products of a dense decoder such as Llama, Qwen and GPT-2.
+
+    Raises InputError for other models.
+    """
     shape = flops.shape
     products = [
         Product(
@@ -108,7 +119,8 @@ def stacked_products(flops: ModelFlops) -> list[Product]:
     ]
     if sum(6 * p.inputs * p.outputs * p.count for p in products) != flops.per_token_matrix:
         raise InputError(
-            "`model`: limits are known for decoders of dense layers (Llama, Qwen, Mistral, GPT-2), and this is none"
+            "`model`: limits are only known for dense decoders (Llama, Qwen, Mistral, GPT-2); use "
+            "one of them"
         )
     return products
 
@@ -118,7 +130,10 @@ def floors(
     seconds: dict[str, dict[str, dict[str, float]]],
     microbatches: float,
 ) -> dict[str, float]:
-    """Least seconds of a step of so many microbatches, by the precision of its products, as far as that was measured."""
+    """Return the minimum seconds of a step with `microbatches`, by precision.
+
+    Only precisions that were measured are included.
+    """
 
     def total(of_linears: str, of_head: str) -> float:
         chosen = {
@@ -136,14 +151,14 @@ def floors(
 
 
 def precisions(device: torch.device) -> tuple[str, ...]:
-    """What can be measured: FP32 on a CPU; BF16 on a GPU, and FP8 where its tensor cores have it."""
+    """Return the precisions to measure: FP32 on a CPU, BF16 and if supported FP8 on a GPU."""
     if device.type == "cpu":
         return ("fp32",)
     return ("bf16", "fp8") if torch.cuda.get_device_capability() >= (8, 9) else ("bf16",)
 
 
 def timed(product: Product, tokens: int, precision: str, device: torch.device) -> dict[str, float]:
-    """Median seconds of each of the three products."""
+    """Return the median seconds of each of the three products."""
     run = fp8_product if precision == "fp8" else plain_product
     dtype = FP32 if precision == "fp32" else BF16
     return {
@@ -153,9 +168,12 @@ def timed(product: Product, tokens: int, precision: str, device: torch.device) -
 
 
 def median_seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Median seconds of a run: by CUDA events over caches that are cleared in between on a GPU, by the clock on a CPU."""
+    """Return the median seconds of `run`.
+
+    On a GPU, CUDA events measure it, and caches are cleared between repetitions.
+    """
     if device.type == "cuda":
-        from triton.testing import do_bench  # only here: a CPU has no Triton
+        from triton.testing import do_bench  # imported late, because a CPU has no Triton
 
         return do_bench(run, return_mode="median") / 1e3
     seconds = []
@@ -169,27 +187,29 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
 def plain_product(
     which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """torch.mm of operands that lie in memory as they do in training: weights [out, in], activations [tokens, features]."""
-    a = (
-        torch.randn(k, m, dtype=dtype, device=device).t()
-        if which == "wgrad"
-        else torch.randn(m, k, dtype=dtype, device=device)
-    )
-    b = (
-        torch.randn(n, k, dtype=dtype, device=device).t()
-        if which == "forward"
-        else torch.randn(k, n, dtype=dtype, device=device)
-    )
+    """Return a call of torch.mm with operands in the memory layout of training.
+
+    Weights are [out, in] and activations are [tokens, features].
+    """
+    if which == "wgrad":
+        a = torch.randn(k, m, dtype=dtype, device=device).t()
+    else:
+        a = torch.randn(m, k, dtype=dtype, device=device)
+    if which == "forward":
+        b = torch.randn(n, k, dtype=dtype, device=device).t()
+    else:
+        b = torch.randn(k, n, dtype=dtype, device=device)
     return lambda: torch.mm(a, b)
 
 
 def fp8_product(
     which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
-    """torch._scaled_mm with a scale a tensor, output in `dtype`: E4M3 forward, gradients in E5M2, fast accumulation.
+    """Return a call of torch._scaled_mm with one scale per tensor and output in `dtype`.
 
-    FP8 tensor cores before Blackwell take both operands with the summed dimension innermost; the transposes that training needs
-    for that are work of its own, not the product's.
+    Forward operands are in E4M3 and gradients in E5M2, with fast accumulation. FP8 tensor cores
+    before Blackwell need both operands with the summed dimension innermost. The transposes that
+    training needs for that do not count.
     """
     a = torch.randn(m, k, dtype=dtype, device=device).to(E4M3 if which == "forward" else E5M2)
     b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()

@@ -1,4 +1,4 @@
-"""What benchmarks have in common: how a result file was made and on what, how it is written, and how the launcher is started."""
+"""Common parts of benchmarks: the head of result files, and starting the launcher."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from foundation.errors import InputError
 from pretrain.metrics.run_folder import describe_environment
 
 ROOT = Path(__file__).resolve().parent.parent
-# `python -m accelerate...` finds the launcher of this very interpreter, whatever is on the PATH.
+# `python -m accelerate...` uses the launcher of this interpreter, whatever is on the PATH.
 LAUNCH = (sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--quiet")
 
 
 def processor() -> str:
-    """The processor's model; on Linux, `platform.processor()` names its architecture only."""
+    """Return the processor's model. On Linux, `platform.processor()` only has the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
@@ -33,21 +33,22 @@ def processor() -> str:
 
 
 def command() -> str:
-    """`python -m MODULE ...`, as this process was started; options of the interpreter itself are left out."""
-    module = sys.modules["__main__"].__spec__  # None where a file is run
-    return shlex.join(["python", *(["-m", module.name] if module else sys.argv[:1]), *sys.argv[1:]])
+    """Return the command of this process: `python -m MODULE ...`, without interpreter options."""
+    spec = sys.modules["__main__"].__spec__  # None if a file is run
+    program = ["-m", spec.name] if spec else sys.argv[:1]
+    return shlex.join(["python", *program, *sys.argv[1:]])
 
 
 def device_and_torch(environment: Mapping[str, Any]) -> str:
-    """What figures were computed by: "NVIDIA H200, torch 2.11.0"."""
-    gpus, torch = environment.get("gpus"), (environment.get("packages") or {}).get("torch")
-    return ", ".join(
-        filter(None, [gpus[0] if gpus else "a CPU", f"torch {torch}" if torch else ""])
-    )
+    """Return the device and the torch version: "NVIDIA H200, torch 2.11.0"."""
+    gpus = environment.get("gpus")
+    device = gpus[0] if gpus else "a CPU"
+    torch = (environment.get("packages") or {}).get("torch")
+    return f"{device}, torch {torch}" if torch else device
 
 
 def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The head of a result file. `environment`: where it is not to be asked for here, or says more."""
+    """Return the head of a result file. The default `environment` is that of this process."""
     return {
         "command": command(),
         "date": time.strftime("%Y-%m-%d"),
@@ -57,17 +58,25 @@ def measured_on(environment: Mapping[str, Any] | None = None) -> dict[str, Any]:
 
 
 def environment_from_elsewhere() -> dict[str, Any]:
-    """Versions and devices, asked for in a process that ends: this one must hold no memory on a GPU that a way has to fit on."""
+    """Return versions and devices from a child process.
+
+    This process must not hold memory of the GPU, because the measured trainer needs it.
+    """
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(describe_environment, {}).result()
 
 
 def with_tables(page: Path, marker: str, *tables: str) -> str:
-    """The text of `page` with `tables` between <!-- marker --> and <!-- /marker -->; InputError where it has no such place."""
-    text, begin, end = page.read_text(), f"<!-- {marker} -->", f"<!-- /{marker} -->"
+    """Return the text of `page` with `tables` between <!-- marker --> and <!-- /marker -->.
+
+    Raises InputError if the page does not have both markers.
+    """
+    text = page.read_text()
+    begin = f"<!-- {marker} -->"
+    end = f"<!-- /{marker} -->"
     if text.count(begin) != 1 or text.count(end) != 1:
         raise InputError(
-            f"{page}: has no place for the table; put {begin} and {end}, each on a line, where it shall stand"
+            f"{page}: has no place for the table; add the lines {begin} and {end} to mark it"
         )
     return text.partition(begin)[0] + "\n\n".join([begin, *tables, end]) + text.partition(end)[2]
 
@@ -75,7 +84,10 @@ def with_tables(page: Path, marker: str, *tables: str) -> str:
 def run_to_its_end(
     command: list[str], timeout: float, environment: Mapping[str, str]
 ) -> tuple[int | str, str]:
-    """Exit status, or "timeout", of a command and all that it has written; after `timeout` seconds it is killed."""
+    """Run a command, and return its exit status and its output.
+
+    After `timeout` seconds the command is killed, and its status is "timeout".
+    """
     environment = {**os.environ, "PYTHONUNBUFFERED": "1", **environment}
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
@@ -84,16 +96,16 @@ def run_to_its_end(
         output, _ = process.communicate(timeout=timeout)
         return process.returncode, output
     except subprocess.TimeoutExpired:
-        # Its training processes would outlive a killed launcher, and keep the device from the next variant.
-        for each in [*psutil.Process(process.pid).children(recursive=True), process]:
-            each.kill()
+        # The training processes would survive a killed launcher and occupy the device.
+        for running in [*psutil.Process(process.pid).children(recursive=True), process]:
+            running.kill()
         return "timeout", process.communicate()[0]
 
 
 def start(
     command: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> subprocess.Popen[bytes]:
-    """`command` in a process group of its own, so that launcher and training process can be killed in one go."""
+    """Start `command` in its own process group, so that all its processes can be killed at once."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command,
@@ -106,8 +118,9 @@ def start(
 
 
 def finish(process: subprocess.Popen[bytes], log: Path) -> None:
-    """Wait for a launcher that `start` has started. SystemExit with the end of its `log` where it fails."""
+    """Wait for a launcher from `start`. Raises SystemExit with the end of its `log` if it fails."""
     if process.wait() != 0:
         raise SystemExit(
-            f"the launcher ended with status {process.returncode}; see {log}:\n{log.read_text()[-3000:]}"
+            f"the launcher ended with status {process.returncode}; see {log}:\n"
+            f"{log.read_text()[-3000:]}"
         )

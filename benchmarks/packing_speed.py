@@ -1,16 +1,18 @@
-"""How fast text becomes packs, on a CPU.
+"""Measure the speed of packing on a CPU.
 
-    python -m benchmarks.packing_speed core       # both strategies on one core, from lengths to packed tokens
-    python -m benchmarks.packing_speed prepare    # `prepare` beside bare `tokenizers.encode_batch` of the same text
+    python -m benchmarks.packing_speed core       # both strategies on one core, without tokenizing
+    python -m benchmarks.packing_speed prepare    # `prepare` compared with `encode_batch` alone
 
-`core`: documents have log-normal lengths with a mean of 200 tokens (sigma 1, as web text roughly has) and lie on disk as 16-bit
-tokens in another order than they are packed in, so materialising has to gather. Each figure is the median of 5 runs in CPU
-seconds of one thread: what a core gives, also while others keep the machine busy.
+`core`: document lengths are log-normal with a mean of 200 tokens (sigma 1, roughly as in web text).
+Documents are on disk as 16-bit tokens in another order than the packs, so packing has to gather
+them. Each figure is the median of 5 runs in CPU seconds of one thread, which does not depend on
+other load of the machine.
 
-`prepare`: the text is the Python standard library's sources, a document a file; the tokenizer a byte-level BPE with 8,192 ids.
-The bare way has all texts in memory, tokenises them in one call on as many threads as `prepare` has processes, and does nothing
-with the result. `prepare` reads, parses, starts its processes, orders, packs, hashes and syncs to disk. Each run is a process of
-its own, in turns, so that whatever else the machine does meets both alike.
+`prepare`: the text is the source code of Python's standard library with one document per file. The
+tokenizer is a byte-level BPE with 8,192 ids. `tokenizers.encode_batch` has all texts in memory,
+tokenizes them in one call with the same number of threads as `prepare` has processes, and discards
+the result. `prepare` reads, parses, starts its processes, orders, packs, hashes and syncs to disk.
+The two alternate, each run in its own process, so that other load affects both.
 """
 
 from __future__ import annotations
@@ -46,9 +48,11 @@ REPEATS = 5
 
 
 def measure_core(documents: int = 100_000) -> dict[str, Any]:
+    """Return the tokens/s per core and the fill of both packing strategies."""
     rng = np.random.default_rng(0)
     lengths = 1 + rng.lognormal(np.log(199) - 0.5, 1.0, documents).astype(np.int64)
-    total, on_disk = int(lengths.sum()), rng.permutation(documents)
+    total = int(lengths.sum())
+    on_disk = rng.permutation(documents)
     starts = np.empty_like(lengths)
     starts[on_disk] = np.cumsum(lengths[on_disk]) - lengths[on_disk]
     strategies = {}
@@ -81,7 +85,7 @@ def measure_core(documents: int = 100_000) -> dict[str, Any]:
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
-    """Median CPU time of `work` after one run that nobody counts."""
+    """Return the median CPU time of `work` after one run to warm up."""
     times = []
     for _ in range(REPEATS + 1):
         began = time.process_time()
@@ -91,6 +95,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def measure_prepare() -> dict[str, Any]:
+    """Return the times of `prepare` and of `encode_batch` alone, and the ratio of their speeds."""
     root = Path(sysconfig.get_paths()["stdlib"])
     sources = [path for path in sorted(root.rglob("*.py")) if "site-packages" not in path.parts]
     texts = [
@@ -110,10 +115,9 @@ def measure_prepare() -> dict[str, Any]:
                     1, mp_context=multiprocessing.get_context("spawn")
                 ) as pool:
                     times.append(pool.submit(one_run, way, folder).result())
+    pairs = list(zip(runs["encode_batch"], runs["prepare"], strict=True))
     ratios = {
-        clock: statistics.median(
-            bare[clock] / ours[clock] for bare, ours in zip(*runs.values(), strict=True)
-        )
+        clock: statistics.median(bare[clock] / full[clock] for bare, full in pairs)
         for clock in ("wall_seconds", "cpu_seconds")
     }
     return {
@@ -125,39 +129,47 @@ def measure_prepare() -> dict[str, Any]:
 
 
 def one_run(way: str, folder: Path) -> dict[str, float]:
-    """Wall and CPU seconds of a way, threads and finished child processes included; runs in a process of its own."""
-    corpus, file = folder / "corpus.jsonl", folder / "tokenizer.json"
+    """Return wall and CPU seconds of "prepare" or "encode_batch".
+
+    CPU seconds include threads and finished child processes. Call it in a new process.
+    """
+    corpus = folder / "corpus.jsonl"
+    file = folder / "tokenizer.json"
     if way == "prepare":
-        given = {"source": str(corpus), "tokenizer": str(file), "length": LENGTH, "held_out": 0.01}
-        settings = DataSettings(packs=Path(tempfile.mkdtemp(dir=folder)), **given)
+        settings = DataSettings(
+            packs=Path(tempfile.mkdtemp(dir=folder)),
+            source=str(corpus),
+            tokenizer=str(file),
+            length=LENGTH,
+            held_out=0.01,
+        )
         return timed(lambda: prepare(settings, progress=False))
-    texts, tokenizer = (
-        [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")],
-        Tokenizer.from_file(str(file)),
-    )
+    texts = [json.loads(line)["text"] for line in corpus.open(encoding="utf-8")]
+    tokenizer = Tokenizer.from_file(str(file))
     return timed(lambda: tokenizer.encode_batch(texts, add_special_tokens=False))
 
 
 def timed(work: Callable[[], object]) -> dict[str, float]:
-    def now() -> tuple[float, float]:
-        usages = [
-            resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
-        ]
-        return time.perf_counter(), sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-    before = now()
+    """Return the wall and CPU seconds of `work`."""
+    wall = time.perf_counter()
+    cpu = cpu_time()
     work()
-    return dict(
-        zip(("wall_seconds", "cpu_seconds"), np.subtract(now(), before).tolist(), strict=True)
-    )
+    return {"wall_seconds": time.perf_counter() - wall, "cpu_seconds": cpu_time() - cpu}
+
+
+def cpu_time() -> float:
+    """Return the CPU seconds of this process and its finished children so far."""
+    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("core", "prepare"))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("what", choices=("core", "prepare"), help="what to measure")
+    parser.add_argument("--out", type=Path, help="result file to write")
     options = parser.parse_args()
     name = {"core": "packing_speed.json", "prepare": "prepare_speed.json"}[options.what]
     measure = {"core": measure_core, "prepare": measure_prepare}[options.what]

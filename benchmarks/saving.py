@@ -1,10 +1,11 @@
-"""How long a checkpoint stops training, and when it is on the disk, by its size; and what writing costs the steps beside it.
+"""Measure how long a checkpoint stops the training, and how long it takes to be on the disk.
 
-    python -m benchmarks.saving --gb 20 --folder /scratch --out benchmarks/results/resume/h200_saving.json
+    python -m benchmarks.saving --gb 20 --folder /scratch --out FILE
     torchrun --nproc-per-node 4 -m benchmarks.saving --gb 20 ...     # replicas share the writing
 
-The tensors are those of `weights: bf16_exact`, 12 bytes a parameter, in matrices of 2048 x 6144. Beside a save a loop computes,
-as training does: products on the device, and Python in between, which a thread that held the interpreter lock would slow down.
+The tensors are as with `weights: bf16_exact`, 12 bytes per parameter, in matrices of 2048 x 6144.
+While a checkpoint is written, a loop computes like a training: products on the device with Python
+in between, which a thread that holds the interpreter lock would slow down.
 """
 
 from __future__ import annotations
@@ -29,18 +30,18 @@ from foundation.files import write_json
 from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed
 
 SHAPE = (2048, 6144)
-BYTES_A_PARAMETER = 12  # BF16 weight, 16 remainder bits, two FP32 moments
+# BF16 weight, 16 remainder bits, two FP32 moments.
+BYTES_A_PARAMETER = 12
 
 
 def main() -> None:
+    """Run the command."""
     arguments = parse_arguments()
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = (
-        torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
+    rank = int(os.environ.get("RANK", "0"))
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     if world_size > 1:
         torch.distributed.init_process_group("nccl" if device.type == "cuda" else "gloo")
@@ -65,7 +66,8 @@ def main() -> None:
         **measured_on(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU",
         "processes": world_size,
-        "load_average": os.getloadavg()[0],  # of the machine: above its cores, others were at work
+        # Above the number of cores, other processes were running.
+        "load_average": os.getloadavg()[0],
         "gb": bytes_needed(model, optimizer) / 1e9,
         **measured,
     }
@@ -74,20 +76,24 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gb", type=float, default=2.0, help="of one checkpoint, in 1e9 bytes")
-    parser.add_argument("--saves", type=int, default=3, help="measured, after one to warm up")
+    parser.add_argument("--gb", type=float, default=2.0, help="size of a checkpoint in 1e9 bytes")
+    parser.add_argument("--saves", type=int, default=3, help="number of measured saves")
     parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to measure"
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()),
+        help="folder on the disk to measure",
     )
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="result file to write")
     return parser.parse_args()
 
 
 def tensors(gb: float, device: torch.device) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A model and its optimizer's state of about `gb` 1e9 bytes together."""
+    """Return a model and an optimizer state with about `gb` times 1e9 bytes together."""
     count = max(1, round(gb * 1e9 / BYTES_A_PARAMETER / (SHAPE[0] * SHAPE[1])))
     model = {
         f"layers.{n}.weight": torch.full(SHAPE, n, dtype=torch.bfloat16, device=device)
@@ -111,10 +117,13 @@ def measure(
     device: torch.device,
     saves: int,
 ) -> dict[str, Any]:
-    """Medians of seconds, and of a step's milliseconds."""
+    """Return the median seconds of a save, and the median milliseconds of a step."""
     work = step_on(device)
     checkpoints.save(1, model, optimizer, {})
-    alone, stopped, durable, beside = [work() for _ in range(30)], [], [], []
+    alone = [work() for _ in range(30)]
+    stopped = []
+    durable = []
+    beside = []
     for step in range(2, 3 + saves):
         began = time.perf_counter()
         checkpoints.save(step, model, optimizer, {}, behind=True)
@@ -134,11 +143,16 @@ def measure(
 
 
 def step_on(device: torch.device) -> Callable[[], float]:
-    """A step that takes some 10 ms: products on the device, and Python; returns its seconds."""
-    size, products = (4096, 20) if device.type == "cuda" else (512, 4)
-    matrix = torch.ones(
-        size, size, device=device, dtype=torch.bfloat16 if device.type == "cuda" else torch.float32
-    )
+    """Return a function that computes for some 10 ms, on the device and in Python.
+
+    The function returns its seconds.
+    """
+    if device.type == "cuda":
+        products = 20
+        matrix = torch.ones(4096, 4096, device=device, dtype=torch.bfloat16)
+    else:
+        products = 4
+        matrix = torch.ones(512, 512, device=device)
 
     def step() -> float:
         began = time.perf_counter()

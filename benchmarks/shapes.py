@@ -1,19 +1,22 @@
-"""The models of the documents that this project began with: their speed on one GPU, in BF16, in FP8, and with the head in FP8.
+"""Measure the speed of several model shapes on one GPU: BF16, FP8, and FP8 with the head in FP8.
 
-    python -m benchmarks.shapes --out benchmarks/results/speed/h200_shapes.json
-    python -m benchmarks.shapes --out benchmarks/results/speed/h200_shapes.json --shapes "Qwen3 1.83B" --ways hf_eager
+    python -m benchmarks.shapes --out FILE.json
+    python -m benchmarks.shapes --out FILE.json --shapes "Qwen3 1.83B" --ways hf_eager
     python -m benchmarks.shapes --report benchmarks/results/speed/h200_shapes.json
 
-Each is built from its shape with random weights and trains on the packs of `benchmarks.throughput_packs`: what the weights are
-does not decide how fast a product is. Microbatches have 32,768 tokens, and all else but the model and the step's tokens is as in
-`benchmarks.throughput`. Llama-3.1-8B takes whole documents of 8,192 tokens, one at a time, with moments in BF16. Of the mixtures
-of experts so many layers are taken as fit beside exact weights; on Hopper experts are in FP8 where gradients are E4M3 too.
+Each model is built from its shape with random weights, which do not affect the speed, and trains on
+the packs of `benchmarks.throughput_packs`. Microbatches have 32,768 tokens. Everything except the
+model and the tokens per step is as in `benchmarks.throughput`. Llama-3.1-8B uses one document of
+8,192 tokens at a time, with moments in BF16. Mixtures of experts have the number of layers that
+fits into memory with exact weights. On Hopper, their experts are in FP8 with gradients in E4M3 too.
 
-Of the time that a training takes here, seconds are timed. So ways share the kernels that one of them has compiled, and leave out
-parity, which the doctor and tests/gpu hold. Steps have 65,536 tokens: 131,072 halve the update's share. The first two, which
-search and compile, are not timed; of the others the median is meant, and the table says how far apart they are. `hf_eager`, if
-named, is plain transformers, by which the others are judged.
-`--report` prints the table; `--tiny` goes through everything with a small model on a CPU.
+Most of a training's time here is the start, and only seconds are timed. So ways share compiled
+kernels, and skip parity, which the doctor and tests/gpu check. Steps have 65,536 tokens. With
+131,072 tokens the share of the update would be half as large. The first two steps, which search and
+compile, are not timed. The result is the median of the others, and the table shows their spread.
+`hf_eager`, if requested, is plain transformers, and the other ways are checked against it.
+
+`--report` prints the table. `--tiny` runs everything with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -49,61 +52,62 @@ LABELS = ("transformers, eager", "BF16", "FP8 delayed", "and the head")
 
 @dataclass(frozen=True)
 class Shape:
-    """The recipe whose model and pack length are meant; the model's configuration where it names published weights."""
+    """A model shape to measure."""
 
+    # Recipe with the model and the pack length.
     recipe: str
+    # Configuration of the model, if the recipe names published weights.
     config: Mapping[str, Any] | None = None
-    microbatch: int = 32_768  # tokens
-    more: tuple[str, ...] = ()  # settings
-    low: tuple[str, ...] = ()  # and those of its low precisions
+    # Tokens of a microbatch.
+    microbatch: int = 32_768
+    # Overrides of all ways.
+    more: tuple[str, ...] = ()
+    # Overrides of ways in low precision.
+    low: tuple[str, ...] = ()
     whole_documents: bool = False
-    warm_up: int = 2  # steps before those that are timed
-    steps: int = 3  # timed ones
+    # Steps before the timed ones.
+    warm_up: int = 2
+    # Number of timed steps.
+    steps: int = 3
 
     def entries(self, model: str, ways: Sequence[str]) -> list[Entry]:
-        """Those ways of `model`, with this shape's settings."""
-        low = (
-            replace(each, overrides=(*each.overrides, *self.low))
-            if is_quantized(each.precision)
-            else each
-            for each in MODELS[model].entries
-        )
-        return [entry for entry in low if entry.name in ways]
+        """Return the entries of `model` for `ways`, with the overrides of this shape."""
+        entries = []
+        for entry in MODELS[model].entries:
+            if entry.name in ways:
+                low = self.low if is_quantized(entry.precision) else ()
+                entries.append(replace(entry, overrides=(*entry.overrides, *low)))
+        return entries
 
     def settings(self, tokens: int) -> list[str]:
-        """What is changed in the recipe of `benchmarks.throughput` to measure it in steps of so many `tokens`."""
+        """Return overrides of `benchmarks.throughput`'s recipe, for steps with `tokens` tokens."""
         recipe = load_recipe(Path(self.recipe))
-        length, config = recipe.data.length, self.config or recipe.model.config
+        length = recipe.data.length
+        config = self.config or recipe.model.config
         batch = [f"batch.tokens={tokens}", f"batch.microbatch={max(1, self.microbatch // length)}"]
         return [f"model.config={json.dumps(config)}", f"data.length={length}", *batch, *self.more]
 
 
 def llama_3_2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    """Llama-3.2's configuration: 8 heads of keys and values, tied tables."""
-    shape = {
+    """Return Llama-3.2's configuration: 8 heads of keys and values, and a tied head."""
+    return {
+        "model_type": "llama",
+        "vocab_size": 128256,
         "hidden_size": hidden,
         "intermediate_size": 8192,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
-    }
-    other = {
         "num_key_value_heads": 8,
         "head_dim": hidden // heads,
         "max_position_embeddings": 131072,
         "rope_theta": 500000.0,
-    }
-    return {
-        "model_type": "llama",
-        "vocab_size": 128256,
-        **shape,
-        **other,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     }
 
 
 E4M3 = "fp8_config.fp8_format=E4M3"
-# Qwen3-30B-A3B's layers: 128 experts, of which a token takes 8.
+# Layers of Qwen3-30B-A3B: 128 experts, 8 of them for each token.
 QWEN3_MOE = {
     "model_type": "qwen3_moe",
     "vocab_size": 151936,
@@ -144,6 +148,7 @@ SHAPES = {
 
 
 def main() -> None:
+    """Run the command."""
     arguments = parse_arguments()
     if arguments.report:
         print(table(json.loads(arguments.report.read_text())))
@@ -152,6 +157,7 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -161,49 +167,43 @@ def parse_arguments() -> argparse.Namespace:
         type=lambda text: text.split(","),
         default=list(SHAPES),
         metavar="A,B",
-        help="only these (default: all)",
+        help="shapes to measure; default: all",
     )
     add(
         "--ways",
         type=lambda text: text.split(","),
         default=WAYS[1:],
         metavar="A,B",
-        help=f"of {', '.join(WAYS)}; default: ours",
+        help=f"ways to measure, of {', '.join(WAYS)}; default: all but the first",
     )
-    add("--tokens", type=int, default=65_536, help="of a step; default: 65536")
-    add("--timeout", type=float, default=150, help="seconds for one way")
-    add("--tiny", action="store_true", help="one small model on the CPU: a dry run")
-    add("--out", type=Path, help="the result file; what it has, and is not named now, stays")
-    add("--report", type=Path, metavar="FILE", help="a result file to print the table of")
+    add("--tokens", type=int, default=65_536, help="tokens per step; default: 65536")
+    add("--timeout", type=float, default=150, help="maximum seconds of one way")
+    add("--tiny", action="store_true", help="dry run with a small model on the CPU")
+    add("--out", type=Path, help="result file; other results in it stay")
+    add("--report", type=Path, metavar="FILE", help="print the table of a result file")
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out):
-        parser.error("--out FILE is needed, to hold the result")
+        parser.error("set --out FILE for the result")
     return arguments
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure every shape that is asked for; `--out` is whole after each."""
-    shapes = (
-        {"tiny": Shape("benchmarks/tiny.yaml")}
-        if arguments.tiny
-        else {name: SHAPES[name] for name in arguments.shapes}
-    )
+    """Measure the requested shapes. The result file is written after each shape."""
+    shapes = {name: SHAPES[name] for name in arguments.shapes}
     if arguments.tiny:
+        shapes = {"tiny": Shape("benchmarks/tiny.yaml")}
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     arguments.environment = environment_from_elsewhere() | {"processor": processor()}
     if not (arguments.tiny or arguments.environment["gpus"]):
-        raise InputError("no CUDA device is here; take --tiny for a dry run on the CPU")
-    result = (
-        json.loads(arguments.out.read_text())
-        if arguments.out.exists()
-        else {"command": command(), "shapes": {}}
-    )
+        raise InputError("there is no CUDA device; use --tiny for a dry run on the CPU")
+    result = {"command": command(), "shapes": {}}
+    if arguments.out.exists():
+        result = json.loads(arguments.out.read_text())
     for name, shape in shapes.items():
         print(f"── {name}", flush=True)
-        result["shapes"][name] = measured = measure_shape(
-            shape, result["shapes"].get(name, {}), arguments
-        )
+        measured = measure_shape(shape, result["shapes"].get(name, {}), arguments)
         measured["environment"] = arguments.environment
+        result["shapes"][name] = measured
         write_json(arguments.out, result)
     print(table(result))
 
@@ -211,15 +211,25 @@ def measure(arguments: argparse.Namespace) -> None:
 def measure_shape(
     shape: Shape, before: Mapping[str, Any], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """One shape's ways as `benchmarks.throughput` measures and judges them, with those of `before`; how well they use the GPU."""
-    model, configuration = ("tiny", CPU) if arguments.tiny else ("qwen3_1_7b", GPU)
-    changed = ["parity=false", *([] if arguments.tiny else shape.settings(arguments.tokens))]
+    """Measure the ways of a shape like `benchmarks.throughput`, and add their MFU.
+
+    Ways in the earlier result `before` are kept.
+    """
+    if arguments.tiny:
+        model = "tiny"
+        configuration = CPU
+        ways = ("hf_eager", "fp32")
+        changed = ["parity=false"]
+    else:
+        model = "qwen3_1_7b"
+        configuration = GPU
+        ways = arguments.ways
+        changed = ["parity=false", *shape.settings(arguments.tokens)]
     recipe = load_recipe(MODELS[model].recipe, changed)
     flops = ModelFlops.of(build_on_meta(load_config(recipe.model)))
     with tempfile.TemporaryDirectory(prefix="shapes-") as folder:
-        (path := Path(folder, "recipe.yaml")).write_text(
-            yaml.safe_dump(resolved(recipe), sort_keys=False)
-        )
+        path = Path(folder, "recipe.yaml")
+        path.write_text(yaml.safe_dump(resolved(recipe), sort_keys=False))
         settings = Settings(
             model,
             path,
@@ -230,34 +240,42 @@ def measure_shape(
             shape.whole_documents,
         )
         bench = Bench(settings, Path(folder, "result.json"), command(), brief=True)
-        ways = ("hf_eager", "fp32") if arguments.tiny else arguments.ways
         if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
             bench.result["ways"] = {
                 name: way for name, way in before["ways"].items() if name not in ways
             }
         bench.run(shape.entries(model, ways))
         result = json.loads(json.dumps(bench.result).replace(f"{folder}/", ""))
-    most = peak(next(iter(arguments.environment["gpus"]), None), "bf16")
-    squares = result["packs"]["sum_squared_lengths_per_token"]
-    for way in result["ways"].values():
-        # those of before have theirs
-        way.setdefault("commit", arguments.environment["git"]["commit"])
-        if way["status"] == "ok" and most:
-            speed = way["tokens_per_second"]["median"] / TERA / most
-            way["mfu"] = flops.step(1, squares) * speed
-            way["mfu_nanogpt"] = nanogpt(flops, recipe.data.length) * speed
-    active = flops.parameters - flops.idle_weights
+    add_mfu(result, flops, recipe.data.length, arguments.environment)
     result |= {
         "parameters": flops.parameters,
-        "active_parameters": active,
+        "active_parameters": flops.parameters - flops.idle_weights,
         "length": recipe.data.length,
     }
     return {"recipe": shape.recipe, "changed": changed, **result}
 
 
+def add_mfu(
+    result: dict[str, Any], flops: ModelFlops, length: int, environment: Mapping[str, Any]
+) -> None:
+    """Add the MFU to each way of a result, and the commit to new ways."""
+    peak_tflops = peak(next(iter(environment["gpus"]), None), "bf16")
+    squared_lengths = result["packs"]["sum_squared_lengths_per_token"]
+    for way in result["ways"].values():
+        # Ways of an earlier result already have their commit.
+        way.setdefault("commit", environment["git"]["commit"])
+        if way["status"] == "ok" and peak_tflops:
+            speed = way["tokens_per_second"]["median"] / TERA / peak_tflops
+            way["mfu"] = flops.step(1, squared_lengths) * speed
+            way["mfu_nanogpt"] = nanogpt(flops, length) * speed
+
+
 def table(result: Mapping[str, Any]) -> str:
-    """Tokens/s of each shape and way; what FP8 gains; utilisation of the BF16 peak by two counts of FLOPs; memory; how far apart
-    the steps of a way are, at most, of its median."""
+    """Return the Markdown table of a result.
+
+    It has the tokens/s of each shape and way, the gain of FP8, the MFU by two counts of FLOPs, the
+    memory, and the largest spread of a way's steps relative to the median.
+    """
     header = [
         "model",
         "length",
@@ -273,27 +291,29 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def row(name: str, shape: Mapping[str, Any]) -> Sequence[str]:
+    """Return the table's row of a shape."""
     ways = {key: way for key, way in shape["ways"].items() if way["status"] == "ok"}
     speeds = [ways[way]["tokens_per_second"]["median"] if way in ways else None for way in WAYS]
     _, bf16, delayed, head = speeds
     gains = [f"{fp8 / bf16:.2f} x" if fp8 and bf16 else "–" for fp8 in (delayed, head)]
-    plain, low = ways.get("bf16_exact", {}), ways.get("delayed_exact", {})
-    use = f"{percent(plain['mfu'])}; {percent(plain['mfu_nanogpt'])}" if "mfu" in plain else "–"
-    memory = "; ".join(f"{way['memory_gib']:.1f}" if way else "–" for way in (plain, low))
-    length, parameters, active = (
-        shape["length"],
-        shape["parameters"],
-        shape.get("active_parameters", shape["parameters"]),
-    )
-    trained = f"{parameters / 1e6:,.0f} M" + (
-        f", {active / 1e6:,.0f} M a token" if active < parameters else ""
-    )
-    spreads = [
-        each["max"] / each["median"] - each["min"] / each["median"]
-        for each in (w["tokens_per_second"] for w in ways.values())
-    ]
-    figures = [*(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, use, memory]
-    return [name, f"{length:,}", trained, *figures, percent(max(spreads)) if spreads else "–"]
+    bf16_way = ways.get("bf16_exact", {})
+    fp8_way = ways.get("delayed_exact", {})
+    mfu = "–"
+    if "mfu" in bf16_way:
+        mfu = f"{percent(bf16_way['mfu'])}; {percent(bf16_way['mfu_nanogpt'])}"
+    memory = "; ".join(f"{way['memory_gib']:.1f}" if way else "–" for way in (bf16_way, fp8_way))
+    parameters = shape["parameters"]
+    active = shape.get("active_parameters", parameters)
+    trained = f"{parameters / 1e6:,.0f} M"
+    if active < parameters:
+        trained += f", {active / 1e6:,.0f} M a token"
+    spreads = []
+    for way in ways.values():
+        speed = way["tokens_per_second"]
+        spreads.append(speed["max"] / speed["median"] - speed["min"] / speed["median"])
+    figures = [*(f"{speed:,.0f}" if speed else "–" for speed in speeds), *gains, mfu, memory]
+    spread = percent(max(spreads)) if spreads else "–"
+    return [name, f"{shape['length']:,}", trained, *figures, spread]
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Ways to train one model, side by side: every way in a process of its own, on the same packs, from the same weights.
+"""Compare ways to train a model: each in its own process, on the same packs, from the same weights.
 
-    python -m benchmarks.throughput --out benchmarks/results/speed/h200_throughput.json
-    python -m benchmarks.throughput --model llama_8b --out benchmarks/results/speed/h200_throughput_8b.json
+    python -m benchmarks.throughput --out FILE.json
+    python -m benchmarks.throughput --model llama_8b --out FILE.json
     python -m benchmarks.throughput --report benchmarks/results/speed/h200_throughput.json
 
-Measured are whole steps, data included; the machine's own limits in the same run, so that every figure is also a share of what
-is possible; and of every way whether it trains what plain Hugging Face trains (benchmarks.ways.judge). A way that fails stands in
-the result with its error. The file is written after every way, and `--continue` adds to it what is missing. `--report` makes the
-tables of docs/results.md from result files; `--tiny` goes through everything with a small model on a CPU.
+A way is a trainer with its settings. Complete steps are measured, including data. The limit of the
+machine is measured in the same run, so that every speed is also a share of the possible speed. Each
+way is checked for training the same as plain Hugging Face (benchmarks.ways.judge). A way that fails
+is recorded with its error. The file is written after every way, and `--continue` adds the missing
+ones. `--report` makes the tables of docs/results.md from result files. `--tiny` runs everything
+with a small model on a CPU.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from foundation.errors import InputError
 
 
 def main() -> None:
+    """Run the command."""
     arguments = parse_arguments()
     if arguments.report:
         throughput_report.write(arguments.report, arguments.page)
@@ -34,26 +37,32 @@ def main() -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = parser.add_argument_group("what is measured")
-    what.add_argument("--model", choices=MODELS, default="qwen3_1_7b")
-    what.add_argument("--tiny", action="store_true", help="the model `tiny`, on the CPU: a dry run")
-    what.add_argument("--recipe", type=Path, help="another recipe for the model's ways")
+    what = parser.add_argument_group("what to measure")
+    what.add_argument("--model", choices=MODELS, default="qwen3_1_7b", help="default: %(default)s")
+    what.add_argument(
+        "--tiny", action="store_true", help="dry run with the model `tiny` on the CPU"
+    )
+    what.add_argument("--recipe", type=Path, help="use another recipe for the model")
     what.add_argument(
         "--ways",
         type=lambda text: text.split(","),
         metavar="A,B",
-        help="only these (default: all of the model)",
+        help="ways to measure; default: all of the model",
     )
-    what.add_argument("--list", action="store_true", help="name the model's ways and end")
-    how = parser.add_argument_group("how")
-    how.add_argument("--warm-up", type=int, default=3, help="steps before those that are timed")
-    how.add_argument("--steps", type=int, default=8, help="timed steps")
-    how.add_argument("--timeout", type=float, default=400, help="seconds for one way")
+    what.add_argument("--list", action="store_true", help="list the ways of the model and exit")
+    how = parser.add_argument_group("how to measure")
+    how.add_argument("--warm-up", type=int, default=3, help="steps before the timed ones")
+    how.add_argument("--steps", type=int, default=8, help="number of timed steps")
+    how.add_argument("--timeout", type=float, default=400, help="maximum seconds of one way")
     how.add_argument(
-        "--continue", action="store_true", dest="go_on", help="keep what --out has measured already"
+        "--continue",
+        action="store_true",
+        dest="go_on",
+        help="keep the results that --out already has",
     )
     how.add_argument("--out", type=Path, help="the result file")
     show = parser.add_argument_group("showing results")
@@ -62,35 +71,37 @@ def parse_arguments() -> argparse.Namespace:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="result files to make the tables from",
+        help="result files to make tables from",
     )
     show.add_argument(
         "--page",
         type=Path,
         default=Path("docs/results.md"),
-        help="whose table between the markers is replaced",
+        help="page whose table between the markers is replaced",
     )
     arguments = parser.parse_args()
     if not (arguments.report or arguments.out or arguments.list):
-        parser.error("--out FILE is needed, to hold the result")
+        parser.error("set --out FILE for the result")
     return arguments
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Measure the ways that are asked for, the baseline first; InputError for a way that the model has not."""
-    arguments.model = "tiny" if arguments.tiny else arguments.model
+    """Measure the requested ways, the baseline first.
+
+    Raises InputError for a way that the model does not have.
+    """
+    if arguments.tiny:
+        arguments.model = "tiny"
     model = MODELS[arguments.model]
     if arguments.list:
-        print(
-            "\n".join(
-                f"{entry.name:30} {entry.label}; weights {entry.weights}" for entry in model.entries
-            )
-        )
+        for entry in model.entries:
+            print(f"{entry.name:30} {entry.label}; weights {entry.weights}")
         return
-    known = [entry.name for entry in model.entries]
-    if unknown := [name for name in arguments.ways or () if name not in known]:
+    names = [entry.name for entry in model.entries]
+    unknown = [name for name in arguments.ways or () if name not in names]
+    if unknown:
         raise InputError(
-            f"--ways: {arguments.model} has no way {', '.join(unknown)}; it has {', '.join(known)}"
+            f"--ways: {arguments.model} has no way {', '.join(unknown)}; it has {', '.join(names)}"
         )
     check_device(arguments)
     chosen = [
@@ -111,14 +122,17 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def check_device(arguments: argparse.Namespace) -> None:
-    """Keep the tiny model on the CPU; InputError where there is no GPU for the others: on a CPU they would train for days."""
+    """Keep the tiny model on the CPU. Raises InputError if there is no GPU for other models.
+
+    They would train for days on a CPU.
+    """
     if arguments.model == "tiny":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
-    import torch  # only here: naming the ways and making the report need none
+    import torch  # imported late, because --list and --report do not need it
 
     if not torch.cuda.is_available():
-        raise InputError("no CUDA device is here; take --tiny for a dry run on the CPU")
+        raise InputError("there is no CUDA device; use --tiny for a dry run on the CPU")
 
 
 if __name__ == "__main__":

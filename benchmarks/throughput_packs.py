@@ -1,12 +1,15 @@
-"""Packs to measure speed on, made from a seed: no corpus, no tokenizer, the same on every machine.
+"""Write packs for speed measurements from a seed, without corpus and tokenizer.
 
-    python -m benchmarks.throughput_packs --recipe benchmarks/qwen3_1_7b.yaml --packs 352 --out packs/zipf
+    python -m benchmarks.throughput_packs --recipe benchmarks/qwen3_1_7b.yaml --packs 352 \\
+        --out packs/zipf
 
-Documents have log-normal lengths like those of an encyclopaedia: median 110 tokens, mean 200, a long tail, cut at a pack's end,
-so that 32,768 tokens hold some 165 to 190 of them and Σlen²/T is about 500. Attention's share of a step depends on just that, and
-so figures are comparable only between packs of like documents. `--whole` makes each pack one document, which is what others
-publish figures of. Tokens follow Zipf's law: as in text, a few are frequent, which the embedding's gradient and the loss both
-notice, and a model has something to learn in a dozen steps.
+The packs are the same on every machine. Documents have log-normal lengths like those of an
+encyclopaedia: median 110 tokens, mean 200, a long tail, cut at the end of a pack. So 32,768 tokens
+have some 165 to 190 documents, and Σlen²/T is about 500. Attention's share of a step depends on
+this value, so speeds are comparable only between packs of similar documents. With `--whole`, each
+pack is one document, as in most published figures. Tokens follow Zipf's law. As in text, a few
+tokens are frequent, which affects the embedding's gradient and the loss, and a model can learn
+something within a dozen steps.
 """
 
 from __future__ import annotations
@@ -20,23 +23,27 @@ from packing.arrow import Pack, PackWriter
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 
-LOG_MEAN, LOG_DEVIATION, SHORTEST = 4.7, 1.1, 8  # of a document's length in tokens
-# ids at the vocabulary's end that do not occur: special tokens, and rows that only round up its
-# size
+# Distribution of a document's length in tokens.
+LOG_MEAN = 4.7
+LOG_DEVIATION = 1.1
+SHORTEST = 8
+# Ids at the end of the vocabulary that do not occur: special tokens, and rows that round up its
+# size.
 SPARED = 1936
 SEED = 1
 
 
 def main() -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--recipe", type=Path, required=True, help="whose pack length and vocabulary are meant"
+        "--recipe", type=Path, required=True, help="recipe with the pack length and the vocabulary"
     )
-    parser.add_argument("--packs", type=int, required=True)
-    parser.add_argument("--whole", action="store_true", help="each pack one document")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--packs", type=int, required=True, help="number of packs")
+    parser.add_argument("--whole", action="store_true", help="make each pack one document")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
     arguments = parser.parse_args()
     recipe = load_recipe(arguments.recipe)
     write(
@@ -44,53 +51,63 @@ def main() -> None:
         recipe.data.length,
         recipe.model.config["vocab_size"],
         arguments.packs,
-        whole=arguments.whole,
+        whole_documents=arguments.whole,
     )
 
 
-def folder_of(recipe: Recipe, steps: int, *, whole: bool = False) -> Path:
-    """Return where packs for `steps` steps of `recipe` lie; named after all that decides what is in them."""
-    kind = "whole" if whole else "zipf"
-    return (
-        Path("packs")
-        / f"{kind}_{recipe.data.length}_{recipe.model.config['vocab_size']}_{_count(recipe, steps)}"
-    )
+def folder_of(recipe: Recipe, steps: int, *, whole_documents: bool = False) -> Path:
+    """Return the folder of packs for `steps` steps of `recipe`.
+
+    Its name contains everything that decides the content.
+    """
+    kind = "whole" if whole_documents else "zipf"
+    vocabulary = recipe.model.config["vocab_size"]
+    return Path("packs") / f"{kind}_{recipe.data.length}_{vocabulary}_{_count(recipe, steps)}"
 
 
-def make(folder: Path, recipe: Recipe, steps: int, *, whole: bool = False) -> list[str]:
-    """Write packs for `steps` steps of `recipe` in `folder` if nothing is there. Returns the settings that put them to use."""
+def make(folder: Path, recipe: Recipe, steps: int, *, whole_documents: bool = False) -> list[str]:
+    """Write packs for `steps` steps of `recipe` to `folder` unless it exists.
+
+    Returns the settings that use them.
+    """
     if not folder.exists():
         write(
             folder,
             recipe.data.length,
             recipe.model.config["vocab_size"],
             _count(recipe, steps),
-            whole=whole,
+            whole_documents=whole_documents,
         )
     return settings_for(folder)
 
 
 def settings_for(folder: Path) -> list[str]:
-    """Return settings that put the packs in `folder` in place of a recipe's prepared text."""
+    """Return settings that replace a recipe's data by the packs in `folder`."""
     return ["data.source=null", "data.tokenizer=null", f"data.packs={folder}"]
 
 
 def _count(recipe: Recipe, steps: int) -> int:
+    """Return the number of packs in `steps` steps."""
     return steps * recipe.batch.tokens // recipe.data.length
 
 
-def write(folder: Path, length: int, vocabulary: int, count: int, *, whole: bool = False) -> None:
-    """Write `count` packs of `length` tokens at `folder`, each one document if `whole`.
+def write(
+    folder: Path, length: int, vocabulary: int, count: int, *, whole_documents: bool = False
+) -> None:
+    """Write `count` packs of `length` tokens to `folder`.
 
-    Raises InputError where something stands there already."""
+    With `whole_documents`, each pack is one document. Raises InputError if the
+    folder exists.
+    """
     draw = np.random.default_rng(SEED)
     frequencies, identity = zipf(vocabulary, draw)
     totals = {"documents": 0, "squared": 0}
     with PackWriter(folder, length) as writer:
         for _ in range(count):
-            lengths = (
-                np.array([length], dtype=np.int32) if whole else document_lengths(length, draw)
-            )
+            if whole_documents:
+                lengths = np.array([length], dtype=np.int32)
+            else:
+                lengths = document_lengths(length, draw)
             ranks = np.searchsorted(frequencies, draw.random(length), side="right")
             writer.add("train", Pack(identity[ranks], lengths))
             totals["documents"] += len(lengths)
@@ -100,19 +117,19 @@ def write(folder: Path, length: int, vocabulary: int, count: int, *, whole: bool
             "documents": totals["documents"],
             "sum_squared_lengths_per_token": totals["squared"] / tokens,
         }
-        of_lengths = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST}
-        settings = ({"whole_documents": True} if whole else of_lengths) | {
-            "seed": SEED,
-            "packs": count,
-            "vocabulary": vocabulary,
-        }
+        if whole_documents:
+            settings = {"whole_documents": True}
+        else:
+            settings = {"log_mean": LOG_MEAN, "log_deviation": LOG_DEVIATION, "shortest": SHORTEST}
+        settings |= {"seed": SEED, "packs": count, "vocabulary": vocabulary}
         writer.finish(settings=settings, statistics=statistics, tokenizer=None)
 
 
 def zipf(vocabulary: int, draw: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Cumulative probabilities by rank, each proportional to 1 / (rank + 2.7) (Mandelbrot's form), and the id of each rank.
+    """Return the cumulative probabilities by rank, and the id of each rank.
 
-    Which ids are frequent is drawn: in their order, the frequent rows of the embedding would lie side by side in memory.
+    Probabilities are proportional to 1 / (rank + 2.7) (Mandelbrot's form). The frequent ids are
+    drawn at random. Otherwise the frequent rows of the embedding would be adjacent in memory.
     """
     used = max(vocabulary - SPARED, vocabulary // 2)
     weights = 1 / (np.arange(used) + 2.7)
@@ -122,7 +139,7 @@ def zipf(vocabulary: int, draw: np.random.Generator) -> tuple[np.ndarray, np.nda
 
 
 def document_lengths(length: int, draw: np.random.Generator) -> np.ndarray:
-    """[documents] int32 that fill a pack of `length` tokens; the last is cut where the pack ends."""
+    """Return lengths [documents] int32 that fill a pack of `length` tokens. The last one is cut."""
     lengths: list[int] = []
     left = length
     while left:

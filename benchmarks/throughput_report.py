@@ -1,4 +1,4 @@
-"""Result files of `benchmarks.throughput` as the tables of docs/results.md, between its markers."""
+"""Write result files of `benchmarks.throughput` as the tables of docs/results.md."""
 
 from __future__ import annotations
 
@@ -18,29 +18,30 @@ from foundation.files import replace_file
 from foundation.units import markdown, or_dash
 
 PAGE_WIDTH = 100
-REFERENCES = ("reference", "reference_bf16")  # ways whose better one the others are multiples of
-# in the table, by verdict
+# Ways of the reference. The speed of the faster one is the unit of the table.
+REFERENCES = ("reference", "reference_bf16")
+# Texts in the table by verdict.
 SAME_TRAINING = {RIGHT: "yes", WRONG: "no", LOSES: f"no: {LOSES}", UNKNOWN: UNKNOWN}
 COMMAND = "python -m benchmarks.throughput --report"
 Way = Mapping[str, Any]
 
 
 def write(files: Sequence[Path], page: Path) -> None:
-    """Replace what stands between the markers of `page`. InputError for a file that cannot be used."""
+    """Replace the tables of `page`. Raises InputError for a file that cannot be used."""
     tables = [section(read(file), os.path.relpath(file, page.parent)) for file in files]
-    made = wrapped(f"`{COMMAND} {' '.join(map(str, files))}` makes these tables.")
-    replace_file(page, with_tables(page, "throughput", *tables, made).encode())
+    source = wrapped(f"`{COMMAND} {' '.join(map(str, files))}` makes these tables.")
+    replace_file(page, with_tables(page, "throughput", *tables, source).encode())
 
 
 def wrapped(text: str, indent: str = "") -> str:
-    """`text` in lines of a page, all but the first after `indent`."""
+    """Return `text` in lines of a page. Lines after the first start with `indent`."""
     return textwrap.fill(
         text, PAGE_WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
     )
 
 
 def read(file: Path) -> dict[str, Any]:
-    """A result file; InputError where there is none, or nothing in it ran."""
+    """Read a result file. Raises InputError if it is missing or no way in it has run."""
     try:
         result = json.loads(file.read_text())
     except OSError as error:
@@ -49,19 +50,20 @@ def read(file: Path) -> dict[str, Any]:
         ) from None
     except ValueError as error:
         raise InputError(
-            f"{file}: is no JSON ({error}); measure again, with --out {file}"
+            f"{file}: is not JSON ({error}); measure again, with --out {file}"
         ) from None
     if not any(way["status"] == "ok" for way in result.get("ways", {}).values()):
-        raise InputError(f"{file}: holds no way that has run; measure again, with --out {file}")
+        raise InputError(f"{file}: no way in it has run; measure again, with --out {file}")
     return result
 
 
-# ── The table ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Table ─────────────────────────────────────────────────────────────────────────────────────
 
 
 def section(result: Mapping[str, Any], link: str) -> str:
-    """Say where it was measured; then come the table of all ways, and what is to be said of some."""
-    rows, notes = [], []
+    """Return the introduction, the table of all ways, and the notes about some of them."""
+    rows = []
+    notes = []
     multiple_of = reference_speed(result)
     for way in ordered(result):
         remarks = remarks_on(way)
@@ -87,16 +89,24 @@ def section(result: Mapping[str, Any], link: str) -> str:
 
 
 def introduction(result: Mapping[str, Any], link: str) -> str:
-    recipe = yaml.safe_load(result["settings"]["recipe_text"])
+    """Return a paragraph about the model, the machine, the packs and the limit."""
+    settings = result["settings"]
+    recipe = yaml.safe_load(settings["recipe_text"])
     tokens = recipe["batch"]["tokens"]
-    packs, gpus = result["packs"], result["environment"]["gpus"]
-    device = gpus[0] if gpus else result["environment"]["processor"]
+    packs = result["packs"]
+    environment = result["environment"]
+    gpus = environment["gpus"]
+    device = gpus[0] if gpus else environment["processor"]
     floors = {
         name: tokens / seconds for name, seconds in result["limits"].get("floors", {}).items()
     }
-    torch_version, settings = result["environment"]["packages"]["torch"], result["settings"]
-    documents = f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by squared length (Σlen²/T)"
-    documents = "each one document" if packs.get("whole_documents") else documents
+    torch_version = environment["packages"]["torch"]
+    documents = "each one document"
+    if not packs.get("whole_documents"):
+        documents = (
+            f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by "
+            "squared length (Σlen²/T)"
+        )
     parts = [
         f"**{recipe['name']}** on one {device}, torch {torch_version}: {tokens:,} tokens a step,",
         f"packs of {recipe['data']['length']:,} tokens, {documents}; median of",
@@ -105,29 +115,31 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
     if floors:
         named = ", ".join(f"{name} {speed:,.0f}" for name, speed in floors.items())
         parts.append(
-            f"The machine's limit, every matrix product at its own measured rate and nothing else, in tokens/s: {named}."
+            "The machine's limit, every matrix product at its own measured rate and nothing else, "
+            f"in tokens/s: {named}."
         )
-    if note := result.get("note"):  # by hand
+    # Added to the file by hand.
+    if note := result.get("note"):
         parts.append(note)
     return wrapped(" ".join(parts))
 
 
 def ordered(result: Mapping[str, Any]) -> list[Way]:
-    """Fastest first; behind them what trains something else, and at the end what did not run."""
-    standing = {RIGHT: 0, LOSES: 0, UNKNOWN: 0, WRONG: 1}
+    """Return the ways, the fastest first.
+
+    Ways that train something else come after them, and ways that did not run are last.
+    """
 
     def key(way: Way) -> tuple[int, float]:
-        return (
-            (2, 0.0)
-            if way["status"] != "ok"
-            else (standing[way["verdict"]], -way["tokens_per_second"]["median"])
-        )
+        if way["status"] != "ok":
+            return (2, 0.0)
+        return (1 if way["verdict"] == WRONG else 0, -way["tokens_per_second"]["median"])
 
     return sorted(result["ways"].values(), key=key)
 
 
 def reference_speed(result: Mapping[str, Any]) -> float | None:
-    """Tokens/s of the reference's faster variant; None where none of them has run and trains rightly."""
+    """Return the tokens/s of the reference's faster way, or None if none has run correctly."""
     ways = [
         way for name, way in result["ways"].items() if name in REFERENCES and way["status"] == "ok"
     ]
@@ -138,6 +150,7 @@ def reference_speed(result: Mapping[str, Any]) -> float | None:
 
 
 def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
+    """Return the table's row of a way. `multiple_of` is the reference's speed."""
     name = f"**{way['label']}**" if way["ours"] else way["label"]
     if way["status"] != "ok":
         return [name, way["precision"], way["weights"], *["–"] * 6, way["status"] + note]
@@ -158,13 +171,14 @@ def row(way: Way, multiple_of: float | None, note: str) -> list[str]:
 
 
 def remarks_on(way: Way) -> list[str]:
-    """What the table cannot say of a way: why it is wrong or did not run, and that it ran with smaller microbatches."""
+    """Return notes about a way: why it is wrong or did not run, and its smaller microbatches."""
     if way["status"] != "ok":
         return [way["reason"].rstrip(".")]
     remarks = [*way["reasons"]] if way["verdict"] != UNKNOWN else []
     if tried := way.get("microbatches_that_did_not_fit"):
         remarks.append(
-            f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not fit"
+            f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not "
+            "fit"
         )
     elif way.get("packs"):
         remarks.append(f"in microbatches of {way['microbatch']}, with which it began")

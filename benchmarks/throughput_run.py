@@ -1,4 +1,4 @@
-"""Measuring: packs made, limits taken, every way started, and a result file that is whole after each of them."""
+"""Measure the ways of `benchmarks.throughput`: packs, limits, runs, and the result file."""
 
 from __future__ import annotations
 
@@ -34,59 +34,73 @@ from pretrain.metrics.run_record import kind, read_metrics
 from pretrain.settings.config import load_recipe, resolved
 from pretrain.settings.recipe import Recipe
 
-LAST_OUTPUT = 4000  # characters of a failed way's output that stay in the result
+# Number of characters of a failed way's output that are recorded.
+LAST_OUTPUT = 4000
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What figures of one result file have in common. `timeout`: seconds for one way, which no figure depends on."""
+    """Settings that all results of a file have in common."""
 
     model: str
     recipe: Path
-    configuration: Path  # accelerate's, for ours
+    # Accelerate configuration of this project's ways.
+    configuration: Path
+    # Steps before the timed ones.
     warm_up: int
+    # Number of timed steps.
     steps: int
+    # Maximum seconds of one way. Results do not depend on it.
     timeout: float
     whole_documents: bool = False
 
     @property
     def all_steps(self) -> int:
+        """Return the number of steps of a run."""
         return self.warm_up + self.steps
 
     @cached_property
     def loaded(self) -> Recipe:
-        """The recipe; InputError where it leaves open what every way must share."""
+        """Return the recipe. Raises InputError if it leaves open a setting that all ways share."""
         recipe = load_recipe(self.recipe)
         if recipe.batch.microbatch_is_searched or "vocab_size" not in (recipe.model.config or {}):
             raise InputError(
-                f"{self.recipe}: the ways share a microbatch and a vocabulary; set `batch.microbatch` to a number of packs and "
-                "`model.config.vocab_size`"
+                f"{self.recipe}: the ways share a microbatch and a vocabulary; set "
+                "`batch.microbatch` to a number of packs, and `model.config.vocab_size`"
             )
         return recipe
 
     @property
     def packs(self) -> Path:
-        return throughput_packs.folder_of(self.loaded, self.all_steps, whole=self.whole_documents)
+        """Return the folder of the packs."""
+        return throughput_packs.folder_of(
+            self.loaded, self.all_steps, whole_documents=self.whole_documents
+        )
 
     @property
     def overrides(self) -> list[str]:
-        """What every way changes in the recipe: these packs replace its text, and it trains the steps to be measured."""
+        """Return overrides of the recipe for every way: the packs and the number of steps."""
         return [*throughput_packs.settings_for(self.packs), f"train.steps={self.all_steps}"]
 
     def record(self) -> dict[str, Any]:
-        """What must be equal for figures to stand in one table."""
-        own = {
+        """Return the values that must be equal for results to be in one table."""
+        fields = {
             key: str(value) for key, value in dataclasses.asdict(self).items() if key != "timeout"
         }
         text = self.recipe.read_text()
-        if len(load_with_bases(self.recipe)) > 1:  # a base may change: all that comes of both
+        if len(load_with_bases(self.recipe)) > 1:
+            # The base may change, so record the resolved recipe.
             text = yaml.safe_dump(resolved(self.loaded), sort_keys=False)
-        return own | {"recipe_text": text, "packs": str(self.packs)}
+        return fields | {"recipe_text": text, "packs": str(self.packs)}
 
 
 class Bench:
-    """One run of the benchmark, one way at a time. `out` holds at any time what is measured so far; with `go_on`, also what it
-    held before. With `brief`, ways share compiled kernels, ours begin without `accelerate launch`, and no limits are measured."""
+    """One run of the benchmark. Ways are measured one at a time.
+
+    The file `out` always has the results so far. With `go_on`, it also keeps the results that it
+    had before. With `brief`, ways share compiled kernels, this project's ways start without
+    `accelerate launch`, and limits are not measured.
+    """
 
     def __init__(
         self,
@@ -110,6 +124,7 @@ class Bench:
             self._continue(json.loads(out.read_text()))
 
     def _continue(self, before: dict[str, Any]) -> None:
+        """Take over the results `before`. Raises InputError if they have other settings."""
         changed = [
             key
             for key, value in self.result["settings"].items()
@@ -117,27 +132,27 @@ class Bench:
         ]
         if changed:
             raise InputError(
-                f"{self.out}: was measured with other settings ({', '.join(changed)}); name another --out"
+                f"{self.out}: was measured with other settings ({', '.join(changed)}); name "
+                "another --out"
             )
         if "environment" in before:
-            there, here = (
-                device_and_torch(before["environment"]),
-                device_and_torch(environment_from_elsewhere()),
-            )
-            if there != here:
+            old_device = device_and_torch(before["environment"])
+            new_device = device_and_torch(environment_from_elsewhere())
+            if old_device != new_device:
                 raise InputError(
-                    f"{self.out}: was measured on {there}, and this is {here}; name another --out"
+                    f"{self.out}: was measured on {old_device}, and this is {new_device}; name "
+                    "another --out"
                 )
         self.result |= {
             key: before[key] for key in ("environment", "limits", "packs") if key in before
         }
-        # What failed, for want of time or of a package, is tried again.
+        # Failed ways are measured again. A timeout or a missing package may have been the cause.
         self.result["ways"] = {
             name: way for name, way in before["ways"].items() if way["status"] == "ok"
         }
 
     def run(self, entries: Sequence[Entry]) -> None:
-        """Measure the limits and every entry that is not measured yet, the baseline first."""
+        """Measure the limits and the entries that are not measured yet, the baseline first."""
         self._make_packs()
         if not self.brief and self.result.get("limits", {}).get("status") != "ok":
             self.result["limits"] = self._worker(
@@ -149,9 +164,13 @@ class Bench:
             self._save(entry, self._measure(entry))
 
     def _make_packs(self) -> None:
+        """Write the packs if they are missing, and add their description to the result."""
         settings = self.settings
         throughput_packs.make(
-            settings.packs, settings.loaded, settings.all_steps, whole=settings.whole_documents
+            settings.packs,
+            settings.loaded,
+            settings.all_steps,
+            whole_documents=settings.whole_documents,
         )
         manifest = json.loads((settings.packs / "packs.json").read_text())
         fingerprint = manifest["splits"]["train"]["fingerprint"]
@@ -159,11 +178,14 @@ class Bench:
             manifest["settings"] | manifest["statistics"] | {"fingerprint": fingerprint}
         )
 
-    # ── One way ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── A way ───────────────────────────────────────────────────────────────────────────────────
 
     def _measure(self, entry: Entry) -> dict[str, Any]:
-        """One entry in a process of its own. Unless it is to be brief, it has compile caches of its own too: a warm one would
-        shorten somebody's first step."""
+        """Measure an entry in its own process.
+
+        Unless `brief` is set, the entry has its own compile caches, because a warm cache would
+        shorten its first step.
+        """
         print(f"{entry.name} ...", flush=True)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="throughput-") as folder:
@@ -172,30 +194,30 @@ class Bench:
                 "TRITON_CACHE_DIR": f"{folder}/triton",
             }
             measure = self._ours if entry.ours else self._other
-            measured = measure(entry, {} if self.brief else caches, Path(folder) / "run")
+            environment = {} if self.brief else caches
+            measured = measure(entry, environment, Path(folder) / "run")
         return measured | {"wall_seconds": time.perf_counter() - began}
 
     def _ours(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
-        """A real `accelerate launch`; the figures are those of the run's own records."""
+        """Train with this project's launcher. The results are the run's own records."""
         settings = self.settings
         overrides = [*settings.overrides, *entry.overrides]
-        launch = [*LAUNCH, "--config_file", str(settings.configuration), "train_accelerate.py"]
-        said = ["accelerate", *launch[3:]]
         if self.brief:
-            launch, said = (
-                [sys.executable, "-m", "train_accelerate"],
-                ["python", "-m", "train_accelerate"],
-            )
-        own = [str(settings.recipe), *overrides]
+            launch = [sys.executable, "-m", "train_accelerate"]
+            shown_launch = ["python", *launch[1:]]
+        else:
+            launch = [*LAUNCH, "--config_file", str(settings.configuration), "train_accelerate.py"]
+            shown_launch = ["accelerate", *launch[3:]]
+        arguments = [str(settings.recipe), *overrides]
         status, output = run_to_its_end(
-            [*launch, *own, f"run_dir={run_dir}"], settings.timeout, environment
+            [*launch, *arguments, f"run_dir={run_dir}"], settings.timeout, environment
         )
-        command = {"command": shlex.join([*said, *own, "run_dir=runs/throughput"])}
+        shown_command = [*shown_launch, *arguments, "run_dir=runs/throughput"]
+        command = {"command": shlex.join(shown_command)}
         if status != 0 or not (run_dir / "summary.json").exists():
             return failure(status, output) | command
-        summary, audit = (
-            json.loads((run_dir / name).read_text()) for name in ("summary.json", "audit.json")
-        )
+        summary = json.loads((run_dir / "summary.json").read_text())
+        audit = json.loads((run_dir / "audit.json").read_text())
         steps = [record for record in read_metrics(run_dir) if kind(record) == "step"]
         figures = {
             "losses": "loss",
@@ -214,8 +236,12 @@ class Bench:
         }
 
     def _other(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
-        """Train with the recipe's microbatch, or the largest half, quarter, ... that fits: plain transformers hold all logits."""
-        settings, tried = self.settings, []
+        """Train with another trainer, in the recipe's microbatch or in the largest part that fits.
+
+        The microbatch is halved until it fits, because plain transformers keeps all logits.
+        """
+        settings = self.settings
+        tried: list[int] = []
         microbatch = entry.packs or settings.loaded.batch.microbatch
         while True:
             options = ["--recipe", str(settings.recipe), "--weights", entry.weights]
@@ -231,7 +257,7 @@ class Bench:
             microbatch //= 2
 
     def _worker(self, command: list[str], environment: Mapping[str, str]) -> dict[str, Any]:
-        """What `python -m command` prints as the last line that is JSON; where there is none, how it failed."""
+        """Run `python -m command`, and return the JSON object in its last line, or its failure."""
         status, output = run_to_its_end(
             [sys.executable, "-m", *command], self.settings.timeout, environment
         )
@@ -239,9 +265,10 @@ class Bench:
         measured = json.loads(results[-1]) if status == 0 and results else failure(status, output)
         return measured | {"command": shlex.join(["python", "-m", *command])}
 
-    # ── The result ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Result ────────────────────────────────────────────────────────────────────────────────
 
     def _save(self, entry: Entry, measured: dict[str, Any]) -> None:
+        """Add a measured way to the result, write the file, and print the way."""
         described = dataclasses.asdict(entry) | {
             "ours": entry.ours,
             "floor": entry.floor,
@@ -254,7 +281,7 @@ class Bench:
 
 
 def failure(status: int | str, output: str) -> dict[str, Any]:
-    """How a way failed: its last line that says something, and the end of its output."""
+    """Return the failure of a way: its last line with text, and the end of its output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     kind = "timeout" if status == "timeout" else "failed"
     return {
@@ -265,8 +292,9 @@ def failure(status: int | str, output: str) -> dict[str, Any]:
 
 
 def finish(result: dict[str, Any], settings: Settings) -> None:
-    """Work out, of all that is measured so far, speed with its spread, share of the limit, and the verdict; in place."""
-    ways, floors = result["ways"], result.get("limits", {}).get("floors", {})
+    """Add speed, spread, share of the limit and verdict to all measured ways, in place."""
+    ways = result["ways"]
+    floors = result.get("limits", {}).get("floors", {})
     baseline = ways.get(BASELINE)
     if baseline is not None and baseline["status"] != "ok":
         baseline = None
@@ -275,7 +303,7 @@ def finish(result: dict[str, Any], settings: Settings) -> None:
         if way["status"] != "ok":
             continue
         seconds = [ms / 1e3 for ms in way["step_ms"][settings.warm_up :]]
-        way["tokens_per_second"] = spread([tokens / each for each in seconds])
+        way["tokens_per_second"] = spread([tokens / step for step in seconds])
         way["first_step_seconds"] = way["step_ms"][0] / 1e3
         way["data_wait_share"] = sum(way["data_wait_ms"][settings.warm_up :]) / 1e3 / sum(seconds)
         floor = floors.get(way["floor"])
@@ -285,24 +313,25 @@ def finish(result: dict[str, Any], settings: Settings) -> None:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, extremes and quartiles."""
-    lower, median, upper = (
-        statistics.quantiles(values, n=4, method="inclusive")
-        if len(values) > 1
-        else [values[0]] * 3
-    )
+    """Return median, extremes and quartiles."""
+    quartiles = [values[0]] * 3
+    if len(values) > 1:
+        quartiles = statistics.quantiles(values, n=4, method="inclusive")
+    lower, median, upper = quartiles
     return {"median": median, "min": min(values), "q1": lower, "q3": upper, "max": max(values)}
 
 
 def line(way: Mapping[str, Any]) -> str:
-    """One way in a line, for the screen."""
+    """Return a console line for a way."""
     if way["status"] != "ok":
         return f"{way['name']}: {way['status']}: {way['reason']}"
-    speed, share = way["tokens_per_second"], way["share_of_limit"]
+    speed = way["tokens_per_second"]
+    share = way["share_of_limit"]
     limit = "" if share is None else f", {100 * share:.1f} % of the limit"
     verdict = way["verdict"] + "".join(f"; {reason}" for reason in way["reasons"])
     return (
-        f"{way['name']}: {speed['median']:,.0f} tokens/s ({speed['min']:,.0f} to {speed['max']:,.0f}){limit}, "
+        f"{way['name']}: {speed['median']:,.0f} tokens/s "
+        f"({speed['min']:,.0f} to {speed['max']:,.0f}){limit}, "
         f"{way['memory_gib']:.1f} GiB, first step {way['first_step_seconds']:.1f} s, "
         f"loss {way['losses'][0]:.4f} -> {way['losses'][-1]:.4f}, {verdict}"
     )

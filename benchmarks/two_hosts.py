@@ -1,9 +1,11 @@
-"""`train_accelerate.py` on one host that plays two: NCCL takes each half of its GPUs for a machine of its own.
+"""Run `train_accelerate.py` on one host that NCCL treats as two hosts.
 
-    accelerate launch --config_file accelerate_configs/zero.yaml --num_processes 4 benchmarks/two_hosts.py RECIPE key=value ...
+    accelerate launch --config_file accelerate_configs/zero.yaml --num_processes 4 \\
+        benchmarks/two_hosts.py RECIPE key=value ...
 
-Between the halves everything goes through TCP sockets of the loopback device, as over a network; within a half it is NVLink as
-before. `nccl-tests` measures how fast that network is.
+Each half of the GPUs is one host. The halves communicate through TCP sockets of the loopback
+device, as over a network. Within a half, NVLink is used. `nccl-tests` measures the speed of that
+network.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import runpy
 import sys
 from pathlib import Path
 
-# Several sockets and threads a connection, without which one TCP stream is the limit (NCCL's documentation of these variables).
+# Several sockets and threads per connection. Otherwise a single TCP stream is the limit, see NCCL's
+# documentation of these variables.
 SOCKETS = {
     "NCCL_NET": "Socket",
     "NCCL_SOCKET_IFNAME": "lo",
@@ -23,8 +26,9 @@ SOCKETS = {
 
 
 def play_two_hosts() -> None:
-    """Tell NCCL, before it begins in this rank, which half is its host."""
-    rank, ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    """Set the variables that tell NCCL the host of this rank. Call it before NCCL starts."""
+    rank = int(os.environ["LOCAL_RANK"])
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
     os.environ |= {**SOCKETS, "NCCL_IB_DISABLE": "1", "NCCL_HOSTID": f"half-{2 * rank // ranks}"}
 
 

@@ -1,11 +1,11 @@
-"""Simulate how often the intervals of `which` miss the true mean, and how soon they can tell.
+"""Simulate how often the intervals of `which` miss the true mean, and how soon they decide.
 
     python -m benchmarks.which_miss_rates --out benchmarks/results/loss/which_miss_rates.json
 
-A series is the paired differences of twenty seeds. An interval misses if it excludes the true mean
-after any number of seeds from its least on. `normal_is_told` is the share of series of normal
-differences of mean zero that are equivalent after 5, 10 and 20 seeds, by the standard deviation in
-margins. The interval of the product is compared with alternatives that allow for skewness:
+A series has the paired differences of twenty seeds. An interval misses if it excludes the true mean
+after any number of seeds, from its minimum on. `normal_is_told` is the share of series of normal
+differences with mean zero that are equivalent after 5, 10 and 20 seeds, by the standard deviation
+in margins. The interval of the product is compared with alternatives that allow for skewness:
 
 * `wider`: its half-width times 1.5.
 * `skewness`: its half-width times 1 + 2 |g| / √n, where g is the sample's skewness.
@@ -27,10 +27,11 @@ from foundation.files import write_json
 from pretrain.compare.differences import FEWEST_SEEDS, MIXED_OVER
 from pretrain.compare.verdicts import MOST_SEEDS
 
-ERRORS = (0.05, 0.0125)  # of one candidate, and of each of four
+# Error probability of one candidate, and of each of four candidates.
+ERRORS = (0.05, 0.0125)
 SEEDS = np.arange(1, MOST_SEEDS + 1)
 Draw = Callable[[np.random.Generator, tuple[int, int]], np.ndarray]
-# Each with its true mean. Signs do not matter to an interval that is symmetric.
+# Distributions with their true mean. Signs do not matter, because the interval is symmetric.
 DIFFERENCES: dict[str, tuple[Draw, float]] = {
     "normal": (lambda draw, shape: draw.normal(size=shape), 0.0),
     "Student's t, 3 degrees of freedom": (lambda draw, shape: draw.standard_t(3, size=shape), 0.0),
@@ -45,7 +46,7 @@ DIFFERENCES: dict[str, tuple[Draw, float]] = {
         10.0,
     ),
 }
-# The factor of the half-width, the weight of skewness in it, Johnson's correction, least seeds.
+# Factor of the half-width, weight of the skewness in it, Johnson's correction, minimum of seeds.
 INTERVALS: dict[str, tuple[float, float, bool, int]] = {
     "the product's": (1.0, 0.0, False, FEWEST_SEEDS),
     "the product's, from 6 seeds on": (1.0, 0.0, False, 6),
@@ -63,14 +64,17 @@ def half_widths(values: np.ndarray, error: float) -> np.ndarray:
     spread = 1 + SEEDS * MIXED_OVER
     with np.errstate(over="ignore"):
         bound = (np.sqrt(spread) / error) ** (2 / SEEDS)
-    known = (bound < spread) & (SEEDS >= FEWEST_SEEDS)
-    bound = np.where(known, bound, 1.0)
+    is_finite = (bound < spread) & (SEEDS >= FEWEST_SEEDS)
+    bound = np.where(is_finite, bound, 1.0)
     half = np.sqrt(squares * (bound - 1) / (SEEDS * (1 - bound / spread)))
-    return np.where(known, half, np.inf)
+    return np.where(is_finite, half, np.inf)
 
 
 def skewness(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return standard deviation and skewness of each series after each seed; 0 for two or fewer."""
+    """Return standard deviation and skewness of each series after each seed.
+
+    The skewness of two or fewer seeds is 0.
+    """
     mean, second, third = (np.cumsum(values**power, axis=1) / SEEDS for power in (1, 2, 3))
     deviation = np.sqrt(np.maximum(second - mean**2, 1e-12) * SEEDS / np.maximum(SEEDS - 1, 1))
     cubes = (third - 3 * mean * second + 2 * mean**3) * SEEDS**2
@@ -89,15 +93,15 @@ def miss_rate(values: np.ndarray, true: float, error: float, interval: str) -> f
     return float((np.abs(distance) > half)[:, least - 1 :].any(axis=1).mean())
 
 
-def told(values: np.ndarray, error: float, interval: str) -> list[float]:
+def shares_within(values: np.ndarray, error: float, interval: str) -> list[float]:
     """Return the share of series that are within ± 1 after 5, 10 and 20 seeds."""
     factor, weight, _, least = INTERVALS[interval]
     _, skew = skewness(values)
     half = half_widths(values, 2 * error) * factor
     half = half * (1 + weight * np.abs(skew) / np.sqrt(SEEDS))
     within = np.abs(np.cumsum(values, axis=1) / SEEDS) + half < 1
-    seen = [within[:, least - 1 : seeds].any(axis=1).mean() for seeds in (5, 10, 20)]
-    return [round(float(share), 3) for share in seen]
+    shares = [within[:, least - 1 : seeds].any(axis=1).mean() for seeds in (5, 10, 20)]
+    return [round(float(share), 3) for share in shares]
 
 
 def figures(
@@ -105,23 +109,36 @@ def figures(
     error: float,
     interval: str,
 ) -> dict[str, object]:
-    """Return miss rates by distribution and, of intervals about the mean, how soon they tell."""
+    """Return the miss rates by distribution and the shares of equivalent series.
+
+    The shares are only computed for intervals that are symmetric about the mean.
+    """
     misses = {}
     for name, (values, true) in drawn.items():
         misses[name] = round(miss_rate(values, true, error, interval), 4)
-    if INTERVALS[interval][2]:  # Johnson's interval is not symmetric about the mean
+    uses_johnson = INTERVALS[interval][2]
+    if uses_johnson:
         return {"misses": misses}
     normal, _ = drawn["normal"]
-    soon = {f"{sd:g} margins": told(sd * normal, error, interval) for sd in (0.3, 0.5, 0.7)}
-    return {"misses": misses, "normal_is_told": soon}
+    shares = {
+        f"{deviation:g} margins": shares_within(deviation * normal, error, interval)
+        for deviation in (0.3, 0.5, 0.7)
+    }
+    return {"misses": misses, "normal_is_told": shares}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--series", type=int, default=100_000, help="simulated for each rate")
-    parser.add_argument("--out", type=Path, required=True)
+    """Run the command."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--series", type=int, default=100_000, help="number of simulated series of each rate"
+    )
+    parser.add_argument("--out", type=Path, required=True, help="result file to write")
     options = parser.parse_args()
-    draw, shape = np.random.default_rng(0), (options.series, MOST_SEEDS)
+    draw = np.random.default_rng(0)
+    shape = (options.series, MOST_SEEDS)
     drawn = {name: (make(draw, shape), true) for name, (make, true) in DIFFERENCES.items()}
     intervals = {}
     for name in INTERVALS:

@@ -1,1 +1,1 @@
-"""`make demo`: from the text that every machine has to a small trained language model."""
+"""`make demo`: from text that every machine has to a small trained language model."""

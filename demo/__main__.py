@@ -1,7 +1,8 @@
-"""`make demo`: make what is not there yet, then say where everything is. Ctrl-C at any moment; the next call goes on.
+"""Run the demo: `make demo` prepares data, trains a small model and compares precisions.
 
-Its parts are the real commands, run as a user would type them; only the corpus is the demo's own. Every path comes from the
-recipe, so the same commands work without the demo.
+The steps are the real commands, run as a user would type them. Only the corpus is specific to the
+demo. All paths come from the recipe, so the same commands work without the demo. Steps that are
+already done are skipped, so after Ctrl-C the next call continues.
 """
 
 from __future__ import annotations
@@ -31,100 +32,108 @@ REPORT = Path("runs/demo/demo.html")
 
 
 @dataclass(frozen=True)
-class Part:
-    """One thing that the demo makes. `product`: what is there once it is made."""
+class Step:
+    """A step of the demo."""
 
     title: str
+    # File that exists once the step is done.
     product: Path
-    make: Callable[[], object]
+    run: Callable[[], object]
 
 
 def main() -> int:
+    """Run the demo and return its exit status."""
     try:
         recipe = load_recipe(RECIPE)
-        parts = parts_of(recipe)
-        times = []
-        for number, part in enumerate(parts, start=1):
-            there = part.product.exists()
-            print(
-                f"[{number}/{len(parts)}] {part.title}: {part.product}{' (there already)' if there else ''}",
-                flush=True,
-            )
-            started = time.monotonic()
-            if not there:
-                part.make()
-            title = part.title[0].lower() + part.title[1:]
-            times.append(
-                f"{title} {'done before' if there else duration(time.monotonic() - started)}"
-            )
-        samples = recipe.evaluate
-        run(
-            python(
-                "pretrain", "sample", run_dir_of(recipe) / "final", *samples.samples, "--tokens", 48
-            )
-        )
-        print(last_screen(recipe, ", ".join(times)))
+        times = run_steps(steps_of(recipe))
+        model = run_dir_of(recipe) / "final"
+        prompts = recipe.evaluate.samples
+        run(python("pretrain", "sample", model, *prompts, "--tokens", 48))
+        print(last_screen(recipe, times))
     except InputError as error:
         print(f"demo: {error}", file=sys.stderr)
         return 2
     except subprocess.CalledProcessError as failure:
-        ended = f"`{failure.cmd}` ended with exit code {failure.returncode}"
         print(
-            f"\ndemo: {ended}; its message stands above. `make demo` goes on from here.",
+            f"\ndemo: `{failure.cmd}` ended with exit code {failure.returncode}; see its message "
+            "above. `make demo` continues from here.",
             file=sys.stderr,
         )
         return failure.returncode
     except KeyboardInterrupt:
-        print("\nStopped. What is done stays done: `make demo` goes on from here.", file=sys.stderr)
+        print("\nStopped. `make demo` continues from here.", file=sys.stderr)
         return 130
     return 0
 
 
-def parts_of(recipe: Recipe) -> list[Part]:
-    data, run_dir = recipe.data, run_dir_of(recipe)
-    corpus, tokenizer = Path(data.source), Path(data.tokenizer)
-    # Small on purpose: at a hidden size of 256, 4,096 tokens cost a million parameters, which three minutes cannot teach.
-    learn = python(
-        "packing",
-        "tokenizer",
-        corpus,
-        "--vocabulary",
-        recipe.model.config["vocab_size"],
-        "--out",
-        tokenizer,
+def run_steps(steps: list[Step]) -> str:
+    """Run the steps that are not done. Return a text with the time of each step."""
+    times = []
+    for number, step in enumerate(steps, start=1):
+        is_done = step.product.exists()
+        note = " (already done)" if is_done else ""
+        print(f"[{number}/{len(steps)}] {step.title}: {step.product}{note}", flush=True)
+        started = time.monotonic()
+        if not is_done:
+            step.run()
+        title = step.title[0].lower() + step.title[1:]
+        taken = "done before" if is_done else duration(time.monotonic() - started)
+        times.append(f"{title} {taken}")
+    return ", ".join(times)
+
+
+def steps_of(recipe: Recipe) -> list[Step]:
+    """Return the steps of the demo."""
+    corpus = Path(recipe.data.source)
+    tokenizer = Path(recipe.data.tokenizer)
+    packs = recipe.data.packs
+    # A small vocabulary: at a hidden size of 256, 4,096 tokens take a million parameters, and three
+    # minutes of training cannot teach more.
+    vocabulary = recipe.model.config["vocab_size"]
+    train_tokenizer = python(
+        "packing", "tokenizer", corpus, "--vocabulary", vocabulary, "--out", tokenizer
     )
     return [
-        Part("Text", corpus, lambda: gather_text(corpus)),
-        Part("Tokenizer", tokenizer / "tokenizer_config.json", lambda: run(learn)),
-        Part("Packs", data.packs / "packs.json", lambda: run(python("packing", "prepare", RECIPE))),
-        Part("Training", run_dir / "final", lambda: run(train_command("cpu", RECIPE))),
-        Part(
-            "Comparison of FP32, and FP8 and FP4 emulated",
+        Step("Text", corpus, lambda: write_text(corpus)),
+        Step("Tokenizer", tokenizer / "tokenizer_config.json", lambda: run(train_tokenizer)),
+        Step("Packs", packs / "packs.json", lambda: run(python("packing", "prepare", RECIPE))),
+        Step(
+            "Training",
+            run_dir_of(recipe) / "final",
+            lambda: run(train_command("cpu", RECIPE)),
+        ),
+        Step(
+            "Comparison of FP32 with emulated FP8 and FP4",
             REPORT,
             lambda: run(python("pretrain", "matrix", MATRIX)),
         ),
     ]
 
 
-def gather_text(corpus: Path) -> None:
+def write_text(corpus: Path) -> None:
+    """Write the corpus from Python's standard library."""
     documents, size = write_corpus(corpus, standard_library())
     print(
-        f"the standard library of Python {platform.python_version()}: {documents:,} documents, {size / 1e6:.1f} MB"
+        f"the standard library of Python {platform.python_version()}: {documents:,} documents, "
+        f"{size / 1e6:.1f} MB"
     )
 
 
 def python(package: str, *arguments: object) -> list[str]:
+    """Return the command `python -m package arguments`."""
     return [script("python"), "-m", package, *map(str, arguments)]
 
 
 def train_command(configuration: str, recipe: str, *arguments: str) -> list[str]:
-    """The command that trains `recipe` as accelerate_configs/<configuration>.yaml says; `arguments` are overrides or flags."""
-    config_file = f"accelerate_configs/{configuration}.yaml"
+    """Return the command that trains `recipe` with accelerate_configs/<configuration>.yaml.
+
+    `arguments` are overrides or options.
+    """
     return [
         script("accelerate"),
         "launch",
         "--config_file",
-        config_file,
+        f"accelerate_configs/{configuration}.yaml",
         "train_accelerate.py",
         recipe,
         *arguments,
@@ -132,58 +141,77 @@ def train_command(configuration: str, recipe: str, *arguments: str) -> list[str]
 
 
 def script(name: str) -> str:
-    """The command `name` that is installed beside this Python, relative to the current folder where it lies below it."""
+    """Return the path of the program `name` that is installed next to this Python.
+
+    The path is relative if it lies below the current folder.
+    """
     path = Path(sys.executable).parent / name
     return os.path.relpath(path) if path.is_relative_to(Path.cwd()) else str(path)
 
 
 def run(command: list[str]) -> None:
-    """Print and run `command`, with a thread a core. CalledProcessError for an exit code other than 0.
+    """Print and run `command`, with one thread per core.
 
-    Ctrl-C reaches every process of a terminal at once: the command then saves what it has, and KeyboardInterrupt follows its end.
+    Raises CalledProcessError for an exit code other than 0. Ctrl-C reaches every process of the
+    terminal at once: the command saves its state and ends, then KeyboardInterrupt is raised.
     """
     print(f"$ {shlex.join(command)}", flush=True)
     interrupts: list[int] = []
     previous = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
+    # accelerate's default is the number of physical cores, which many virtual machines cannot
+    # report.
+    environment = {"OMP_NUM_THREADS": str(usable_cores())} | os.environ
     try:
-        # accelerate's own default is the number of physical cores, which many virtual machines cannot tell.
-        code = subprocess.Popen(
-            command, env={"OMP_NUM_THREADS": str(usable_cores())} | os.environ
-        ).wait()
+        code = subprocess.Popen(command, env=environment).wait()
     finally:
         signal.signal(signal.SIGINT, previous)
     if interrupts:
         raise KeyboardInterrupt
-    if code:  # -9 is how Popen says "killed"
+    if code:
+        # Popen returns -9 for a process that was killed.
         raise subprocess.CalledProcessError(code if code > 0 else 128 - code, shlex.join(command))
 
 
 def last_screen(recipe: Recipe, times: str) -> str:
-    """Where everything is, how good it is, how long it took, and what to run next."""
+    """Return the results, the files, the times, and suggestions for the next commands."""
     run_dir = run_dir_of(recipe)
+    final = run_dir / "final"
+    page = run_dir / "report.html"
     summary = json.loads((run_dir / "summary.json").read_text())
-    guess = f"where a uniform guess has {recipe.model.config['vocab_size']:,}"
+    vocabulary = recipe.model.config["vocab_size"]
+    commands = {
+        "sample": python("pretrain", "sample", final, "class "),
+        "inspect": python("packing", "inspect", recipe.data.packs),
+        "report": python("pretrain", "report", run_dir, "--out", page),
+        "longer": train_command("cpu", RECIPE, "name=longer", "train.steps=3000"),
+        "gpu": train_command("bf16", RECIPE, "name=smoke_gpu", "train.epochs=4"),
+        "plan": train_command("bf16", "recipes/small_malaysian_lm.yaml", "--plan"),
+    }
+    lines = {name: shlex.join(command) for name, command in commands.items()}
     return f"""
-Held-out loss {summary["held_out_loss"]:.3f} nats a token: perplexity {summary["held_out_perplexity"]:.1f}, {guess}.
-{summary["steps"]:,} steps, {summary["tokens"]:,} tokens, {summary["tokens_per_second"]:,.0f} tokens/s.
+Held-out loss {summary["held_out_loss"]:.3f} nats per token: perplexity \
+{summary["held_out_perplexity"]:.1f}. A uniform guess has {vocabulary:,}.
+{summary["steps"]:,} steps, {summary["tokens"]:,} tokens, \
+{summary["tokens_per_second"]:,.0f} tokens/s.
 
-Where everything is
-  the report       {REPORT}  (a page: open it in a browser)
-  the model        {run_dir / "final"}  (a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it)
+Files
+  report           {REPORT}  (a page: open it in a browser)
+  model            {final}  (a Hugging Face folder: AutoModelForCausalLM.from_pretrained loads it)
   every step       {run_dir / "metrics.jsonl"}
   checkpoints      {run_dir / "checkpoints"}
   packs            {recipe.data.packs}
 
 Time: {times}
 
-What to run next
-  another text     {shlex.join(python("pretrain", "sample", run_dir / "final", "class "))}
-  read the packs   {shlex.join(python("packing", "inspect", recipe.data.packs))}
-  report           {shlex.join(python("pretrain", "report", run_dir, "--out", run_dir / "report.html"))}
-  train longer     {shlex.join(train_command("cpu", RECIPE, "name=longer", "train.steps=3000"))}
-                   key=value changes any setting. Ctrl-C saves a checkpoint, and the same command goes on from it.
-  on a GPU         {shlex.join(train_command("bf16", RECIPE, "name=smoke_gpu", "train.epochs=4"))}
-  plan a real run  {shlex.join(train_command("bf16", "recipes/small_malaysian_lm.yaml", "--plan"))}
+Next commands
+  generate text    {lines["sample"]}
+  read the packs   {lines["inspect"]}
+  report           {lines["report"]}
+  train longer     {lines["longer"]}
+                   key=value changes any setting. Ctrl-C saves a checkpoint, and the same command
+                   continues from it.
+  on a GPU         {lines["gpu"]}
+  plan a real run  {lines["plan"]}
   start over       make clean demo"""
 
 

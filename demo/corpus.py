@@ -1,8 +1,9 @@
-"""Real text that every machine with Python has: the standard library's sources and docstrings.
+"""Write a corpus that every machine with Python has: the standard library's code and docstrings.
 
-Each module is a document and each docstring of some size is one of its own, cut out of its module: no text stands twice, so a
-held-out docstring is not also inside a training document and the held-out loss means what it says. The lengths run from two
-lines of docstring to hundreds of thousands of characters, which is what packing has to cope with in earnest.
+Each module is a document. Each docstring of some length is a document too, and is removed from its
+module. So no text occurs twice, a held-out docstring is not part of a training document, and the
+held-out loss is meaningful. Lengths range from two lines of a docstring to hundreds of thousands of
+characters, as in real corpora.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from typing import NamedTuple
 from foundation.errors import InputError
 from foundation.files import replace_file
 
-# Tests and idlelib are not the library proper; `encodings` is tables of characters and `pydoc_data` prose inside escaped strings.
-LEFT_OUT = {
+# Skipped folders. Tests and idlelib are not the library proper, `encodings` contains tables of
+# characters, and `pydoc_data` contains prose in escaped strings.
+SKIPPED = {
     "test",
     "tests",
     "idlelib",
@@ -30,34 +32,39 @@ LEFT_OUT = {
     "dist-packages",
     "__pycache__",
 }
-# characters; anything shorter stays where it is, a comment more than a text
+# Minimum number of characters of a docstring that becomes a document. A shorter one stays in its
+# module, like a comment.
 SHORTEST_DOCSTRING = 80
 
 Documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 class Document(NamedTuple):
-    name: str  # "asyncio/queues.py", or "asyncio/queues.py:Queue.get" for a docstring
+    """A document of the corpus."""
+
+    # "asyncio/queues.py", or "asyncio/queues.py:Queue.get" for a docstring.
+    name: str
     text: str
 
 
 def standard_library() -> Path:
-    """The folder of this Python's standard library; InputError where it has no sources."""
+    """Return the folder of Python's standard library. Raises InputError if it has no sources."""
     root = Path(sysconfig.get_path("stdlib"))
     if not (root / "ast.py").is_file():
         raise InputError(
-            f"{root}: no Python sources here, which the demo reads; install a Python that ships its library"
+            f"{root}: has no Python sources, which the demo needs; install a Python that includes "
+            "the sources of its library"
         )
     return root
 
 
 def write_corpus(path: Path, root: Path) -> tuple[int, int]:
-    """Write the documents of `root` to `path`, one JSON object {"text", "name"} a line; the file appears whole or not at all.
-    Returns how many they are, and their bytes.
+    """Write the documents below `root` to `path`, and return their number and their bytes.
 
-    The order is that of the sorted paths, a module before its docstrings, so one Python gives one file, byte for byte.
+    The file has one JSON object {"text", "name"} per line and is written atomically. Modules are
+    sorted by path and precede their docstrings, so the same Python always writes the same bytes.
     """
-    # Inherited methods often repeat their docstring word for word: of equal texts the first stays.
+    # Inherited methods often repeat a docstring. Only the first of equal texts is kept.
     names = {}
     for document in library_documents(root):
         names.setdefault(document.text, document.name)
@@ -70,9 +77,9 @@ def write_corpus(path: Path, root: Path) -> tuple[int, int]:
 
 
 def library_documents(root: Path) -> Iterator[Document]:
-    """Every document under `root`, but for modules that this Python cannot decode or parse."""
+    """Yield every document below `root`. Modules that cannot be decoded or parsed are skipped."""
     paths = (
-        path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts)
+        path for path in root.rglob("*.py") if SKIPPED.isdisjoint(path.relative_to(root).parts)
     )
     for path in sorted(paths, key=lambda path: path.relative_to(root).as_posix()):
         try:
@@ -84,11 +91,12 @@ def library_documents(root: Path) -> Iterator[Document]:
 
 
 def split_module(name: str, source: str) -> list[Document]:
-    """The module without its docstrings, then each docstring, in order of appearance.
+    """Return the module without its docstrings, then the docstrings in order.
 
-    A docstring shorter than `SHORTEST_DOCSTRING`, or one that shares a line with code, stays in the module. Raises SyntaxError.
+    A docstring shorter than `SHORTEST_DOCSTRING`, or on a line with code, stays in the module.
+    Raises SyntaxError if the source cannot be parsed.
     """
-    # not splitlines(), which also splits at form feeds, where `ast` does not
+    # splitlines() would also split at form feeds, unlike `ast`.
     lines: list[str | None] = source.split("\n")
     docstrings: list[Document] = []
     for qualified_name, statement in _docstrings(ast.parse(source), ""):
@@ -103,19 +111,20 @@ def split_module(name: str, source: str) -> list[Document]:
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, ast.Expr]]:
-    """The qualified name and the statement of each docstring in `node` and in what is defined inside it."""
+    """Yield the qualified name and the statement of each docstring in `node` and inside it."""
     if isinstance(node, Documented) and ast.get_docstring(node, clean=False) is not None:
         yield name, node.body[0]
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             yield from _docstrings(child, f"{name}.{child.name}" if name else child.name)
-        # definitions also stand inside `if` and `try`
+        # Definitions may be inside `if` and `try`.
         elif isinstance(child, ast.stmt | ast.excepthandler):
             yield from _docstrings(child, name)
 
 
 def _has_lines_to_itself(statement: ast.stmt, lines: list[str]) -> bool:
-    """Returns whether nothing but blanks stands before and after `statement`; `ast` counts columns in UTF-8 bytes."""
+    """Return True if there are only blanks before and after `statement` on its lines."""
+    # `ast` counts columns in UTF-8 bytes.
     before = lines[statement.lineno - 1].encode()[: statement.col_offset]
     after = lines[statement.end_lineno - 1].encode()[statement.end_col_offset :]
     return not before.strip() and not after.strip()

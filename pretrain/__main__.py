@@ -1,6 +1,7 @@
-"""`low-precision COMMAND`, which `pip install .` brings, or `python -m pretrain COMMAND`: what is done with runs and packs.
+"""Commands for runs and packs: `python -m pretrain COMMAND`, or `low-precision COMMAND`.
 
-`accelerate launch ... train_accelerate.py` trains; the commands of `python -m packing` are here too.
+`accelerate launch ... train_accelerate.py` trains. The commands of `python -m packing` are
+available here too.
 """
 
 from __future__ import annotations
@@ -13,101 +14,111 @@ from typing import NoReturn
 from foundation.command import run_command
 from pretrain.settings import commands
 
-# By name: the module whose `main` runs the command and returns its exit status, and what it does.
+# By command: the module whose `main` runs it, and a short description.
 RUNS = {
     "plan": (
         "pretrain.run.plan_command",
-        "time, memory and microbatch of a recipe on devices that are not here",
+        "estimate time, memory and microbatch of a recipe on other devices",
     ),
     "evaluate": (
         "pretrain.run.evaluate_command",
-        "the held-out loss of a checkpoint; behind `accelerate launch ... -m pretrain`",
+        "compute the held-out loss of a checkpoint",
     ),
     "report": (
         "pretrain.compare.report",
-        "curves and tables of run folders, and how one run differs from another",
+        "compare runs: tables, curves, and the difference in loss from a baseline",
     ),
     "doctor": (
         "pretrain.run.doctor",
-        "which precision works on this machine, on what, and how fast",
+        "test which precisions work on this machine, and how fast",
     ),
     "export": (
         "pretrain.run.export",
-        "any checkpoint as a Hugging Face folder, on a machine without a GPU",
+        "export a checkpoint as a Hugging Face folder",
     ),
-    "sample": ("pretrain.run.sampling", "how a finished run or an exported model continues a text"),
-    "flops": ("pretrain.plan.flops_table", "what a token costs, by every definition in use"),
-    "matrix": ("pretrain.compare.matrix", "run every cell of a comparison, and report on it"),
+    "sample": (
+        "pretrain.run.sampling",
+        "generate text with a finished run or an exported model",
+    ),
+    "flops": (
+        "pretrain.plan.flops_table",
+        "list a model's FLOPs per token by each definition of MFU",
+    ),
+    "matrix": (
+        "pretrain.compare.matrix",
+        "run all cells of an experiment and compare them",
+    ),
     "which": (
         "pretrain.compare.which",
-        "which precision to train a model in: its gain at equal loss, on your text",
+        "find the fastest precision at equal loss for your model and data",
     ),
     "phases": (
         "pretrain.compare.phases",
-        "find a fast configuration in phases, each on the best before it",
+        "search for a fast and stable configuration, one group of settings at a time",
     ),
 }
-# Commands of a module that has several, and takes the name as the first of its arguments.
+# Commands of `python -m packing`, whose `main` expects the command as its first argument.
 PACKS = {
-    "tokenizer": ("packing.__main__", "text to a tokenizer"),
-    "prepare": ("packing.__main__", "text to packs"),
-    "inspect": ("packing.__main__", "what packs hold: counts, lengths, text"),
+    "tokenizer": ("packing.__main__", "train a tokenizer on text"),
+    "prepare": ("packing.__main__", "tokenize text and pack it"),
+    "inspect": ("packing.__main__", "show the counts, lengths and text of packs"),
 }
 COMMANDS = RUNS | PACKS
 
 
 def console() -> NoReturn:
-    """The installed command."""
+    """Run the installed program `low-precision`."""
     sys.exit(main(sys.argv[1:]))
 
 
 def main(arguments: list[str]) -> int:
-    """Run the command that the first argument names; returns its exit status, as `run_command` says."""
+    """Run the command that the first argument names, and return its exit status.
+
+    `foundation.command.run_command` lists the statuses. Returns 2 for an unknown command.
+    """
     if arguments and arguments[0] in COMMANDS:
+        return run_command(lambda: _run(arguments))
+    if arguments in (["-h"], ["--help"]):
+        print(usage())
+        return 0
+    if arguments:
+        message = f"error: unknown command {arguments[0]!r}"
+        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1, cutoff=0.5)
+        if near:
+            message += f"; did you mean {near[0]!r}?"
+        print(message, file=sys.stderr)
+    print(usage(), file=sys.stderr)
+    return 2
 
-        def run() -> int:
-            name, *given = arguments
-            told = (
-                commands.read(name, given)
-                if name in commands.COMMANDS
-                else arguments
-                if name in PACKS
-                else given
-            )
-            module = importlib.import_module(COMMANDS[name][0])
-            return module.main(
-                told,
-                *(
-                    [importlib.import_module("train_accelerate").assemble]
-                    if name == "evaluate"
-                    else []
-                ),
-            )
 
-        return run_command(run)
-    lines = [f"  {name:<9} {what}" for name, (_, what) in COMMANDS.items()]
-    last = "COMMAND --help says more; to train: accelerate launch train_accelerate.py RECIPE"
-    usage = "\n".join(
+def _run(arguments: list[str]) -> int:
+    """Parse the arguments of a command, then import its module and run it."""
+    name, *options = arguments
+    parsed = options
+    if name in commands.COMMANDS:
+        parsed = commands.read(name, options)
+    elif name in PACKS:
+        parsed = arguments
+    module = importlib.import_module(COMMANDS[name][0])
+    if name == "evaluate":
+        # The launcher's function builds the model. It stands outside of the package.
+        return module.main(parsed, importlib.import_module("train_accelerate").assemble)
+    return module.main(parsed)
+
+
+def usage() -> str:
+    """Return the help of the program, with one line per command."""
+    lines = [f"  {name:<10} {description}" for name, (_, description) in COMMANDS.items()]
+    return "\n".join(
         [
             "usage: low-precision COMMAND ..., or python -m pretrain COMMAND ...",
             "",
             *lines,
             "",
-            last,
+            "COMMAND --help lists the options of a command.",
+            "To train: accelerate launch train_accelerate.py RECIPE",
         ]
     )
-    if arguments in (["-h"], ["--help"]):
-        print(usage)
-        return 0
-    if arguments:
-        near = difflib.get_close_matches(arguments[0], COMMANDS, n=1, cutoff=0.5)
-        print(
-            f"error: unknown command {arguments[0]!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ""),
-            file=sys.stderr,
-        )
-    print(usage, file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The shipped accelerate configurations: accelerate reads each, and starts what the file promises."""
+"""The shipped accelerate configurations: accelerate reads them and starts the promised topology."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from tests.ranks import environment_under
 CONFIGS = sorted(ROOT.glob("accelerate_configs/*.yaml"))
 
 RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "train": {"steps": 1}}
-TOPOLOGIES = ("ddp", "fsdp2", "hsdp", "zero", "machines")  # with which a file's name begins
+# Prefixes of the names of files for several processes.
+TOPOLOGIES = ("ddp", "fsdp2", "hsdp", "zero", "machines")
 
 
 def by_name(name: str) -> Path:
@@ -28,9 +29,9 @@ def by_name(name: str) -> Path:
 
 
 def precision_of(path: Path) -> str:
-    written = yaml.safe_load(path.read_text())
+    config = yaml.safe_load(path.read_text())
     unquantized = {"no": "fp32", "bf16": "bf16"}
-    return unquantized.get(str(written["mixed_precision"])) or written["fp8_config"]["recipe"]
+    return unquantized.get(str(config["mixed_precision"])) or config["fp8_config"]["recipe"]
 
 
 ONE_DEVICE = {
@@ -54,23 +55,24 @@ def test_every_precision_and_every_topology_is_shipped():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_accelerates_own_loader_reads_the_file_and_every_nested_key_of_it(path: Path):
+def test_accelerate_knows_every_key_of_the_file(path: Path):
     config = load_config_from_file(str(path))
     assert isinstance(config, ClusterConfig)
     assert config.num_processes >= 1
     assert config.dynamo_config == {}, "the launcher compiles by itself"
-    # no option of its own
-    known = {action.dest for action in launch_command_parser()._actions} | {"fsdp_ignored_modules"}
-    assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= known
+    options = {action.dest for action in launch_command_parser()._actions}
+    # accelerate reads this key from the file only.
+    options.add("fsdp_ignored_modules")
+    assert set(yaml.safe_load(path.read_text()).get("fsdp_config", {})) <= options
 
 
 @pytest.mark.parametrize(("name", "precision"), (ONE_DEVICE | SEVERAL_IN_FP8).items())
-def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
+def test_a_file_selects_its_precision_and_its_variables_are_removed(
     name: str, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As far as the launcher goes with precision before it looks at the device."""
+    """Resolves the precision as the launcher does before it looks at the device."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
-    # without a library it stops
+    # Without an FP8 library, accelerate refuses to launch.
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     several = ["--num_machines", "1", "--num_processes", "2"] if name in SEVERAL_IN_FP8 else []
     environment = environment_under(["--config_file", str(by_name(name)), *several])
@@ -91,15 +93,15 @@ def test_a_file_settles_its_precision_and_leaves_accelerate_nothing_of_it(
 
 @pytest.mark.multi
 @pytest.mark.parametrize("name", ["ddp_fp8_delayed", "fsdp2_mxfp8"])
-def test_a_file_of_topology_and_precision_trains_what_its_name_says(
+def test_a_file_trains_with_the_precision_and_topology_of_its_name(
     name: str,
     low_precision_recipe: dict[str, Any],
     start_as_ranks: Callable[..., Finished],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ):
-    """On two processes of this CPU, emulated. Golden runs have the other topologies."""
-    # without a library it stops
+    """Runs emulated in two processes on the CPU. Golden runs cover the other topologies."""
+    # Without an FP8 library, accelerate refuses to launch.
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     config = low_precision_recipe["model"]["config"] | {
         "num_hidden_layers": 1,
@@ -116,6 +118,7 @@ def test_a_file_of_topology_and_precision_trains_what_its_name_says(
     assert finished.status == 0, finished
     audit = finished.audit()
     assert audit["precision"] == SEVERAL_IN_FP8[name] and audit["confirmed_in_step"] == 2
-    assert {each["effective"] for each in audit["products"] if each["name"] != "lm_head"} == {
-        SEVERAL_IN_FP8[name]
+    effective = {
+        product["effective"] for product in audit["products"] if product["name"] != "lm_head"
     }
+    assert effective == {SEVERAL_IN_FP8[name]}

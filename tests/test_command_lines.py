@@ -1,4 +1,4 @@
-"""Every command reads its command line in one way: a mistake is one message that names the option."""
+"""Command lines of all commands: mistakes are one message, and --help does not import torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_a_mistyped_option_is_one_line_and_exit_status_2(
     )
 
 
-def test_help_and_mistakes_are_answered_before_torch_is_imported() -> None:
+def test_help_and_mistakes_do_not_import_torch() -> None:
     code = """
 import contextlib, sys
 from pretrain.__main__ import COMMANDS, main

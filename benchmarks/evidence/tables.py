@@ -35,7 +35,7 @@ from pretrain.compare.differences import (
     MARGIN,
     WORSE,
     SeedDifference,
-    within,
+    t_probability,
 )
 
 RESULTS = Path("benchmarks/results/loss")
@@ -166,8 +166,10 @@ def p_values(difference: SeedDifference) -> tuple[float, float]:
     freedom = len(difference.by_seed) - 1
     error = statistics.stdev(difference.by_seed.values()) / math.sqrt(freedom + 1)
     room = (MARGIN * difference.baseline - abs(difference.mean)) / error
-    inside = within(abs(room), freedom)
-    return (1 - math.copysign(inside, room)) / 2, 1 - within(abs(difference.mean) / error, freedom)
+    inside = t_probability(abs(room), freedom)
+    return (1 - math.copysign(inside, room)) / 2, 1 - t_probability(
+        abs(difference.mean) / error, freedom
+    )
 
 
 def holm(p_values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:

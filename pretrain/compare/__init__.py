@@ -1,1 +1,1 @@
-"""Runs beside each other: matrices, reports, and whether a comparison is fair."""
+"""Comparisons of runs: matrices, reports, and the rules of a fair comparison."""

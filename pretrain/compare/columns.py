@@ -1,4 +1,4 @@
-"""The columns of all tables: what each shows, how it is written, and what it means. Console, Markdown and page have the same."""
+"""Columns of the report's tables. Console, Markdown and page use the same columns."""
 
 from __future__ import annotations
 
@@ -10,226 +10,252 @@ from functools import partial
 from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent
-from pretrain.compare.comparison import RunComparison, Standing, own_speed
+from pretrain.compare.comparison import ComparedRun, RunComparison, own_speed
 from pretrain.compare.differences import CONFIDENCE, Gap
-from pretrain.compare.fairness import keys_told_apart_by, option
+from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of rows of any kind: a `Standing`, or a group of seeds. What is not known is None, and a dash."""
+    """A column of a table. Its rows are of any type, for example ComparedRun or GroupResult."""
 
     title: str
     meaning: str
-    value: Callable[[Any], Any]  # by which the page sorts
+    # Returns the value of a row, or None if it is unknown. The page sorts by it.
+    get: Callable[[Any], Any]
+    # Returns the text of a value.
     form: Callable[[Any], str] = str
-    mark: Callable[[Any], str] = lambda row: ""  # what stands behind a value that is known
-    words: bool = False  # to the left, and sorted upwards first
+    # Returns text to print behind the value of a row.
+    suffix: Callable[[Any], str] = lambda row: ""
+    # The column holds text: it is aligned to the left, and the page sorts it ascending first.
+    is_text: bool = False
 
-    def known(self, row: Any) -> Any:
-        value = self.value(row)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
+    def value(self, row: Any) -> Any:
+        """Return the value of a row, or None if it is unknown or not finite."""
+        value = self.get(row)
+        if isinstance(value, float) and not math.isfinite(value):
+            return None
+        return value
 
     def text(self, row: Any) -> str:
-        value = self.known(row)
-        return UNKNOWN if value is None else self.form(value) + self.mark(row)
+        """Return the text of a row, which is a dash for an unknown value."""
+        value = self.value(row)
+        return UNKNOWN if value is None else self.form(value) + self.suffix(row)
 
 
 def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
-    words = max(place for place, column in enumerate(columns) if column.words) + 1
-    header, cells = (
-        [column.title for column in columns],
-        [[column.text(row) for column in columns] for row in rows],
-    )
-    return markdown(header, cells, names=words)
+    """Return a Markdown table."""
+    last_text = max(place for place, column in enumerate(columns) if column.is_text)
+    header = [column.title for column in columns]
+    cells = [[column.text(row) for column in columns] for row in rows]
+    return markdown(header, cells, names=last_text + 1)
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:
-    return list(
-        dict.fromkeys(f"{column.title}: {column.meaning}." for column in columns if column.meaning)
-    )
+    """Return an explanation of each column that has one."""
+    texts = [f"{column.title}: {column.meaning}." for column in columns if column.meaning]
+    return list(dict.fromkeys(texts))
 
 
 def signed(nats: float, digits: int = 4) -> str:
-    """+0.0004, with a minus as wide as a plus."""
-    # nothing has no sign of its own
-    return f"{round(nats, digits) + 0.0:+.{digits}f}".replace("-", "−")
+    """Format a difference with its sign: +0.0004. The minus is as wide as the plus."""
+    rounded = round(nats, digits) + 0.0  # turns -0.0 into 0.0
+    return f"{rounded:+.{digits}f}".replace("-", "−")
 
 
 def as_text(value: Any) -> str:
-    """A setting as a reader writes it: the beginning of a fingerprint or a commit, a float without its noise."""
+    """Format a setting: fingerprints and commits are shortened, floats lose their noise."""
     if isinstance(value, str) and re.fullmatch("[0-9a-f]{40}|[0-9a-f]{64}", value):
         return value[:10]
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _key(
+def _summary_column(
     title: str,
     meaning: str,
     key: str,
     form: Callable[[Any], str],
     counts: Callable[[RunRecord], Any] = bool,
-    **more: Any,
+    **options: Any,
 ) -> Column:
-    """A figure of summaries. `counts`: whether that of a run does; with `own_speed` it is one of hardware."""
-    return Column(
-        title,
-        meaning,
-        lambda each: each.run.summary.get(key) if counts(each.run) else None,
-        form,
-        **more,
-    )
+    """Return a column with `key` of the summaries.
+
+    `counts` returns something true if the value of a run counts. With `own_speed` only speeds of
+    hardware that the run had for itself count.
+    """
+
+    def get(compared: ComparedRun) -> Any:
+        return compared.run.summary.get(key) if counts(compared.run) else None
+
+    return Column(title, meaning, get, form, **options)
 
 
-def _ended(each: Standing) -> str:
-    return (
-        ", halted"
-        if "halted" in each.run.summary
-        else ", not finished"
-        if each.run.is_unfinished
-        else ""
-    )
+def _end_suffix(compared: ComparedRun) -> str:
+    """Return a note for a run that has not finished normally."""
+    if "halted" in compared.run.summary:
+        return ", halted"
+    return ", not finished" if compared.run.is_unfinished else ""
 
 
-AT_END = (
-    f"the mean of the last fifth of the steps, or of the last {FEWEST_STEPS} where that is more"
-)
-RUN = Column("run", "", lambda each: each.label, words=True)
+AT_END = f"the mean of the last fifth of the steps, or of the last {FEWEST_STEPS} if that is more"
+RUN = Column("run", "", lambda compared: compared.label, is_text=True)
 
 
 def figures_of(comparison: RunComparison) -> list[Column]:
-    """All that some run knows something about."""
-    differ = [
-        Column(
-            key,
-            "a setting in which runs differ",
-            lambda each, key=key: option(each.run, key),
-            as_text,
-            words=True,
-        )
-        for key in keys_told_apart_by(comparison.runs)
-    ]
-    speed = "median of all steps but the first two, padding included"
-    # a branch may have fewer steps than the end of the others
-    ends = {run.summary.get(END_KEY) for run in comparison.runs}
-    of_steps = (
-        (lambda each: f" (last {each.run.summary[END_KEY]})")
-        if len(ends) > 1
-        else (lambda each: "")
-    )
-    evaluated, emulated = (
-        (lambda each: each.run.when_evaluated),
-        (lambda each: " (emulated)" if each.run.emulated else ""),
-    )
+    """Return the columns that have a value for at least one run."""
+    speed = "median over all steps except the first two, padding included"
     columns = [
         RUN,
-        Column(
-            "precision",
-            "what products are computed in",
-            lambda each: each.run.precision,
-            words=True,
-        ),
-        Column(
-            "weights",
-            "how weights are stored",
-            lambda each: each.run.config.get("weights"),
-            words=True,
-        ),
-        *differ,
-        Column("backend", "what computed the products", lambda each: each.run.backend, words=True),
-        _key("steps", "", "steps", "{:,}".format, mark=_ended),
-        _key("tokens", "", "tokens", count),
-        _key(
+        *_setting_columns(comparison),
+        _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),
+        _summary_column("tokens", "", "tokens", count),
+        _summary_column(
             "loss at the end",
-            f"training loss, nats a token, {AT_END}",
+            f"training loss in nats per token, {AT_END}",
             LOSS_KEY,
             "{:.4f}".format,
-            mark=of_steps,
+            suffix=_steps_suffix(comparison),
         ),
-        _key(
+        _summary_column(
             "held-out",
-            "loss of packs that are not trained on",
+            "loss on packs that are not trained on",
             "held_out_loss",
             "{:.4f}".format,
-            mark=evaluated,
+            suffix=lambda compared: compared.run.when_evaluated,
         ),
         Column(
             "held-out − baseline",
-            "where both were evaluated last in one step",
-            lambda each: each.held_out_gap,
+            "if both were last evaluated after the same step",
+            lambda compared: compared.held_out_gap,
             signed,
         ),
-        _key(
+        _summary_column(
             "tok/s",
             speed,
             "tokens_per_second",
             "{:,.0f}".format,
-            lambda run: not run.side_by_side,
-            mark=emulated,
+            counts=lambda run: not run.side_by_side,
+            suffix=lambda compared: " (emulated)" if compared.run.emulated else "",
         ),
-        Column("× baseline", "on one kind of machine", lambda each: each.speedup, "{:.2f}".format),
-        _key(
+        Column(
+            "× baseline",
+            "only on the same kind of machine",
+            lambda compared: compared.speedup,
+            "{:.2f}".format,
+        ),
+        _summary_column(
             "MFU",
             "the model's FLOPs over the device's BF16 peak",
             "mfu_bf16_peak",
             percent,
-            own_speed,
+            counts=own_speed,
         ),
-        _key(
+        _summary_column(
             "MFU, nanoGPT's",
-            "the same by nanoGPT's count of operations",
+            "the same with nanoGPT's count of FLOPs",
             "mfu_nanogpt",
             percent,
-            own_speed,
+            counts=own_speed,
         ),
-        _key(
+        _summary_column(
             "memory",
-            "the most that was allocated on a GPU; on a CPU what the process held",
+            "peak allocation on a GPU; on a CPU the memory of the process",
             "memory_gib",
             memory,
         ),
-        _key(
+        _summary_column(
             "frozen",
-            "share of parameters whose update rounding has lost",
+            "share of parameters whose update was lost to rounding",
             "frozen_updates",
             percent,
         ),
-        _key("data wait", "share of the steps' time", "data_wait_share", percent, own_speed),
+        _summary_column(
+            "data wait",
+            "share of the steps' time spent waiting for data",
+            "data_wait_share",
+            percent,
+            counts=own_speed,
+        ),
     ]
-    return [
-        column
-        for column in columns
-        if any(column.known(each) is not None for each in comparison.standings)
+    rows = comparison.compared_runs
+    return [column for column in columns if any(column.value(row) is not None for row in rows)]
+
+
+def _setting_columns(comparison: RunComparison) -> list[Column]:
+    """Return columns for precision, weights, differing settings, and the engine."""
+    columns = [
+        Column(
+            "precision",
+            "precision of the matrix products",
+            lambda compared: compared.run.precision,
+            is_text=True,
+        ),
+        Column(
+            "weights",
+            "storage of the weights",
+            lambda compared: compared.run.config.get("weights"),
+            is_text=True,
+        ),
     ]
+    for key in distinguishing_keys(comparison.runs):
+        get = partial(_option_of, key=key)
+        column = Column(key, "a setting in which runs differ", get, as_text, is_text=True)
+        columns.append(column)
+    backend = Column(
+        "backend", "engine of the products", lambda compared: compared.run.backend, is_text=True
+    )
+    return [*columns, backend]
+
+
+def _option_of(compared: ComparedRun, key: str) -> Any:
+    """Return the value of a setting of a run."""
+    return option(compared.run, key)
+
+
+def _steps_suffix(comparison: RunComparison) -> Callable[[ComparedRun], str]:
+    """Return the suffix of the loss at the end: its number of steps, if runs differ in it.
+
+    A branch may have fewer steps at its end than the other runs.
+    """
+    numbers = {run.summary.get(END_KEY) for run in comparison.runs}
+    if len(numbers) == 1:
+        return lambda compared: ""
+    return lambda compared: f" (last {compared.run.summary[END_KEY]})"
 
 
 def differences_of(comparison: RunComparison) -> list[Column]:
-    """Each run's loss minus the baseline's at the end, paired by step, with its verdict."""
+    """Return columns with each run's loss minus the baseline's at the end, and its verdict."""
 
-    def of_gap(
+    def gap_column(
         title: str, meaning: str, value: Callable[[Gap], Any], form: Callable[[Any], str] = str
     ) -> Column:
-        return Column(title, meaning, lambda each: value(each.gap) if each.gap else None, form)
+        def get(compared: ComparedRun) -> Any:
+            return value(compared.gap) if compared.gap else None
 
-    base, share = comparison.baseline.label, f"{100 * CONFIDENCE:.0f} %"
+        return Column(title, meaning, get, form)
+
+    base = comparison.baseline.label
+    confidence = f"{100 * CONFIDENCE:.0f} %"
     interval = (
-        f"half of the mean's {share} interval along this run, not over seeds. Neighbouring steps resemble each other, which it "
-        f"allows for; none below {FEWEST_STEPS} steps"
+        f"half of the {confidence} interval of the mean along this run, not over seeds. It "
+        f"considers that neighbouring steps are correlated. Below {FEWEST_STEPS} steps there is "
+        "none"
     )
     verdict = (
-        f"where the whole interval lies, within ± {comparison.tolerance:g} nats around the baseline or beyond. Beyond: one that "
-        f"holds its {share} for all rows together (Bonferroni)"
+        f"position of the interval: within ± {comparison.tolerance:g} nats around the baseline, or "
+        f"beyond. A run is called beyond only if the {confidence} hold for all rows together "
+        "(Bonferroni)"
     )
     return [
         RUN,
-        of_gap(
+        gap_column(
             f"minus {base}, at the end",
             f"paired by step: {AT_END}",
             lambda gap: gap.mean,
             partial(signed, digits=5),
         ),
-        of_gap(f"± {share}", interval, lambda gap: gap.half_width, "{:.5f}".format),
-        of_gap("steps", "", lambda gap: gap.steps),
-        Column("verdict", verdict, lambda each: each.verdict),
+        gap_column(f"± {confidence}", interval, lambda gap: gap.half_width, "{:.5f}".format),
+        gap_column("steps", "", lambda gap: gap.steps),
+        Column("verdict", verdict, lambda compared: compared.verdict),
     ]

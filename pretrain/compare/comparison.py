@@ -1,4 +1,4 @@
-"""What a comparison comes to: where each run stands beside the baseline, its verdict, and what to note."""
+"""Comparison of single runs with a baseline: differences, verdicts, and notes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pretrain.compare.differences import Gap
 from pretrain.compare.fairness import ends_of, loss_differences, same_held_out, why_not_paired
 from pretrain.metrics.run_record import RunRecord
 
-# Of runs in their order: ten colours that are told apart (Tableau's, and plotly's own), then the same with another line.
+# Colours of runs in their order: ten colours that are easy to distinguish (Tableau's and plotly's).
+# The next ten runs have the same colours with another dash.
 COLOURS = (
     "#1F77B4",
     "#FF7F0E",
@@ -26,159 +27,178 @@ COLOURS = (
     "#17BECF",
 )
 DASHES = ("solid", "dash", "dot", "dashdot")
-# nats a token that a run may end above its baseline and still count as equal, unless `--gate` says
-# otherwise
+# Default of `--gate`: nats per token by which a run may end above its baseline and still pass.
 TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
-class Standing:
-    """A run beside the baseline. None is what is not known, or does not compare."""
+class ComparedRun:
+    """A run compared with the baseline. Properties are None if they are unknown."""
 
     run: RunRecord
     base: RunRecord
-    label: str  # no two runs of a comparison share one
+    # Name of the run, unique within a comparison.
+    label: str
     colour: str
-    dash: str  # of its line, by plotly's names
+    # Dash of the run's line, by plotly's names.
+    dash: str
     tolerance: float
-    comparisons: int  # that are made with the baseline, this one among them
+    # Number of runs that are compared with the baseline, this one included.
+    comparisons: int
 
     @property
     def is_baseline(self) -> bool:
+        """Return True if this run is the baseline."""
         return self.run is self.base
 
     @cached_property
-    def other_text(self) -> str | None:
+    def pairing_obstacle(self) -> str | None:
+        """Return why the run's steps cannot be paired with the baseline's, else None."""
         return why_not_paired(self.base, self.run)
 
     @property
     def not_paired(self) -> str | None:
-        """Why there is no gap: other text, or the one or the other was broken off and came to no end."""
-        if self.is_baseline or self.other_text:
-            return self.other_text
-        ends = (("it", self.run), ("the baseline", self.base))
-        return next((f"{name} {run.broke_off}" for name, run in ends if run.broke_off), None)
+        """Return why there is no difference at the end, or None if there is one.
+
+        The steps cannot be paired, or one of the two runs has failed.
+        """
+        if self.is_baseline or self.pairing_obstacle:
+            return self.pairing_obstacle
+        if self.run.broke_off:
+            return f"it {self.run.broke_off}"
+        if self.base.broke_off:
+            return f"the baseline {self.base.broke_off}"
+        return None
 
     @cached_property
     def differences(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Steps, and losses minus the baseline's; None where they cannot be paired."""
-        return None if self.other_text else loss_differences(self.base, self.run)
+        """Return steps, and losses minus the baseline's. Return None if they cannot be paired."""
+        return None if self.pairing_obstacle else loss_differences(self.base, self.run)
 
     @cached_property
     def gap(self) -> Gap | None:
-        """The difference of the ends of the losses, paired by step; None of the baseline, and where `not_paired` says why."""
-        return (
-            None
-            if self.is_baseline or self.not_paired
-            else Gap.over(ends_of(self.differences), self.comparisons)
-        )
+        """Return the difference at the end of the run, paired by step.
+
+        Return None for the baseline and if `not_paired` gives a reason.
+        """
+        if self.is_baseline or self.not_paired:
+            return None
+        return Gap.over(ends_of(self.differences), self.comparisons)
 
     @property
     def verdict(self) -> str:
+        """Return the verdict: "within", "above", "below", "cannot tell", or why there is none."""
         if self.run.broke_off:
             return self.run.broke_off
-        return (
-            self.gap.place(self.tolerance)
-            if self.gap
-            else "baseline"
-            if self.is_baseline
-            else "not paired"
-        )
+        if self.gap:
+            return self.gap.verdict(self.tolerance)
+        return "baseline" if self.is_baseline else "not paired"
 
     @property
     def held_out_gap(self) -> float | None:
-        """The held-out loss minus the baseline's, where both were evaluated last in the same step, on the same packs."""
+        """Return the held-out loss minus the baseline's.
+
+        Return None unless both were last evaluated after the same step on the same packs.
+        """
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
-        (ours, our_losses), (theirs, their_losses) = (
-            run.curve("held_out_loss") for run in (self.run, self.base)
-        )
-        at_one_step = len(ours) and len(theirs) and ours[-1] == theirs[-1]
-        return float(our_losses[-1] - their_losses[-1]) if at_one_step else None
+        steps, losses = self.run.curve("held_out_loss")
+        base_steps, base_losses = self.base.curve("held_out_loss")
+        if not len(steps) or not len(base_steps) or steps[-1] != base_steps[-1]:
+            return None
+        return float(losses[-1] - base_losses[-1])
 
     @property
     def speedup(self) -> float | None:
-        """Over the baseline's, on a machine of the same kind: else a machine's speed would pass for a precision's. Versions of
-        software may differ, as what they change may be what is compared."""
-        ours, theirs = own_speed(self.run), own_speed(self.base)
-        known = (
-            ours
-            and theirs
-            and not self.is_baseline
-            and machine_of(self.base) == machine_of(self.run)
-        )
-        return ours / theirs if known else None
+        """Return the speed divided by the baseline's, on the same kind of machine, else None.
+
+        Otherwise the speed of a machine would be attributed to a precision. Software versions may
+        differ, because their effect may be the subject of the comparison.
+        """
+        speed = own_speed(self.run)
+        base_speed = own_speed(self.base)
+        if not speed or not base_speed or self.is_baseline:
+            return None
+        if machine_of(self.base) != machine_of(self.run):
+            return None
+        return speed / base_speed
 
 
 @dataclass(frozen=True)
 class RunComparison:
-    standings: list[Standing]
+    """Runs compared with the first of them."""
+
+    compared_runs: list[ComparedRun]
     tolerance: float
 
     @classmethod
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
-        """`runs`: comparable, the baseline first."""
-        standings = []
-        for place, (run, label) in enumerate(
-            zip(runs, unique_names([run.name for run in runs], runs), strict=True)
-        ):
-            dash = DASHES[place // len(COLOURS) % len(DASHES)]
-            standings.append(
-                Standing(
-                    run,
-                    runs[0],
-                    label,
-                    COLOURS[place % len(COLOURS)],
-                    dash,
-                    tolerance,
-                    len(runs) - 1,
-                )
+        """Compare `runs`, which must be comparable, with the first run."""
+        labels = unique_names([run.name for run in runs], runs)
+        compared_runs = []
+        for place, (run, label) in enumerate(zip(runs, labels, strict=True)):
+            compared = ComparedRun(
+                run,
+                base=runs[0],
+                label=label,
+                colour=COLOURS[place % len(COLOURS)],
+                dash=DASHES[place // len(COLOURS) % len(DASHES)],
+                tolerance=tolerance,
+                comparisons=len(runs) - 1,
             )
-        return cls(standings, tolerance)
+            compared_runs.append(compared)
+        return cls(compared_runs, tolerance)
 
     @property
-    def baseline(self) -> Standing:
-        return self.standings[0]
+    def baseline(self) -> ComparedRun:
+        """Return the run that the others are compared with."""
+        return self.compared_runs[0]
 
     @property
     def runs(self) -> list[RunRecord]:
-        return [each.run for each in self.standings]
+        """Return the records of all runs."""
+        return [compared.run for compared in self.compared_runs]
 
     def answer(self) -> str:
-        """The verdicts, each with its runs; of a run alone its name."""
-        others = {each.label: each.verdict for each in self.standings[1:]}
+        """Return the verdicts with their runs in one sentence, or the name of a single run."""
         base = self.baseline.label
-        return (
-            f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(others)}." if others else base
-        )
+        verdicts = {compared.label: compared.verdict for compared in self.compared_runs[1:]}
+        if not verdicts:
+            return base
+        return f"Against {base}, ± {self.tolerance:g} nats: {by_verdict(verdicts)}."
 
     def notes(self, *, over_seeds: bool = False) -> list[str]:
-        """What has to be said beside the tables. `over_seeds`: runs are paired in a table of their own."""
-        base, runs, notes = self.baseline.label, self.runs, []
-        for each in self.standings:
-            if each.run.broke_off:
-                why = each.run.summary.get("halted", "its figures stand for no end")
-                notes.append(f"{each.label} {each.run.broke_off}: {why}")
-            elif each.not_paired and not over_seeds:
-                notes.append(f"{each.label} is not paired with {base}: {each.not_paired}.")
-            changes = [f"`{key}` was {values}" for key, values in each.run.changed_settings.items()]
-            notes += (
-                [f"{each.label} was not trained by one recipe: {'; '.join(changes)}."]
-                if changes
-                else []
-            )
-        if any(run.side_by_side for run in runs):
-            notes.append("No speed stands beside a run that shared its machine with others.")
-        evaluated = [run for run in runs if "held_out_loss" in run.summary]
+        """Return remarks for the reader of the tables.
+
+        With `over_seeds`, the comparison over seeds pairs the runs, so single runs need no note
+        about pairing.
+        """
+        notes = []
+        for compared in self.compared_runs:
+            run = compared.run
+            if run.broke_off:
+                reason = run.summary.get("halted", "its results do not count as an end")
+                notes.append(f"{compared.label} {run.broke_off}: {reason}")
+            elif compared.not_paired and not over_seeds:
+                base = self.baseline.label
+                notes.append(f"{compared.label} is not paired with {base}: {compared.not_paired}.")
+            if run.changed_settings:
+                changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
+                notes.append(
+                    f"{compared.label} changed its settings during training: {'; '.join(changes)}."
+                )
+        if any(run.side_by_side for run in self.runs):
+            notes.append("Runs that shared their machine with other runs have no speed.")
+        evaluated = [run for run in self.runs if "held_out_loss" in run.summary]
         if not all(same_held_out(evaluated[0], run) for run in evaluated[1:]):
             notes.append(
-                "Held-out losses are of different text, so they do not say which run is better."
+                "Held-out losses are from different data, so they do not show which run is better."
             )
         return notes
 
 
 def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
-    """What each of `runs` is called, or its whole path where two are called the same."""
+    """Return a name for each run: its name in `names`, or its path if that name is not unique."""
     return [
         name if names.count(name) == 1 else str(run.path)
         for name, run in zip(names, runs, strict=True)
@@ -186,25 +206,28 @@ def unique_names(names: Sequence[str], runs: Sequence[RunRecord]) -> list[str]:
 
 
 def by_verdict(verdicts: Mapping[str, str]) -> str:
-    """Each verdict and what has it, from verdicts by name."""
-    names = {
-        verdict: [name for name, own in verdicts.items() if own == verdict]
-        for verdict in verdicts.values()
-    }
-    return "; ".join(f"{verdict}: {', '.join(those)}" for verdict, those in names.items())
+    """Return the verdicts, each with the names that have it, from verdicts by name."""
+    names: dict[str, list[str]] = {}
+    for name, verdict in verdicts.items():
+        names.setdefault(verdict, []).append(name)
+    return "; ".join(f"{verdict}: {', '.join(group)}" for verdict, group in names.items())
 
 
 def own_speed(run: RunRecord) -> float | None:
-    """Tokens/s that the hardware computed for this run alone; None where it was emulated or shared its machine."""
-    return None if run.side_by_side or run.emulated else run.summary.get("tokens_per_second")
+    """Return the tokens/s that hardware has computed for this run alone.
+
+    Return None if the precision was emulated or the run shared its machine.
+    """
+    if run.side_by_side or run.emulated:
+        return None
+    return run.summary.get("tokens_per_second")
 
 
 def machine_of(run: RunRecord) -> str:
-    """What a run's speed depends on beside settings and versions: "2 × NVIDIA H200", and where there are no GPUs the cores."""
+    """Return the machine of a run: "2 × NVIDIA H200", or a CPU with its number of cores."""
     processes, name = run.devices
-    on_cpu = (
-        f", {run.environment.get('cpu_cores')} cores, {run.environment.get('system')}"
-        if name == "CPU"
-        else ""
-    )
-    return f"{processes} × {name}{on_cpu}"
+    machine = f"{processes} × {name}"
+    if name == "CPU":
+        cores = run.environment.get("cpu_cores")
+        machine += f", {cores} cores, {run.environment.get('system')}"
+    return machine

@@ -1,8 +1,9 @@
-"""Which runs may be compared, and what they differ in.
+"""Rules for a fair comparison: which runs may be compared and paired, and their differences.
 
-Comparable runs are the same training in all but how it was computed, and in what the user says is compared (`vary`). Runs that
-see the same text in the same step are paired: the difference of their losses has little noise. In the reference's runs its
-standard deviation is 0.005, where that of the loss is 0.127.
+Runs are comparable if they are the same training except for how it was computed and for the keys
+that the user names with `--vary`. Runs that see the same data in each step are paired. The
+difference of their losses has little noise: in runs of the reference its standard deviation is
+0.005, compared with 0.127 for the loss itself.
 """
 
 from __future__ import annotations
@@ -27,161 +28,205 @@ from pretrain.precision.settings import is_quantized
 from pretrain.settings.config import SOURCE, identity_of
 from pretrain.settings.recipe import Recipe
 
-# What a comparison is about: the dtypes of products, of weights, and of what is kept beside them.
+# The subject of every comparison: dtypes of products, weights, moments and gradients.
 COMPARED = ("precision", "weights", "fp8_config.", "optimizer.moments", "optimizer.gradients")
-# The keys that decide which tokens a step computes the loss of, and in which order: runs that differ in one cannot be paired.
+# Keys that decide which tokens a step is trained on, and their order. Runs that differ in one of
+# them cannot be paired.
 SAME_TEXT = ("data.", "batch.", "seed")
-# Keys of `fp8_config` that say where a precision is computed. The audit's `backend` answers that; they change no arithmetic.
-_WHERE = ("fp8_config.backend", "fp8_config.on_unsupported")
+# Keys of `fp8_config` that choose the engine and change no arithmetic. Reports show the engine that
+# the audit has observed.
+_ENGINE = ("fp8_config.backend", "fp8_config.on_unsupported")
 
 
 def recipe_of(run: RunRecord) -> Recipe:
+    """Return the recipe in a run's config.yaml."""
     return parse(Recipe, run.config, str(run.path / "config.yaml"))
 
 
 def settings_of(run: RunRecord) -> dict[str, Any]:
-    """The run's recipe with flat keys, what its `model.source` said, and `data.fingerprint`. Where a resume has changed a setting
-    (`--accept-changes`), all the values that it had one after the other, as in "42 to step 6, then 7"."""
+    """Return a run's settings by dotted key, with the source's config and the data's fingerprint.
+
+    A setting that a resume has changed (`--accept-changes`) has all its values in order, for
+    example "42 to step 6, then 7".
+    """
     return run.settings | run.changed_settings
 
 
 def training_of(run: RunRecord) -> dict[str, Any]:
-    """What must be equal for two runs to be compared: a training's identity but for what is compared, and the packs evaluated on.
+    """Return the settings that must be equal for two runs to be compared.
 
-    Raises InputError naming the run whose files do not say which data it was.
+    They are the identity of the training without the subject of the comparison, and the packs for
+    evaluation. Raises InputError if the files of the run do not identify its data.
     """
     if run.data_fingerprint is None:
         raise InputError(
-            f"{run.path}: its files have no `data_fingerprint`, so it cannot be compared; train it again"
+            f"{run.path}: its files have no `data_fingerprint`, so it cannot be compared; train it "
+            "again"
         )
     recipe = recipe_of(run)
-    identity = (
-        identity_of(recipe, run.data_fingerprint)
-        | run.source_config
-        | {"evaluate.packs": recipe.evaluate.packs}
-    )
-    # A run that changed its precision on a resume counts as neither.
-    return {
-        key: value for key, value in identity.items() if not key.startswith(COMPARED)
-    } | run.changed_settings
+    identity = identity_of(recipe, run.data_fingerprint) | run.source_config
+    identity["evaluate.packs"] = recipe.evaluate.packs
+    training = {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
+    # A run that changed its precision on a resume belongs to neither of the two precisions.
+    return training | run.changed_settings
 
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
-    """The keys in which the two are other trainings, with both values."""
-    trainings = [training_of(run) for run in (first, second)]
-    changed = changed_keys(*trainings)
-    if "model.source" in changed:  # which says it in a word
+    """Return the keys that make two runs different trainings, with both values."""
+    first_training = training_of(first)
+    second_training = training_of(second)
+    changed = changed_keys(first_training, second_training)
+    if "model.source" in changed:
+        # The configs of two sources differ in many keys. The name of the source is enough.
         changed = [key for key in changed if not key.startswith(SOURCE)]
-    flat = [
-        settings_of(run) | training
-        for run, training in zip((first, second), trainings, strict=True)
-    ]
-    return {key: tuple(in_a_word(key, values.get(key)) for values in flat) for key in changed}
+    first_values = settings_of(first) | first_training
+    second_values = settings_of(second) | second_training
+    return {
+        key: (in_a_word(key, first_values.get(key)), in_a_word(key, second_values.get(key)))
+        for key in changed
+    }
 
 
 def in_words(differences: Mapping[str, tuple[Any, Any]]) -> str:
-    return "; ".join(f"`{key}`: {ours} and {theirs}" for key, (ours, theirs) in differences.items())
+    """Return the keys and values of `differing` as text for a message."""
+    texts = [f"`{key}`: {first} and {second}" for key, (first, second) in differences.items()]
+    return "; ".join(texts)
 
 
 def is_varied(key: str, vary: Sequence[str]) -> bool:
-    """Whether `vary`, keys or whole sections, names `key`."""
+    """Return True if `vary`, a list of keys and sections, includes `key`."""
     return any(key == name or key.startswith(f"{name}.") for name in vary)
 
 
 def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> None:
-    """InputError naming every key in which a run differs from the first so that comparing their losses is unfair, and where
-    `vary` has a name that is no key or section of a recipe."""
+    """Raise InputError if a run cannot be compared fairly with the first run.
+
+    The message names all differing keys that `vary` does not include. A name in `vary` that is not
+    a key or section of a recipe is an error too.
+    """
     keys = {key for run in runs for key in settings_of(run)}
-    if unknown := [name for name in vary if not any(is_varied(key, [name]) for key in keys)]:
-        raise InputError(
-            f"--vary {unknown[0]}: a recipe has no such key or section; docs/settings.md has all"
-        )
-    for run in runs[1:]:
-        if unfair := {
-            key: both for key, both in differing(runs[0], run).items() if not is_varied(key, vary)
-        }:
+    for name in vary:
+        if not any(is_varied(key, [name]) for key in keys):
             raise InputError(
-                f"{runs[0].path} and {run.path} differ in more than precision and weights: {in_words(unfair)}; report each "
-                f"alone, train one again or, if that is what you compare, add {' '.join(f'--vary {key}' for key in unfair)}"
+                f"--vary {name}: a recipe has no such key or section; docs/settings.md lists them"
+            )
+    base, *compared = runs
+    for run in compared:
+        differences = differing(base, run)
+        unfair = {key: both for key, both in differences.items() if not is_varied(key, vary)}
+        if unfair:
+            options = " ".join(f"--vary {key}" for key in unfair)
+            raise InputError(
+                f"{base.path} and {run.path} differ in more than precision and weights: "
+                f"{in_words(unfair)}; report each alone, train one again or, if that is what you "
+                f"compare, add {options}"
             )
 
 
-def keys_told_apart_by(runs: Sequence[RunRecord]) -> list[str]:
-    """The keys that have to stand beside precision and weights to tell runs apart: the optimizer's dtypes, options in which runs
-    of one precision differ, and what is varied."""
-    keys = dict.fromkeys(
+def distinguishing_keys(runs: Sequence[RunRecord]) -> list[str]:
+    """Return the keys that tables must show besides precision and weights to distinguish runs.
+
+    These are the optimizer's dtypes, options that differ between runs of the same precision, and
+    the varied keys.
+    """
+    candidates = dict.fromkeys(
         key
         for run in runs
         for key in settings_of(run)
-        if key.startswith(COMPARED[2:]) and key not in _WHERE
+        if key.startswith(COMPARED[2:]) and key not in _ENGINE
     )
+    keys = [key for key in candidates if _distinguishes(key, runs)]
+    for run in runs[1:]:
+        keys += differing(runs[0], run)
+    return list(dict.fromkeys(keys))
 
-    def tells(key: str) -> bool:
-        alike = [run.precision if key.startswith("fp8_config.") else None for run in runs]
-        return len(
-            {(precision, str(option(run, key))) for precision, run in zip(alike, runs, strict=True)}
-        ) > len(set(alike))
 
-    varied = (key for run in runs[1:] for key in differing(runs[0], run))
-    return list(dict.fromkeys([*filter(tells, keys), *varied]))
+def _distinguishes(key: str, runs: Sequence[RunRecord]) -> bool:
+    """Return True if runs differ in `key`. An option of `fp8_config` counts within a precision."""
+    is_option = key.startswith("fp8_config.")
+    precisions = [run.precision if is_option else None for run in runs]
+    values = [str(option(run, key)) for run in runs]
+    return len(set(zip(precisions, values, strict=True))) > len(set(precisions))
 
 
 def option(run: RunRecord, key: str) -> Any:
-    """The run's value of a key, but None of an option of low precision that the run does not use."""
-    unused = key.startswith("fp8_config.") and not is_quantized(run.config.get("precision"))
-    return None if unused else settings_of(run).get(key)
+    """Return a run's value of `key`, or None for `fp8_config` if the run is not quantized."""
+    if key.startswith("fp8_config.") and not is_quantized(run.config.get("precision")):
+        return None
+    return settings_of(run).get(key)
 
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
-    """Why step n of one cannot be held against step n of the other; None where it can."""
-    other_text = {
-        key: both for key, both in differing(first, second).items() if key.startswith(SAME_TEXT)
-    }
-    if other_text:
-        return f"their steps see other text: {in_words(other_text)}"
-    (ours, our_tokens), (theirs, their_tokens) = first.curve("tokens"), second.curve("tokens")
-    common, here, there = np.intersect1d(ours, theirs, return_indices=True)
-    if (our_tokens[here] != their_tokens[there]).any():
-        return "their steps see other text: one has gone on from a checkpoint of another `batch.tokens`"
-    if len(common) and _passed_over(first, common[0]) != _passed_over(second, common[0]):
-        return "their steps see other text: a rollback has passed over packs in one of them"
-    return (
-        None
-        if len(loss_differences(first, second)[0])
-        else "they have no step with a finite loss in common"
-    )
+    """Return why step n of one run cannot be compared with step n of the other, else None."""
+    differences = differing(first, second)
+    data_keys = {key: both for key, both in differences.items() if key.startswith(SAME_TEXT)}
+    if data_keys:
+        return f"their steps see different data: {in_words(data_keys)}"
+    steps, first_tokens, second_tokens = _common_steps(first, second, "tokens")
+    if (first_tokens != second_tokens).any():
+        return (
+            "their steps see different data: one has continued from a checkpoint with another "
+            "`batch.tokens`"
+        )
+    if len(steps) and _skipped_packs(first, steps[0]) != _skipped_packs(second, steps[0]):
+        return "their steps see different data: a rollback of one run has skipped packs"
+    if not len(loss_differences(first, second)[0]):
+        return "they have no step with a finite loss in common"
+    return None
 
 
-def _passed_over(run: RunRecord, first_step: int) -> list[tuple[int, int]]:
-    """How many steps' packs had been passed over in rollbacks by `first_step`, and at each later one."""
+def _common_steps(
+    first: RunRecord, second: RunRecord, key: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the steps that both runs have, and their values of `key`."""
+    first_steps, first_values = first.curve(key)
+    second_steps, second_values = second.curve(key)
+    steps, in_first, in_second = np.intersect1d(first_steps, second_steps, return_indices=True)
+    return steps, first_values[in_first], second_values[in_second]
+
+
+def _skipped_packs(run: RunRecord, first_step: int) -> list[tuple[int, int]]:
+    """Return (step, number of steps whose packs rollbacks had skipped by then).
+
+    The list starts with `first_step` and has an entry for each later rollback.
+    """
     rollbacks = [
         (record["step"], record["left_out"]) for record in run.metrics if kind(record) == "rollback"
     ]
-    before = [
-        run.past["left_out"],
-        *(left_out for step, left_out in rollbacks if step <= first_step),
-    ]
-    return [(first_step, before[-1]), *(each for each in rollbacks if each[0] > first_step)]
+    at_first_step = run.past["left_out"]
+    later = []
+    for step, skipped in rollbacks:
+        if step <= first_step:
+            at_first_step = skipped
+        else:
+            later.append((step, skipped))
+    return [(first_step, at_first_step), *later]
 
 
 def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
-    """(steps int64, second's loss minus first's float64) over the steps where both are finite numbers."""
-    (ours, our_losses), (theirs, their_losses) = first.curve("loss"), second.curve("loss")
-    steps, here, there = np.intersect1d(ours, theirs, return_indices=True)
-    differences = their_losses[there] - our_losses[here]
+    """Return steps (int64) and the second run's loss minus the first's (float64).
+
+    Only steps with two finite losses are included.
+    """
+    steps, first_losses, second_losses = _common_steps(first, second, "loss")
+    differences = second_losses - first_losses
     finite = np.isfinite(differences)
     return steps[finite], differences[finite]
 
 
 def ends_of(differences: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
-    """Of steps and values, as `loss_differences` gives them, the values of the end."""
+    """Return the values at the end of a run, from the result of `loss_differences`."""
     steps, values = differences
     return values[at_the_end(steps)]
 
 
 def same_held_out(first: RunRecord, second: RunRecord) -> bool:
-    """Whether both were evaluated on the same packs, cut alike, by what the last evaluation of each says."""
-    last = [(run.evaluations or [{}])[-1] for run in (first, second)]
-    ours, theirs = settings_of(first), settings_of(second)
-    alike = all(ours.get(key) == theirs.get(key) for key in ("data.mask_boundaries", "data.length"))
-    return alike and same_measure(*last, HELD_OUT_PACKS)
+    """Return True if the last evaluations of both runs used the same packs with the same labels."""
+    first_settings = settings_of(first)
+    second_settings = settings_of(second)
+    for key in ("data.mask_boundaries", "data.length"):
+        if first_settings.get(key) != second_settings.get(key):
+            return False
+    first_last = (first.evaluations or [{}])[-1]
+    second_last = (second.evaluations or [{}])[-1]
+    return same_measure(first_last, second_last, HELD_OUT_PACKS)

@@ -1,7 +1,8 @@
-"""The matrix file: which runs a comparison consists of, all of them checked before the first one starts.
+"""Read a matrix file: the runs of an experiment, all checked before the first one starts.
 
-A cell is one combination of the axes' values, and an ordinary run: the base recipe with `key=value` overrides, in a folder of its
-own. In a group, cells have names, and each is trained under every combination of the group's axes.
+A cell is one combination of the axes' values. It is an ordinary run: the base recipe with
+`key=value` overrides, in its own folder. In a group, cells have names, and each cell is trained
+with every combination of the group's axes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,10 +28,10 @@ from pretrain.metrics.run_record import RunRecord, read_finished, read_run
 from pretrain.plan.checks import check_launch
 from pretrain.precision.settings import label
 from pretrain.settings.config import (
+    as_path_part,
     begin_of,
-    filled_in,
+    fill_in,
     flatten,
-    in_a_name,
     load_recipe,
     parse_overrides,
     settings_without,
@@ -38,13 +39,15 @@ from pretrain.settings.config import (
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-Values = dict[str, Any]  # that a cell sets: keys of a recipe, dotted or nested
-# any keys of a recipe, each with its values
+# Keys of a recipe, dotted or nested, with their values.
+Values = dict[str, Any]
+# Keys of a recipe, each with a list of values.
 Axes = dict[str, Annotated[list[Any], Field(min_length=1)]]
-CELL = "cell"  # in the values of a cell of a group: what its settings are called
-# keys whose values need no key beside them in a cell's name
+# Key in the values of a group's cell: the name of the cell.
+CELL = "cell"
+# Keys that a cell's name omits, because their values are clear without them.
 _WITHOUT_KEY = (CELL, "precision", "weights", "fp8_config.scope")
-# Settings that change neither what is trained, nor its speed, nor how it is measured.
+# Keys, and prefixes of keys, that change neither the training, nor its speed, nor its measurement.
 _IDLE = (
     "name",
     "run_dir",
@@ -58,221 +61,295 @@ _IDLE = (
 
 
 class MatrixGroup(Settings):
-    """Cells by name, each under every combination of the axes; the last axis is fastest, and of all fastest go the cells."""
+    """Named cells, each trained with every combination of the axes.
+
+    Cells vary fastest, then the last axis.
+    """
 
     axes: Axes = Field(default_factory=dict)
-    cells: Annotated[dict[str, Values], Field(min_length=1)]  # the settings of each, by its name
+    # Settings of each cell by its name.
+    cells: Annotated[dict[str, Values], Field(min_length=1)]
 
 
 class LaunchSettings(Settings):
-    """What is trained and how: common to a matrix and to phases."""
+    """Settings that a matrix and a search in phases have in common."""
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")
-    recipe: FilePath  # the base
-    accelerate: FilePath  # how the runs are launched; `precision` in a cell overrides the file's
-    # over the recipe, in every cell that does not set the key itself
+    # The base recipe.
+    recipe: FilePath
+    # Accelerate configuration of the runs. `precision` in a cell overrides its precision.
+    accelerate: FilePath
+    # Settings that override the recipe in every cell that does not set them itself.
     overrides: Values = Field(default_factory=dict)
-    # GPUs of this machine to spread the runs over, one for each process; none: each sees all
+    # Number of GPUs of this machine to distribute the runs over, one for each process. null: each
+    # run sees all GPUs.
     gpus: PositiveCount | None = None
-    processes: PositiveCount | None = None  # of each run; none: as many as the accelerate file says
+    # Number of processes of each run. null: the number in the accelerate configuration.
+    processes: PositiveCount | None = None
 
 
 class CellSettings(Settings):
-    """Which combinations are trained: common to a matrix and to a phase."""
+    """Settings that a matrix and a phase have in common: the combinations to train."""
 
-    axes: Axes = Field(default_factory=dict)  # a cell for every combination
-    cells: list[Values] = Field(default_factory=list)  # more cells, beside the combinations
+    # Keys with their values. Every combination is a cell.
+    axes: Axes = Field(default_factory=dict)
+    # Further cells besides the combinations.
+    cells: list[Values] = Field(default_factory=list)
 
 
 class MatrixSettings(LaunchSettings, CellSettings):
-    """What a matrix file can hold."""
+    """Content of a matrix file."""
 
-    # named cells, each under every combination of its group's axes
+    # Named cells, each trained with every combination of its group's axes.
     groups: list[MatrixGroup] = Field(default_factory=list)
-    # the cell that the report compares the others to; none: the first
+    # Values of the cell that the others are compared with. null: the first cell.
     baseline: Values | None = None
     run_dir: PathText = "runs/{matrix}/{cell}"
-    # Runs side by side; none: one for each group of `gpus`, else one. Runs that share a device are for losses, never for speeds.
+    # Number of runs at the same time. null: one for each group of `gpus`, else one. Speeds of runs
+    # that share a device cannot be compared, only their losses.
     at_once: PositiveCount | None = None
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A run of the matrix: a command line and a folder. `recipe` is what its launcher will see, its precision decided."""
+    """A run of a matrix."""
 
     name: str
-    # by which it is told from others: what it sets, or in a group its name and the axes' values
+    # Values that distinguish the cell: its settings or, in a group, its name and the axes' values.
     values: Values
-    overrides: tuple[str, ...]  # for the launcher's command line, `run_dir` among them
+    # Arguments of the launcher's command line, including `run_dir`.
+    overrides: tuple[str, ...]
+    # The recipe that the launcher will see, with its precision resolved.
     recipe: Recipe
     run_dir: Path
 
     @property
     def but_for_seed(self) -> Values:
-        """`values`, which cells share that differ in their seed alone."""
+        """Return `values` without the seed. Cells that differ only in their seed share them."""
         return {key: value for key, value in self.values.items() if key != "seed"}
 
     @property
     def log(self) -> Path:
-        """The launcher's output, of every time the cell was started."""
+        """Return the file with the launcher's output of all starts."""
         return self.run_dir.with_name(f"{self.run_dir.name}.log")
 
     @property
     def mark(self) -> Path:
-        """The file in its run folder that says as which cell the run was started, and under which settings."""
+        """Return the file that records which cell was started in the folder, and its settings."""
         return self.run_dir / MATRIX_FILE
 
     @property
     def settings(self) -> Values:
-        """The settings that decide which training this is, on which text, how it is measured and how fast it is."""
-        return settings_without(
-            self.recipe, (*_IDLE, "data.packs") if self.recipe.data.prepares else _IDLE
-        )
+        """Return the settings that decide the training, its data, its measurement and its speed."""
+        idle = _IDLE
+        if self.recipe.data.prepares:
+            # The packs follow from other settings.
+            idle = (*_IDLE, "data.packs")
+        return settings_without(self.recipe, idle)
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
-        """The keys by which the run in its folder was started as another one, with our value and its; none where no matrix has
-        started a run there."""
+        """Return the settings that differ from the settings of the run in the folder.
+
+        Each key has the current value and the value of the run. Without a run of a matrix in the
+        folder there are no differences.
+        """
         if not self.mark.is_file():
             return {}
-        ours, theirs = self.settings, json.loads(self.mark.read_bytes())["settings"]
-        return {key: (ours.get(key), theirs.get(key)) for key in changed_keys(theirs, ours)}
+        current = self.settings
+        recorded = json.loads(self.mark.read_bytes())["settings"]
+        changed = changed_keys(recorded, current)
+        return {key: (current.get(key), recorded.get(key)) for key in changed}
 
     def record(self) -> RunRecord | None:
-        """What it has trained so far; None where it has no step yet, and where its folder holds another training."""
+        """Return the run's record so far.
+
+        Return None if the run has no step yet or the folder holds another training.
+        """
+        if not self.mark.is_file() or self.differences:
+            return None
         with contextlib.suppress(InputError):
-            return read_run(self.run_dir) if self.mark.is_file() and not self.differences else None
+            return read_run(self.run_dir)
+        return None
 
     def is_finished(self) -> bool:
-        """Whether its folder holds this very training, and it has reached its end."""
+        """Return True if the folder holds this training and the training is finished."""
         return self.record() is not None and read_finished(self.run_dir) is not None
 
     def check_folder(self) -> None:
-        """InputError where its folder holds the end of another training, which its launcher might take for finished."""
-        if (differ := self.differences) and read_finished(self.run_dir) is not None:
+        """Raise InputError if the folder holds another finished training.
+
+        Its launcher might take that training for this one.
+        """
+        differences = self.differences
+        if differences and read_finished(self.run_dir) is not None:
             raise InputError(
-                f"{self.run_dir}: was trained with other settings (now, and then): {in_words(differ)}; set them back, name "
-                f"another `run_dir`, or remove {self.run_dir} to train it again"
+                f"{self.run_dir}: was trained with other settings (now, and then): "
+                f"{in_words(differences)}; set them back, name another `run_dir`, or remove "
+                f"{self.run_dir} to train it again"
             )
 
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix file read: its cells in order, and the one that the report compares the others to."""
+    """An experiment: its cells in order, and the baseline."""
 
     path: str
     settings: MatrixSettings
     cells: tuple[Cell, ...]
     baseline: Cell
-    processes: int  # of each cell; 1 where accelerate will count the GPUs that it sees
+    # Number of processes of each cell. 1 if accelerate will count the GPUs that it sees.
+    processes: int
     on_cpu: bool
 
     @property
     def slots(self) -> int | None:
-        """Groups of GPUs, one for each cell at a time; None where cells are not spread over GPUs."""
+        """Return the number of groups of GPUs, one for each running cell.
+
+        Return None if cells are not distributed over GPUs.
+        """
         return self.settings.gpus // self.processes if self.settings.gpus else None
 
     @property
     def at_once(self) -> int:
+        """Return the maximum number of cells that run at the same time."""
         return self.settings.at_once or self.slots or 1
 
     @property
     def folder(self) -> Path:
-        """The innermost folder that holds all runs; the report goes there."""
+        """Return the innermost folder that contains all runs. The report is written there."""
         return Path(os.path.commonpath([cell.run_dir.parent for cell in self.cells]))
 
     def only(self, filters: Sequence[str]) -> list[Cell]:
-        """The cells that `key=value` filters pick: any of the values given for a key, and every key. InputError for none."""
+        """Return the cells that match the `key=value` filters.
+
+        A cell matches if, for every key, its value is one of the values given for the key. Raises
+        InputError if no cell matches.
+        """
         keys = {text.partition("=")[0] for text in filters}
-        with_keys = [cell for cell in self.cells if keys <= cell.values.keys()]
-        chosen = [
-            cell
-            for cell in with_keys
-            if {f"{key}={_text(key, cell.values[key])}" for key in keys} <= {*filters}
-        ]
+        chosen = []
+        for cell in self.cells:
+            if keys <= cell.values.keys():
+                values = {f"{key}={_text(key, cell.values[key])}" for key in keys}
+                if values <= set(filters):
+                    chosen.append(cell)
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
             raise InputError(
-                f"command line: --only {' '.join(filters)} picks none of the cells {names}"
+                f"command line: --only {' '.join(filters)} matches none of the cells {names}"
             )
         return chosen
 
 
 def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
-    """Read the matrix at `path`, with `overrides` of the command line over its own and `changes` in place of its keys, and work
-    out its cells.
+    """Read the matrix file at `path` and return its cells.
 
-    Raises InputError naming the file and the key or cell.
+    `overrides` of the command line precede the file's. `changes` replace keys of the file.
+    Raises InputError that names the file and the key or cell.
     """
-    return make_matrix(
-        str(path), parse(MatrixSettings, load_yaml(path) | changes, str(path)), overrides
-    )
+    settings = parse(MatrixSettings, load_yaml(path) | changes, str(path))
+    return make_matrix(str(path), settings, overrides)
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:
-    """Work out the cells of `settings`, which messages call `path`."""
-    file = load_yaml(settings.accelerate)
-    # a bare NO is false in YAML
-    several = str(file.get("distributed_type", "NO")).upper() not in ("NO", "FALSE")
-    # None: accelerate will count the GPUs
-    processes = settings.processes or (file.get("num_processes") if several else 1)
+    """Return the cells of `settings`. Messages call them `path`."""
+    accelerate = load_yaml(settings.accelerate)
+    processes = _processes_of(settings, accelerate)
     if settings.gpus and settings.gpus < (processes or 1):
         raise InputError(
-            f"{path}: `gpus: {settings.gpus}` are fewer than the {processes} processes of a run; lower `processes`"
+            f"{path}: `gpus: {settings.gpus}` is less than the {processes} processes of a run; "
+            "lower `processes`"
         )
-    # as `accelerate launch` passes it on
-    precision = {"ACCELERATE_MIXED_PRECISION": str(file.get("mixed_precision", "no"))}
-    precision |= {
-        f"ACCELERATE_FP8_{str(key).upper()}": str(value)
-        for key, value in (file.get("fp8_config") or {}).items()
-    }
-
     combinations = _combinations(settings)
-    given = dict(parse_overrides(overrides))
-    if told_apart_by := [key for values, _ in combinations for key in values if key in given]:
-        only = f"to run some cells only, use `--only {told_apart_by[0]}=VALUE`, once for each value"
-        raise InputError(
-            f"{path}: `{told_apart_by[0]}` tells cells apart, so it is no override; {only}"
-        )
+    _check_overrides(path, combinations, overrides)
+    environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
-    cells = []
-    for values, own in combinations:
+    cells: list[Cell] = []
+    for values, cell_settings in combinations:
         name = _name_of(values)
         try:
-            own_overrides = [*common, *as_overrides(own)]
-            if any(text.startswith("run_dir=") for text in own_overrides):
-                raise InputError(
-                    "`run_dir`: every cell has a folder of its own; set the matrix's `run_dir`"
-                )
-            run_dir = filled_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-            # of each key
-            last = {text.partition("=")[0]: text for text in [*own_overrides, f"run_dir={run_dir}"]}
-            arguments = tuple(last.values())
-            recipe = with_precision(load_recipe(settings.recipe, arguments), dict(precision))
-            begin_of(recipe)
-            check_launch(recipe, processes)
-            if other := next((each for each in cells if each.run_dir == Path(run_dir)), None):
-                raise InputError(
-                    f"would share a run folder with {other.name}; take one out, or give it another name"
-                )
+            arguments = [*common, *as_overrides(cell_settings)]
+            cell = _make_cell(settings, environment, name, values, arguments)
+            # Raises InputError if the path cannot be filled in.
+            begin_of(cell.recipe)
+            check_launch(cell.recipe, processes)
+            for other in cells:
+                if other.run_dir == cell.run_dir:
+                    raise InputError(
+                        f"would share a run folder with {other.name}; remove one of them, or give "
+                        "it another name"
+                    )
         except InputError as error:
-            raise InputError(
-                "\n".join(f"{path}, cell {name}: {line}" for line in str(error).splitlines())
-            ) from None
-        cells.append(Cell(name, values, arguments, recipe, Path(run_dir)))
+            lines = str(error).splitlines()
+            raise InputError("\n".join(f"{path}, cell {name}: {line}" for line in lines)) from None
+        cells.append(cell)
     if not cells:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
     baseline = _find_baseline(path, settings.baseline, cells)
-    return Matrix(
-        path, settings, tuple(cells), baseline, processes or 1, on_cpu=bool(file.get("use_cpu"))
-    )
+    on_cpu = bool(accelerate.get("use_cpu"))
+    return Matrix(path, settings, tuple(cells), baseline, processes or 1, on_cpu=on_cpu)
+
+
+def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
+    """Return the number of processes of a run, or None if accelerate will count the GPUs."""
+    if settings.processes:
+        return settings.processes
+    # YAML reads a bare NO as false.
+    is_single = str(accelerate.get("distributed_type", "NO")).upper() in ("NO", "FALSE")
+    return 1 if is_single else accelerate.get("num_processes")
+
+
+def _precision_environment(accelerate: Values) -> dict[str, str]:
+    """Return the precision variables that `accelerate launch` sets for a configuration."""
+    environment = {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))}
+    for key, value in (accelerate.get("fp8_config") or {}).items():
+        environment[f"ACCELERATE_FP8_{str(key).upper()}"] = str(value)
+    return environment
+
+
+def _check_overrides(
+    path: str, combinations: Sequence[tuple[Values, Values]], overrides: Sequence[str]
+) -> None:
+    """Raise InputError if an override sets a key that distinguishes cells."""
+    overridden = dict(parse_overrides(overrides))
+    for values, _ in combinations:
+        for key in values:
+            if key in overridden:
+                raise InputError(
+                    f"{path}: `{key}` distinguishes the cells, so it cannot be overridden; to run "
+                    f"only some cells, use `--only {key}=VALUE`, once for each value"
+                )
+
+
+def _make_cell(
+    settings: MatrixSettings,
+    environment: Mapping[str, str],
+    name: str,
+    values: Values,
+    overrides: Sequence[str],
+) -> Cell:
+    """Return a cell.
+
+    `environment` has the precision variables of its launch. If a key occurs several times in
+    `overrides`, the last value counts.
+    """
+    if any(text.startswith("run_dir=") for text in overrides):
+        raise InputError("`run_dir`: every cell has its own folder; set the matrix's `run_dir`")
+    run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
+    last = {text.partition("=")[0]: text for text in [*overrides, f"run_dir={run_dir}"]}
+    arguments = tuple(last.values())
+    recipe = with_precision(load_recipe(settings.recipe, arguments), dict(environment))
+    return Cell(name, values, arguments, recipe, Path(run_dir))
 
 
 def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
-    """For each cell, with dotted keys, the values that tell it from others, and its settings: first the axes crossed, then the
-    cells listed, then each group."""
-    unnamed = [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
-    combinations = [(values, values) for values in unnamed]
+    """Return the values that distinguish each cell, and its settings, with dotted keys.
+
+    The combinations of the axes come first, then the listed cells, then the groups.
+    """
+    combinations = []
+    for values in [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]:
+        combinations.append((values, values))
     for group in settings.groups:
         for values, (name, cell) in itertools.product(_crossed(group.axes), group.cells.items()):
             combinations.append(({CELL: name, **values}, flatten(cell) | values))
@@ -280,40 +357,52 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
 
 def _crossed(axes: Axes) -> list[Values]:
-    """Every combination of the axes' values, the last axis fastest; of no axes the one that sets nothing."""
+    """Return every combination of the axes' values. The last axis varies fastest.
+
+    Without axes there is one empty combination.
+    """
     return [
         flatten(dict(zip(axes, values, strict=True)))
         for values in itertools.product(*axes.values())
     ]
 
 
-def _find_baseline(path: str, wanted: Values | None, cells: Sequence[Cell]) -> Cell:
-    """The first of the cells that fit, which may differ in their seed alone."""
-    wanted = flatten(wanted) if wanted else cells[0].values
-    fitting = [cell for cell in cells if wanted.items() <= cell.values.items()]
-    if not fitting or any(cell.but_for_seed != fitting[0].but_for_seed for cell in fitting):
-        names = ", ".join(cell.name for cell in fitting or cells)
-        raise InputError(
-            f"{path}: `baseline`: {wanted} is {'several' if fitting else 'none'} of the cells {names}"
-        )
-    return fitting[0]
+def _find_baseline(path: str, baseline: Values | None, cells: Sequence[Cell]) -> Cell:
+    """Return the first cell with the values of `baseline`, or the first cell without `baseline`.
+
+    Raises InputError unless the cells with these values differ only in their seed.
+    """
+    values = flatten(baseline) if baseline else cells[0].values
+    matching = [cell for cell in cells if values.items() <= cell.values.items()]
+    if not matching or any(cell.but_for_seed != matching[0].but_for_seed for cell in matching):
+        names = ", ".join(cell.name for cell in matching or cells)
+        number = "several" if matching else "none"
+        raise InputError(f"{path}: `baseline`: {values} matches {number} of the cells {names}")
+    return matching[0]
 
 
 def _name_of(values: Values) -> str:
-    """A folder's name that says what the run is: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`."""
+    """Return a name for a cell that is also its folder's name.
+
+    Examples: `delayed-bf16`, `mxfp8-fp32-linear+head`, `bf16-learning_rate=0.0001`.
+    """
     parts = []
     for key, value in values.items():
-        text = in_a_name(label(value, in_a_path=True) if key == "precision" else value)
+        text = as_path_part(label(value, in_a_path=True) if key == "precision" else value)
         parts.append(text if key in _WITHOUT_KEY else f"{key.rpartition('.')[-1]}={text}")
     return "-".join(parts)
 
 
 def as_overrides(values: Values) -> list[str]:
+    """Return values as key=value arguments."""
     return [f"{key}={_text(key, value)}" for key, value in values.items()]
 
 
 def _text(key: str, value: Any) -> str:
-    """`value` as the launcher's command line has to give it, to be read back as itself: bare where that will do, else as JSON."""
+    """Return the text on a command line that is read back as `value`.
+
+    A string that needs no quotes is returned unchanged, and other values as JSON.
+    """
     if isinstance(value, str) and value.strip() and value_from_text(Recipe, key, value) == value:
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -1,7 +1,8 @@
-"""Running the cells of a matrix: each in processes of its own, some side by side, until all have ended or the time is up.
+"""Run the cells of a matrix, several at a time, until all have ended or a signal arrives.
 
-A cell's processes are a session of their own, so that a terminal's Ctrl-C reaches them only through the matrix, once. They
-outlive a matrix that was killed; until they have ended, the lock of the run folder refuses to start the cell again.
+Each cell runs in processes of its own session. So Ctrl-C on a terminal reaches them only through
+the matrix, and only once. The processes survive if the matrix is killed. Until they have ended, the
+lock of the run folder prevents that the cell is started again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from pretrain.metrics.run_folder import check_ours
 from pretrain.settings.config import begin_of
 
 POLL_SECONDS = 0.2
+# Lines of the log to print for a failed cell.
 SHOWN_LOG_LINES = 12
 DEVICES = "CUDA_VISIBLE_DEVICES"
 LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
@@ -36,24 +38,31 @@ LAUNCHER = Path(__file__).resolve().parents[2] / "train_accelerate.py"
 
 @dataclass
 class Outcome:
-    """How a cell ended, this time."""
+    """Result of a cell in this run of the matrix."""
 
     cell: Cell
-    status: str  # finished, finished before, failed, halted, stopped, not started
+    # "finished", "finished before", "failed", "halted", "stopped" or "not started".
+    status: str
     seconds: float | None = None
 
     @property
     def is_finished(self) -> bool:
+        """Return True if the cell is finished, now or before."""
         return self.status.startswith("finished")
 
 
 class StartedCell:
-    """The processes of a cell, a group of their own, on the GPUs of `slot`. Its output goes to the cell's log."""
+    """The processes of a cell. They form a process group, and write to the cell's log.
+
+    `slot` is the index of the group of GPUs that they use, or None.
+    """
 
     def __init__(
         self, cell: Cell, command: Sequence[str], environment: Mapping[str, str], slot: int | None
     ) -> None:
-        self.cell, self.slot, self.started = cell, slot, time.monotonic()
+        self.cell = cell
+        self.slot = slot
+        self.started = time.monotonic()
         with cell.log.open("ab") as log:
             self.log_begins = log.tell()
             self.process = subprocess.Popen(
@@ -61,129 +70,166 @@ class StartedCell:
             )
 
     def signal(self, number: int) -> None:
-        """Signal the whole group: accelerate's launcher of a single process passes nothing on by itself."""
-        with contextlib.suppress(ProcessLookupError):  # it has just ended
+        """Send a signal to all processes of the group.
+
+        accelerate's launcher of a single process does not pass signals on.
+        """
+        with contextlib.suppress(ProcessLookupError):  # the group has just ended
             os.killpg(self.process.pid, number)
 
     def has_ended(self) -> bool:
-        """Whether nothing of the group runs. A launcher that was signalled ends without waiting for its trainer to save."""
-        return self.process.poll() is not None and not any(
-            map(self._is_running, psutil.process_iter())
-        )
+        """Return True if no process of the group is running.
+
+        After a signal, the launcher ends before its trainer has saved.
+        """
+        if self.process.poll() is None:
+            return False
+        return not any(map(self._is_running, psutil.process_iter()))
 
     def _is_running(self, process: psutil.Process) -> bool:
+        """Return True if `process` belongs to the group and is running."""
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            return (
-                os.getpgid(process.pid) == self.process.pid
-                and process.status() != psutil.STATUS_ZOMBIE
-            )
+            in_group = os.getpgid(process.pid) == self.process.pid
+            return in_group and process.status() != psutil.STATUS_ZOMBIE
         return False
 
-    def outcome(self, *, asked_to_stop: bool) -> Outcome:
-        """How it has ended, by what its run folder holds."""
-        status = "stopped" if asked_to_stop else "failed"
+    def outcome(self, *, stop_requested: bool) -> Outcome:
+        """Return the result of the ended cell, from the content of its run folder."""
+        run = self.cell.record()
         if self.cell.is_finished():
             status = "finished"
-        elif (run := self.cell.record()) and "halted" in run.summary:
+        elif run and "halted" in run.summary:
             status = "halted"
+        elif stop_requested:
+            status = "stopped"
+        else:
+            status = "failed"
         return Outcome(self.cell, status, time.monotonic() - self.started)
 
     def end_of_log(self) -> list[str]:
-        """The last lines of its output since it was started this time."""
+        """Return the last lines of the output since this start."""
         output = self.cell.log.read_bytes()[self.log_begins :].decode(errors="replace")
         return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
 
 
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
-    """Run what is not finished, in its order and at most `matrix.at_once` at a time, until all have ended or a signal comes."""
+    """Run the cells that are not finished until all have ended or a signal arrives.
+
+    Cells start in order, and at most `matrix.at_once` run at a time. Raises InputError before the
+    first start if the data of a cell is missing or its folder holds another training.
+    """
     outcomes = {
         cell.name: Outcome(cell, "finished before" if cell.is_finished() else "not started")
         for cell in cells
     }
-    waiting, running = (
-        [cell for cell in cells if not outcomes[cell.name].is_finished],
-        list[StartedCell](),
-    )
+    waiting = [cell for cell in cells if not outcomes[cell.name].is_finished]
+    running: list[StartedCell] = []
     at_once = min(matrix.at_once, len(waiting))
-    # what lacks its data, or has another training in its folder, fails here, and not one after
-    # another
     for cell in waiting:
         check_sources(cell.recipe.data)
         cell.check_folder()
     try:
         while running or (waiting and not stop.requested):
-            while (
-                len(running) < at_once
-                and not stop.requested
-                and (cell := next_of(waiting, alone=not running))
-            ):
+            while len(running) < at_once and not stop.requested:
+                cell = next_of(waiting, alone=not running)
+                if cell is None:
+                    break
                 waiting.remove(cell)
+                shares_device = at_once > (matrix.slots or 1)
                 try:
-                    running.append(
-                        start(matrix, cell, running, side_by_side=at_once > (matrix.slots or 1))
-                    )
+                    running.append(start(matrix, cell, running, side_by_side=shares_device))
                     say(f"{cell.name}: started; its output goes to {cell.log}")
                 except InputError as error:
                     outcomes[cell.name].status = "failed"
                     say(f"{cell.name}: failed: {error}")
-            while stop.received:
-                received = stop.received.pop(0)
-                say(
-                    f"{received.name}: these save and stop: {', '.join(one.cell.name for one in running)}"
-                )
-                for one in running:
-                    # of which torchrun knows nothing
-                    one.signal(signal.SIGTERM if received == signal.SIGUSR1 else received)
-            for one in [one for one in running if one.has_ended()]:
-                running.remove(one)
-                outcomes[one.cell.name] = outcome = one.outcome(asked_to_stop=bool(stop.requested))
-                done = sum(each.is_finished for each in outcomes.values())
-                of_all = f", {done} of {len(cells)} cells done" if len(cells) > 1 else ""
-                say(f"{one.cell.name}: {outcome.status} after {duration(outcome.seconds)}{of_all}")
-                if outcome.status in ("failed", "halted"):
-                    say(f"  the last of {one.cell.log}:")
-                    say("\n".join(f"  | {line}" for line in one.end_of_log()))
+            _pass_on_signals(running, stop)
+            for started in list(running):
+                if started.has_ended():
+                    running.remove(started)
+                    outcome = started.outcome(stop_requested=bool(stop.requested))
+                    outcomes[started.cell.name] = outcome
+                    _report_end(started, outcome, list(outcomes.values()))
             time.sleep(POLL_SECONDS)
-    # only after an error of our own something is running still: nothing may go on that nobody
-    # watches
     finally:
-        for one in running:
-            one.signal(signal.SIGTERM)
+        # Cells are still running only after an error in this function. Nothing may go on
+        # unattended.
+        for started in running:
+            started.signal(signal.SIGTERM)
     return list(outcomes.values())
 
 
+def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
+    """Pass the signals received since the last call on to the running cells."""
+    while stop.received:
+        received = stop.received.pop(0)
+        names = ", ".join(started.cell.name for started in running)
+        say(f"{received.name}: these cells save and stop: {names}")
+        # torchrun does not handle SIGUSR1.
+        number = signal.SIGTERM if received == signal.SIGUSR1 else received
+        for started in running:
+            started.signal(number)
+
+
+def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
+    """Print how a cell ended, with the end of its log if it has failed or halted."""
+    progress = ""
+    if len(outcomes) > 1:
+        done = sum(outcome.is_finished for outcome in outcomes)
+        progress = f", {done} of {len(outcomes)} cells done"
+    say(f"{started.cell.name}: {outcome.status} after {duration(outcome.seconds)}{progress}")
+    if outcome.status in ("failed", "halted"):
+        say(f"  the end of {started.cell.log}:")
+        say("\n".join(f"  | {line}" for line in started.end_of_log()))
+
+
 def say(text: str) -> None:
+    """Print a line at once, also into a pipe."""
     print(text, flush=True)
 
 
-def stopped(stop: StopRequest) -> int:
-    """The exit status of a command that a signal has stopped, which it says."""
-    say("\nstopped; the same command goes on from here")
+def report_stop(stop: StopRequest) -> int:
+    """Print that a signal has stopped the command. Return the command's exit status."""
+    say("\nstopped; the same command continues from here")
     return 128 + stop.requested
 
 
 def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
-    """The first that may start: one that begins with a checkpoint which is not there yet waits for the cells that are running,
-    of which one may make it. Where none is (`alone`), it says what it lacks."""
-    ready = (cell for cell in waiting if (begin := begin_of(cell.recipe)) is None or begin.exists())
-    return next(ready, waiting[0] if waiting and alone else None)
+    """Return the next cell that may start, or None.
+
+    A cell that branches from a checkpoint waits until the checkpoint exists, because a running cell
+    may write it. If no cell is running (`alone`), the first cell starts and reports the missing
+    checkpoint.
+    """
+    for cell in waiting:
+        checkpoint = begin_of(cell.recipe)
+        if checkpoint is None or checkpoint.exists():
+            return cell
+    return waiting[0] if waiting and alone else None
 
 
 def start(
     matrix: Matrix, cell: Cell, running: Sequence[StartedCell], *, side_by_side: bool
 ) -> StartedCell:
-    """Mark the cell's folder and start its launcher, on the GPUs that fewest of the `running` ones use; InputError where the
-    folder is somebody else's, in which nothing is written."""
+    """Mark the cell's folder and start its launcher.
+
+    The cell gets the GPUs that the fewest running cells use. Raises InputError, and writes nothing,
+    if the folder is not the folder of a run.
+    """
     check_ours(cell.run_dir)
-    slots = matrix.slots
-    slot = None if slots is None else min(range(slots), key=[one.slot for one in running].count)
+    slot = None
+    if matrix.slots is not None:
+        used = [started.slot for started in running]
+        slot = min(range(matrix.slots), key=used.count)
     environment = environment_on(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     return StartedCell(cell, command_of(matrix, cell), environment, slot)
 
 
 def command_of(matrix: Matrix, cell: Cell) -> list[str]:
-    """The command that one would type; `--quiet` leaves out accelerate's own traceback under a message of ours."""
+    """Return the command that a user would type to launch the cell.
+
+    `--quiet` suppresses accelerate's traceback below our own error message.
+    """
     launch = [
         sys.executable,
         "-m",
@@ -198,28 +244,37 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
 
 
 def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
-    """Our environment, in which only the GPUs of `slot`, of those that we see, can be seen; None: all of them. On a CPU, cells
-    share its cores. InputError where there are fewer GPUs."""
-    environment, each = dict(os.environ), matrix.processes
+    """Return the environment of a cell that sees only the GPUs of `slot`.
+
+    With None, the cell sees all GPUs. Cells that run on a CPU at the same time share its cores.
+    Raises InputError if there are fewer GPUs than `gpus`.
+    """
+    environment = dict(os.environ)
     if slot is not None:
-        seen = [name for name in os.environ.get(DEVICES, "").split(",") if name]
-        numbers = range(slot * each, (slot + 1) * each)
-        if seen and numbers.stop > len(seen):
-            raise InputError(f"`gpus`: {DEVICES} names {len(seen)}, which is fewer; lower `gpus`")
-        environment[DEVICES] = ",".join(seen[number] if seen else str(number) for number in numbers)
+        visible = [name for name in os.environ.get(DEVICES, "").split(",") if name]
+        numbers = range(slot * matrix.processes, (slot + 1) * matrix.processes)
+        if visible and numbers.stop > len(visible):
+            raise InputError(
+                f"`gpus`: {DEVICES} names only {len(visible)} GPUs; set `gpus` to that number"
+            )
+        names = [visible[number] if visible else str(number) for number in numbers]
+        environment[DEVICES] = ",".join(names)
     elif matrix.on_cpu and matrix.at_once > 1:
-        environment.setdefault(
-            "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // matrix.at_once))
-        )
+        threads = max(1, (os.cpu_count() or 1) // matrix.at_once)
+        environment.setdefault("OMP_NUM_THREADS", str(threads))
     return environment
 
 
 def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
-    """Note in the run folder which cell of the `matrix` it is, under which settings it trains, and whether any part of it shared
-    the machine with other runs: then its speed says nothing of its precision, and the report leaves it out."""
-    shared = side_by_side or (
-        cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
-    )
+    """Write the cell's mark into its run folder.
+
+    The mark names the matrix, the cell and its settings. `side_by_side` is true if any part of the
+    run shared its machine with other runs. Then its speed does not show the speed of its precision,
+    and reports omit it.
+    """
+    shared = side_by_side
+    if cell.mark.exists():
+        shared = shared or json.loads(cell.mark.read_text())["side_by_side"]
     write_json(
         cell.mark,
         {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings},

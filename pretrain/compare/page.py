@@ -1,13 +1,15 @@
-"""The report as one page that needs no network: `page/page.html` filled in, with pictures by plotly, whose script it holds.
+"""Render the report as one HTML page that needs no network.
 
-Text stands in the page as it is, so it can be read and searched where no script runs. Names come from files of runs: they are
-text, never markup, in the page by Jinja's escapes and in pictures by `escape`, as plotly reads some HTML.
+`page/page.html` is the template. The page contains plotly's script for its pictures. Text and
+tables are plain HTML, so they can be read and searched without scripts. Names come from run folders
+and are never markup: Jinja escapes them in the page, and `escape` in pictures, where plotly reads
+some HTML.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +18,7 @@ import numpy as np
 
 from foundation.units import plural
 from pretrain.compare.columns import as_text, differences_of, figures_of
-from pretrain.compare.comparison import RunComparison, Standing, machine_of
+from pretrain.compare.comparison import ComparedRun, RunComparison, machine_of
 from pretrain.compare.figures import model_name, moving_mean, range_after_the_fall, window_of
 from pretrain.compare.output_files import WRITTEN_BY
 from pretrain.compare.seed_groups import SeedComparison
@@ -28,11 +30,17 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 FOLDER = Path(__file__).with_name("page")
-MOST_POINTS = 2000  # of a curve, which a screen can show
-WORST_LAYERS = 3  # of the gap to BF16, drawn beside the whole gradient
-LAYER = "gap/cosine/"  # with which a step's key of a layer's cosine begins
-LOSS_GAP, COSINE = "low precision's loss minus BF16's", "the gradient's cosine with BF16's"
-POINTS = ("held-out loss", LOSS_GAP, COSINE)  # panels of curves that have no value at most steps
+# Maximum number of points of a curve, which is what a screen can show.
+MOST_POINTS = 2000
+# Number of layers whose cosine with BF16 is drawn besides that of the complete gradient.
+WORST_LAYERS = 3
+# Prefix of a step's keys for the cosine of a layer.
+LAYER = "gap/cosine/"
+# Titles of panels.
+LOSS_GAP = "low precision's loss minus BF16's"
+COSINE = "the gradient's cosine with BF16's"
+# Panels with curves that have no value at most steps. Their points are marked.
+POINTS = ("held-out loss", LOSS_GAP, COSINE)
 PANELS = (
     "training loss",
     "held-out loss",
@@ -40,23 +48,44 @@ PANELS = (
     "gradient norm",
     "learning rate",
     "frozen updates",
-    *POINTS[1:],
+    LOSS_GAP,
+    COSINE,
 )
+# Key of a step for panels whose curves are smoothed.
+SMOOTHED = {
+    "training loss": "loss",
+    "gradient norm": "gradient_norm",
+    "frozen updates": "frozen_updates",
+}
+# Keys of quantization statistics, with their titles.
 MEASURES = {
     "underflow": "underflow",
     "saturation": "saturation",
     "scale": "scale, as log2",
     "amax": "largest value, as log2",
 }
-# different in every run, and no part of what is compared
+# Settings that differ between all runs and are no part of a comparison.
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")
+
+# Step numbers and values.
+Curve = tuple[np.ndarray, np.ndarray]
+# Maps of a run by measure and operand: `layers`, `steps`, and `values` [layer, step].
+HeatMaps = Mapping[tuple[str, str], Mapping[str, Any]]
 
 
 def render(
     comparison: RunComparison, seeds: SeedComparison | None, answer: str, every: float | None
 ) -> bytes:
-    """The page. `seeds`: the same runs by their seeds, where several groups are compared; `every`: seconds between readings."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # only a page needs it
+    """Return the page.
+
+    Args:
+        comparison: The runs.
+        seeds: The same runs grouped by seeds, or None for a comparison of single runs.
+        answer: The sentence at the top.
+        every: Seconds after which the page reloads itself, or None.
+    """
+    # Imported late, because only a page needs them.
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from plotly.offline import get_plotlyjs
 
     templates = Environment(
@@ -66,198 +95,229 @@ def render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    run = comparison.baseline.run
-    torch = (run.environment.get("packages") or {}).get("torch")
+    has_differences = len(comparison.compared_runs) > 1 and not seeds
     html = templates.get_template("page.html").render(
         comparison=comparison,
         seeds=seeds,
         answer=answer,
-        about=" · ".join(
-            filter(None, [model_name(run), machine_of(run), f"torch {torch}" if torch else ""])
-        ),
+        about=_about(comparison.baseline.run),
         notes=comparison.notes(over_seeds=bool(seeds)),
         written_by=WRITTEN_BY,
         every=every,
         figures=figures_of(comparison),
-        differences=[] if seeds or not comparison.standings[1:] else differences_of(comparison),
+        differences=differences_of(comparison) if has_differences else [],
         pictures={
             name: figure.update_layout(template="plotly_white").to_html(
                 full_html=False, include_plotlyjs=False, div_id=name
             )
             for name, figure in pictures(comparison).items()
         },
-        audits={each.label: audit_of(each.run) for each in comparison.standings},
-        differing=what_differs(comparison),
+        audits={compared.label: audit_of(compared.run) for compared in comparison.compared_runs},
+        differing=differing_values(comparison),
         library=get_plotlyjs(),
     )
     return html.encode()
 
 
+def _about(run: RunRecord) -> str:
+    """Return the model, machine and torch version of the baseline in one line."""
+    parts = [model_name(run), machine_of(run)]
+    torch = (run.environment.get("packages") or {}).get("torch")
+    if torch:
+        parts.append(f"torch {torch}")
+    return " · ".join(part for part in parts if part)
+
+
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
-    """The page's figures by name; those that have nothing to show are left out."""
-    statistics = {
-        each.label: maps
-        for each in comparison.standings
-        if (maps := heat_maps(each.run.path / STATISTICS_FILE))
-    }
-    return {"curves": curves_figure(comparison)} | (
-        {"quantization": heat_figure(statistics)} if statistics else {}
-    )
+    """Return the pictures of the page by name. Pictures without content are omitted."""
+    figures = {"curves": curves_figure(comparison)}
+    statistics = {}
+    for compared in comparison.compared_runs:
+        maps = heat_maps(compared.run.path / STATISTICS_FILE)
+        if maps:
+            statistics[compared.label] = maps
+    if statistics:
+        figures["quantization"] = heat_figure(statistics)
+    return figures
 
 
-def curves_of(each: Standing) -> dict[tuple[str, str], tuple[np.ndarray, np.ndarray]]:
-    """(steps, values) of a run's curves by their panels, and by layers where they are of one: of the gap to BF16 those where it
-    was widest at the last look. Smoothed are those that have a value at every step, but the learning rate."""
-    keys = {
-        "training loss": "loss",
-        "gradient norm": "gradient_norm",
-        "frozen updates": "frozen_updates",
+def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
+    """Return the curves of a run by (panel, layer). The layer is "" for curves of the model.
+
+    Curves with a value at every step are smoothed, except the learning rate. Of the layers' cosines
+    with BF16, those with the lowest value at the last measurement are included.
+    """
+    run = compared.run
+    raw = {panel: run.curve(key) for panel, key in SMOOTHED.items()}
+    if compared.differences and not compared.is_baseline:
+        raw["minus the baseline"] = compared.differences
+    curves = {}
+    for panel, (steps, values) in raw.items():
+        curves[panel, ""] = (steps, moving_mean(values, window_of(len(values))))
+    curves["held-out loss", ""] = run.curve("held_out_loss")
+    curves["learning rate", ""] = run.curve("learning_rate")
+    curves[LOSS_GAP, ""] = _finite_part(run.curve("gap/loss"))
+    curves[COSINE, ""] = _finite_part(run.curve("gap/cosine"))
+    for key in _worst_layers(run):
+        curves[COSINE, key.removeprefix(LAYER)] = _finite_part(run.curve(key))
+    return {place: curve for place, curve in curves.items() if np.isfinite(curve[1]).any()}
+
+
+def _finite_part(curve: Curve) -> Curve:
+    """Return the points of a curve that have a finite value."""
+    steps, values = curve
+    finite = np.isfinite(values)
+    return steps[finite], values[finite]
+
+
+def _worst_layers(run: RunRecord) -> list[str]:
+    """Return the keys of the layers with the lowest cosine at the last measurement of the gap."""
+    measured = [step for step in run.steps if "gap/loss" in step]
+    if not measured:
+        return []
+    cosines = {
+        key: value
+        for key, value in measured[-1].items()
+        if key.startswith(LAYER) and value is not None
     }
-    raw = {title: each.run.curve(key) for title, key in keys.items()}
-    if each.differences and not each.is_baseline:
-        raw["minus the baseline"] = each.differences
-    curves = {
-        (title, ""): (steps, moving_mean(values, window_of(len(values))))
-        for title, (steps, values) in raw.items()
-    }
-    curves |= {
-        ("held-out loss", ""): each.run.curve("held_out_loss"),
-        ("learning rate", ""): each.run.curve("learning_rate"),
-    }
-    looked = [step for step in each.run.steps if "gap/loss" in step]
-    cosines = (
-        {
-            key: value
-            for key, value in looked[-1].items()
-            if key.startswith(LAYER) and value is not None
-        }
-        if looked
-        else {}
-    )
-    worst = sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]
-    for title, key in (
-        (LOSS_GAP, "gap/loss"),
-        (COSINE, "gap/cosine"),
-        *((COSINE, key) for key in worst),
-    ):
-        steps, values = each.run.curve(key)
-        curves[title, key.removeprefix(LAYER) if key in worst else ""] = (
-            steps[known := np.isfinite(values)],
-            values[known],
-        )
-    return {
-        place: (steps, values)
-        for place, (steps, values) in curves.items()
-        if np.isfinite(values).any()
-    }
+    return sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]
 
 
 def curves_figure(comparison: RunComparison) -> Figure:
-    """Curves along the runs, one panel a figure, over one axis: a zoom in one is a zoom in all. The axis are steps, or tokens
-    where steps have not the same number."""
+    """Draw the curves of all runs, one panel below the other with a common horizontal axis.
+
+    The axis shows steps, or tokens if the runs' steps differ in size.
+    """
     from plotly.subplots import make_subplots
 
-    curves = [curves_of(each) for each in comparison.standings]
-    shown = [title for title in PANELS if any((title, "") in each for each in curves)] or [
-        PANELS[0]
-    ]
+    compared_runs = comparison.compared_runs
+    curves = [curves_of(compared) for compared in compared_runs]
+    panels = [panel for panel in PANELS if any((panel, "") in by_place for by_place in curves)]
+    panels = panels or [PANELS[0]]
     figure = make_subplots(
-        rows=len(shown), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=shown
+        rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
     in_tokens = len({run.tokens_per_step for run in comparison.runs}) > 1
-    for row, title in enumerate(shown, start=1):
-        for each, own in zip(comparison.standings, curves, strict=True):
-            own = {part: curve for (panel, part), curve in own.items() if panel == title}
-            for part, (steps, values) in (own or {"": (np.array([]), np.array([]))}).items():
-                chosen = np.unique(
-                    np.linspace(0, len(steps) - 1, min(len(steps), MOST_POINTS)).astype(int)
-                )
-                figure.add_scatter(
-                    x=steps[chosen] * (each.run.tokens_per_step if in_tokens else 1),
-                    y=values[chosen],
-                    name=escape(f"{each.label}: {part}" if part else each.label),
-                    legendgroup=each.label,
-                    showlegend=bool(part) or (row == 1 and len(comparison.standings) > 1),
-                    mode="lines+markers" if title in POINTS or len(steps) == 1 else "lines",
-                    line={"color": each.colour, "dash": "dot" if part else each.dash, "width": 1.5},
-                    row=row,
-                    col=1,
-                )
-        if title == "gradient norm":
+    is_alone = len(compared_runs) == 1
+    for row, panel in enumerate(panels, start=1):
+        for compared, by_place in zip(compared_runs, curves, strict=True):
+            layers = {
+                layer: curve for (title, layer), curve in by_place.items() if title == panel
+            } or {"": (np.array([]), np.array([]))}
+            scale = compared.run.tokens_per_step if in_tokens else 1
+            for layer, (steps, values) in layers.items():
+                trace = _trace(compared, panel, layer, steps * scale, values)
+                # A run has one entry in the legend, and each of its layers has one.
+                in_legend = bool(layer) or (row == 1 and not is_alone)
+                figure.add_scatter(**trace, showlegend=in_legend, row=row, col=1)
+        if panel == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
-        elif title in ("training loss", "minus the baseline"):
-            ended = [own[title, ""][1] for own in curves if (title, "") in own]
-            figure.update_yaxes(
-                range=range_after_the_fall(ended) if ended else None, row=row, col=1
-            )
-    figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(shown), col=1)
-    return figure.update_layout(height=80 + 270 * len(shown), hovermode="x unified")
+        elif panel in ("training loss", "minus the baseline"):
+            values = [by_place[panel, ""][1] for by_place in curves if (panel, "") in by_place]
+            limits = range_after_the_fall(values) if values else None
+            figure.update_yaxes(range=limits, row=row, col=1)
+    figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
+    return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
+
+
+def _trace(
+    compared: ComparedRun, panel: str, layer: str, x: np.ndarray, y: np.ndarray
+) -> dict[str, Any]:
+    """Return plotly's arguments for one curve. Long curves are thinned to MOST_POINTS."""
+    places = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS))
+    chosen = np.unique(places.astype(int))
+    has_markers = panel in POINTS or len(x) == 1
+    return {
+        "x": x[chosen],
+        "y": y[chosen],
+        "name": escape(f"{compared.label}: {layer}" if layer else compared.label),
+        "legendgroup": compared.label,
+        "mode": "lines+markers" if has_markers else "lines",
+        "line": {
+            "color": compared.colour,
+            "dash": "dot" if layer else compared.dash,
+            "width": 1.5,
+        },
+    }
 
 
 def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """What a run's quantization statistics show, by measure and operand: `layers`, `steps`, and `values` float64 [layer, step],
-    binary logarithms of scales and largest values. Empty where the run quantizes nothing."""
+    """Read a run's quantization statistics as maps by measure and operand.
+
+    A map has `layers`, `steps`, and `values` as float64 [layer, step]. Scales and largest values
+    are binary logarithms. Return an empty dictionary if the run quantizes nothing.
+    """
     lines = read_lines(path) if path.is_file() else []
-    records = [(line["step"], each) for line in lines for each in line["operands"]]
-    layers, steps = (
-        list(dict.fromkeys(each["layer"] for _, each in records)),
-        [line["step"] for line in lines],
-    )
-    maps = defaultdict(
-        lambda: {
-            "layers": layers,
-            "steps": steps,
-            "values": np.full((len(layers), len(steps)), np.nan),
-        }
-    )
-    for step, each in records:
-        for measure in MEASURES:
-            value = each[measure]
-            if measure in ("scale", "amax"):
-                value = np.log2(value) if value else None
-            maps[measure, each["operand"]]["values"][
-                layers.index(each["layer"]), steps.index(step)
-            ] = value
+    steps = [line["step"] for line in lines]
+    layers = list(dict.fromkeys(record["layer"] for line in lines for record in line["operands"]))
+    maps: dict[tuple[str, str], dict[str, Any]] = {}
+    for line in lines:
+        column = steps.index(line["step"])
+        for record in line["operands"]:
+            row = layers.index(record["layer"])
+            for measure in MEASURES:
+                place = (measure, record["operand"])
+                if place not in maps:
+                    values = np.full((len(layers), len(steps)), np.nan)
+                    maps[place] = {"layers": layers, "steps": steps, "values": values}
+                maps[place]["values"][row, column] = _measured(record, measure)
     return maps
 
 
-def heat_figure(heat: Mapping[str, Mapping[tuple[str, str], Mapping[str, Any]]]) -> Figure:
-    """What quantization loses by layer and step, a map an operand; a menu chooses the run and the measure."""
+def _measured(record: Mapping[str, Any], measure: str) -> float | None:
+    """Return a measure of an operand's statistics, as it is drawn."""
+    value = record[measure]
+    if measure in ("scale", "amax"):
+        return np.log2(value) if value else None
+    return value
+
+
+def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
+    """Draw the quantization statistics by layer and step, with one map per operand.
+
+    `statistics` has the maps of each run by its label. A menu chooses the run and the measure.
+    """
     from plotly.subplots import make_subplots
 
-    operands = list(dict.fromkeys(operand for maps in heat.values() for _, operand in maps))
-    figure, choices = (
-        make_subplots(
-            rows=1,
-            cols=len(operands),
-            shared_yaxes=True,
-            subplot_titles=list(map(escape, operands)),
-        ),
-        [],
+    operands = list(dict.fromkeys(operand for maps in statistics.values() for _, operand in maps))
+    figure = make_subplots(
+        rows=1,
+        cols=len(operands),
+        shared_yaxes=True,
+        subplot_titles=[escape(operand) for operand in operands],
     )
-    for label, maps in heat.items():
-        for (measure, operand), one in maps.items():
+    # The choice of the menu that shows each trace.
+    choices = []
+    for label, maps in statistics.items():
+        for (measure, operand), heat_map in maps.items():
             choices.append(f"{escape(label)}: {MEASURES[measure]}")
-            scale = {"coloraxis": "coloraxis", "visible": choices[-1] == choices[0]}
-            column = operands.index(operand) + 1
             figure.add_heatmap(
-                x=list(map(str, one["steps"])),
-                y=list(map(escape, one["layers"])),
-                z=one["values"],
-                **scale,
+                x=[str(step) for step in heat_map["steps"]],
+                y=[escape(layer) for layer in heat_map["layers"]],
+                z=heat_map["values"],
+                coloraxis="coloraxis",
+                visible=choices[-1] == choices[0],
                 row=1,
-                col=column,
+                col=operands.index(operand) + 1,
             )
-    buttons = [
-        {
-            "label": choice,
-            "method": "restyle",
-            "args": [{"visible": [each == choice for each in choices]}],
-        }
-        for choice in dict.fromkeys(choices)
-    ]
-    rows = max(len(one["layers"]) for maps in heat.values() for one in maps.values())
-    menu = {
+    rows = max(
+        len(heat_map["layers"]) for maps in statistics.values() for heat_map in maps.values()
+    )
+    figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
+    return figure.update_layout(
+        height=min(1200, 200 + 14 * rows),
+        coloraxis={"colorscale": "Viridis"},
+        updatemenus=[_menu(choices)],
+    )
+
+
+def _menu(choices: Sequence[str]) -> dict[str, Any]:
+    """Return plotly's menu. A choice shows the traces whose entry in `choices` equals it."""
+    buttons = []
+    for choice in dict.fromkeys(choices):
+        visible = [choice == shown_by for shown_by in choices]
+        buttons.append({"label": choice, "method": "restyle", "args": [{"visible": visible}]})
+    return {
         "buttons": buttons,
         "x": 0,
         "xanchor": "left",
@@ -265,41 +325,45 @@ def heat_figure(heat: Mapping[str, Mapping[tuple[str, str], Mapping[str, Any]]])
         "yanchor": "bottom",
         "pad": {"b": 30},
     }
-    figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
-    return figure.update_layout(
-        height=min(1200, 200 + 14 * rows), coloraxis={"colorscale": "Viridis"}, updatemenus=[menu]
-    )
 
 
 def audit_of(run: RunRecord) -> list[str]:
-    """What linears computed in, as the audit observed it: a line for each precision that steps were in."""
+    """Return the observed precisions of the linears, with one line per precision of the run."""
+    only_precision = {run.audit.get("effective", run.precision): run.audit}
     lines = []
-    for name, own in run.audit.get(
-        "precisions", {run.audit.get("effective", run.precision): run.audit}
-    ).items():
-        kinds = Counter(
-            f"{each['effective']} ({each['reason']})" if each.get("reason") else each["effective"]
-            for each in own.get("products", [])
-        )
+    for name, audit in run.audit.get("precisions", only_precision).items():
+        numbers = Counter(_effective(product) for product in audit.get("products", []))
         linears = ", ".join(
-            f"{plural(number, 'linear')} in {kind}" for kind, number in kinds.most_common()
+            f"{plural(number, 'linear')} in {effective}"
+            for effective, number in numbers.most_common()
         )
-        lines.append(f"{name} ({own.get('computed_by', own.get('backend'))}): {linears}")
+        engine = audit.get("computed_by", audit.get("backend"))
+        lines.append(f"{name} ({engine}): {linears}")
     return lines
 
 
-def what_differs(comparison: RunComparison) -> dict[str, dict[str, str]]:
-    """The keys of settings and environment in which not all runs agree: each value, and the runs that have it."""
-    said = (
-        {"settings": run.config | {"precision": run.precision}, "environment": run.environment}
-        for run in comparison.runs
-    )
-    flats = [*map(flatten, said)]  # phases of precision are said in a word
+def _effective(product: Mapping[str, Any]) -> str:
+    """Return the observed precision of a product, with the reason if it is not quantized."""
+    if product.get("reason"):
+        return f"{product['effective']} ({product['reason']})"
+    return product["effective"]
+
+
+def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
+    """Return the keys of settings and environment whose values differ between runs.
+
+    Each key has its values, and for each value the labels of the runs that have it.
+    """
+    records = []
+    for run in comparison.runs:
+        settings = run.config | {"precision": run.precision}  # a schedule as one text
+        records.append(flatten({"settings": settings, "environment": run.environment}))
+    keys = dict.fromkeys(key for record in records for key in record if not key.startswith(NAMES))
     differing = {}
-    for key in dict.fromkeys(key for flat in flats for key in flat if not key.startswith(NAMES)):
-        holders: dict[str, list[str]] = {}
-        for each, flat in zip(comparison.standings, flats, strict=True):
-            holders.setdefault(as_text(flat.get(key)), []).append(each.label)
-        if len(holders) > 1:
-            differing[key] = {value: ", ".join(labels) for value, labels in holders.items()}
+    for key in keys:
+        labels: dict[str, list[str]] = {}
+        for compared, record in zip(comparison.compared_runs, records, strict=True):
+            labels.setdefault(as_text(record.get(key)), []).append(compared.label)
+        if len(labels) > 1:
+            differing[key] = {value: ", ".join(names) for value, names in labels.items()}
     return differing

@@ -1,13 +1,14 @@
-"""Tables and a page from what runs left behind: `python -m pretrain report RUN [RUN ...] [--out report.html] [--vary KEY]`.
+"""Compare runs in tables and on a page: `python -m pretrain report RUN [RUN ...] [--out FILE]`.
 
-Reads files only and imports no torch: it starts at once, works while a run is going, and on a machine that could not train it.
+The report only reads files and does not import torch. So it starts at once, works while runs are
+training, and works on machines that could not train them.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from foundation.errors import InputError
 from foundation.files import replace_file
 from foundation.units import plural
 from pretrain.compare.columns import differences_of, figures_of, meanings, signed, table_of
-from pretrain.compare.comparison import TOLERANCE, RunComparison
+from pretrain.compare.comparison import TOLERANCE, ComparedRun, RunComparison
 from pretrain.compare.differences import FEWEST_SEEDS, MARGIN
 from pretrain.compare.fairness import check_comparable
 from pretrain.compare.output_files import check_replaceable
@@ -28,7 +29,7 @@ from pretrain.metrics.run_record import NoStepYet, RunRecord, read_finished, rea
 
 @dataclass(frozen=True)
 class Report:
-    """Runs that may be compared, and where these are several groups of seeds the comparison over them, which stands first."""
+    """A comparison of runs, and a comparison over seeds if the runs form groups of seeds."""
 
     comparison: RunComparison
     seeds: SeedComparison | None
@@ -42,121 +43,162 @@ class Report:
         tolerance: float = TOLERANCE,
         margin: float = MARGIN,
     ) -> Report:
-        """`vary`: keys that may differ, as they are what is compared; several seeds of the baseline name `seed`. `margin`: what a
-        comparison over seeds takes. InputError where a run cannot be compared fairly with the first."""
-        first, *others = grouped(runs).values()
-        over_seeds = len(first) > 1 and bool(others)
+        """Compare `runs` with the first of them.
+
+        Raises InputError if a run cannot be compared fairly with the first.
+
+        Args:
+            runs: The runs, the baseline first.
+            vary: Keys and sections that may differ because they are the subject of the comparison.
+                `seed` may differ if the baseline has several seeds.
+            tolerance: Tolerance of the gate in nats per token.
+            margin: Margin of the comparison over seeds, as a share of the baseline's loss.
+        """
+        base_group, *other_groups = grouped(runs).values()
+        over_seeds = len(base_group) > 1 and bool(other_groups)
         check_comparable(runs, [*vary, "seed"] if over_seeds else vary)
-        return cls(
-            RunComparison.over(runs, tolerance),
-            SeedComparison.over(runs, margin) if over_seeds else None,
-        )
+        comparison = RunComparison.over(runs, tolerance)
+        return cls(comparison, SeedComparison.over(runs, margin) if over_seeds else None)
 
     @property
     def answer(self) -> str:
+        """Return the result in one sentence. A comparison over seeds has precedence."""
         return (self.seeds or self.comparison).answer()
 
     def tables(self) -> list[str]:
-        """The answer, the tables and what to note, in Markdown."""
-        comparison, seeds, parts = self.comparison, self.seeds, [self.answer]
-        if seeds:
-            columns, paired = seeds.columns(), [each for each in seeds.others if each.difference]
-            parts += [
-                table_of(columns, seeds.results),
-                _bullets([*meanings(columns), *seeds.notes()]),
-            ]
-            parts += [table_of(seeds.columns_by_seed(), paired)] if paired else []
-        parts.append(table_of(figures_of(comparison), comparison.standings))
-        columns = [] if seeds or not comparison.standings[1:] else differences_of(comparison)
-        parts += [table_of(columns, comparison.standings[1:])] if columns else []
-        parts.append(_bullets([*meanings(columns), *comparison.notes(over_seeds=bool(seeds))]))
+        """Return the answer, the tables and the notes as parts of a Markdown text."""
+        parts = [self.answer]
+        if self.seeds:
+            columns = self.seeds.columns()
+            parts.append(table_of(columns, self.seeds.results))
+            parts.append(_bullets([*meanings(columns), *self.seeds.notes()]))
+            paired = [group for group in self.seeds.compared if group.difference]
+            if paired:
+                parts.append(table_of(self.seeds.columns_by_seed(), paired))
+        compared_runs = self.comparison.compared_runs
+        parts.append(table_of(figures_of(self.comparison), compared_runs))
+        explanations = []
+        if not self.seeds and len(compared_runs) > 1:
+            columns = differences_of(self.comparison)
+            parts.append(table_of(columns, compared_runs[1:]))
+            explanations = meanings(columns)
+        notes = self.comparison.notes(over_seeds=bool(self.seeds))
+        parts.append(_bullets([*explanations, *notes]))
         return [part for part in parts if part]
 
     def write(self, page: Path, *, every: float | None = None) -> None:
-        """Write the page, which is read again `every` so many seconds."""
+        """Write the page. With `every`, it reloads itself after that number of seconds."""
         replace_file(page, render(self.comparison, self.seeds, self.answer, every))
 
     def judge(self) -> list[str]:
-        """Why the gate is not passed, a line for each run or group of seeds; InputError where there is nothing to hold it
-        against."""
+        """Return why the gate fails, with a line for each failed run or group of seeds.
+
+        Raises InputError if the baseline cannot be compared with.
+        """
+        tolerance = self.comparison.tolerance
         if self.seeds:
-            return list(_failed_groups(self.seeds, self.comparison.tolerance))
-        base, others = self.comparison.baseline, self.comparison.standings[1:]
-        if not others:
+            return list(_failed_groups(self.seeds, tolerance))
+        base, *compared_runs = self.comparison.compared_runs
+        if not compared_runs:
             raise InputError(f"--gate: {base.label} is the only run; name at least one other")
         if base.run.broke_off or base.run.is_unfinished:
             raise InputError(
-                f"--gate: the baseline {base.label} came to no end; name a finished run first"
+                f"--gate: the baseline {base.label} has not finished; name a finished run first"
             )
-        failures = []
-        for each in others:
-            if each.run.broke_off:
-                failures.append(f"{each.label} {each.run.broke_off}")
-            elif each.not_paired:
-                raise InputError(
-                    f"--gate: {each.label} cannot be held against {base.label}: {each.not_paired}"
-                )
-            elif each.run.is_unfinished:
-                failures.append(
-                    f"{each.label} is not finished: it has {plural(each.run.summary['steps'], 'step')}"
-                )
-            # without an interval the mean is judged
-            elif not each.gap.upper <= self.comparison.tolerance:
-                half = f" ± {each.gap.half_width:.5f}" if each.gap.half_width is not None else ""
-                end = f"{signed(each.gap.mean, 5)}{half} nats from {base.label}, over the last {each.gap.steps} steps"
-                failures.append(
-                    f"{each.label} ends {end}; {self.comparison.tolerance:g} are allowed"
-                )
-        return failures
+        failures = [_failure_of(compared, base, tolerance) for compared in compared_runs]
+        return [failure for failure in failures if failure]
 
 
-def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterable[str]:
-    """A group passes with the upper end of its interval over seeds, where all of its runs came to their end."""
+def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> str | None:
+    """Return why a run fails the gate, or None if it passes."""
+    if compared.run.broke_off:
+        return f"{compared.label} {compared.run.broke_off}"
+    if compared.not_paired:
+        raise InputError(
+            f"--gate: {compared.label} cannot be compared with {base.label}: {compared.not_paired}"
+        )
+    if compared.run.is_unfinished:
+        steps = plural(compared.run.summary["steps"], "step")
+        return f"{compared.label} is not finished: it has {steps}"
+    gap = compared.gap
+    # Without an interval, `upper` is the mean.
+    if gap.upper <= tolerance:
+        return None
+    half = "" if gap.half_width is None else f" ± {gap.half_width:.5f}"
+    return (
+        f"{compared.label} ends {signed(gap.mean, 5)}{half} nats from {base.label}, over the last "
+        f"{gap.steps} steps; {tolerance:g} are allowed"
+    )
+
+
+def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
+    """Yield why groups of seeds fail the gate.
+
+    A group passes if all its runs have finished and the upper end of its interval over seeds is
+    within the tolerance.
+    """
     base = seeds.baseline
     if len(base.losses) < len(base.runs):
         raise InputError(
-            f"--gate: not every run of the baseline {base.name} came to its end; finish them, or name another"
+            f"--gate: not every run of the baseline {base.name} has finished; finish them, or name "
+            "another baseline"
         )
-    for each in seeds.others:
-        half_width = each.difference.half_width() if each.difference else None
-        if missing := len(each.runs) - len(each.losses):
-            yield f"{each.name}: {plural(missing, 'run')} of {len(each.runs)} came to no end that counts"
+    for group in seeds.compared:
+        difference = group.difference
+        half_width = difference.half_width() if difference else None
+        missing = len(group.runs) - len(group.losses)
+        if missing:
+            yield (
+                f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have no end that "
+                "counts"
+            )
         elif half_width is None:
-            yield f"{each.name} has too few seeds in common with {base.name}: an interval needs {FEWEST_SEEDS}"
-        elif each.difference.mean + half_width > tolerance:
-            end = f"{signed(each.difference.mean)} ± {half_width:.4f} nats from {base.name}"
-            yield f"{each.name} ends {end}, over {len(each.difference.by_seed)} seeds; {tolerance:g} are allowed"
+            yield (
+                f"{group.name} has too few seeds in common with {base.name}: an interval needs "
+                f"{FEWEST_SEEDS}"
+            )
+        elif difference.mean + half_width > tolerance:
+            yield (
+                f"{group.name} ends {signed(difference.mean)} ± {half_width:.4f} nats from "
+                f"{base.name}, over {len(difference.by_seed)} seeds; {tolerance:g} are allowed"
+            )
 
 
 def _bullets(notes: Iterable[str]) -> str:
+    """Return a Markdown list."""
     return "\n".join(f"* {note}" for note in notes)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; returns its exit status. Raises InputError for a mistake in what it was given."""
+    """Run the command and return its exit status, 1 if the gate fails.
+
+    Raises InputError for a mistake in the arguments.
+    """
     options = _parse(arguments)
     if options.watch is not None:
         report = watch(options)
     else:
         report = _report_on(options)
+        parts = report.tables()
         if options.out:
             report.write(options.out)
-        print(
-            "\n\n".join([*report.tables(), *([f"Written: {options.out}"] if options.out else [])])
-        )
+            parts.append(f"Written: {options.out}")
+        print("\n\n".join(parts))
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
     for failure in failures:
         print(f"gate: {failure}")
-    print(
-        f"gate of {options.gate:g} nats: {f'failed by {len(failures)}' if failures else 'passed'}"
-    )
+    result = f"failed by {len(failures)}" if failures else "passed"
+    print(f"gate of {options.gate:g} nats: {result}")
     return 1 if failures else 0
 
 
 def _report_on(options: argparse.Namespace) -> Report:
-    """On the runs of the folders named, each once, in their order. Files among them, as `runs/*` has, are passed over."""
+    """Return the report on the named run folders, each once and in order.
+
+    Files among the names, as `runs/*` may have, are ignored.
+    """
     folders = [path for path in options.runs if not path.is_file()] or options.runs
     runs = list({path.resolve(): read_run(path) for path in folders}.values())
     tolerance = TOLERANCE if options.gate is None else options.gate
@@ -164,56 +206,55 @@ def _report_on(options: argparse.Namespace) -> Report:
 
 
 def watch(options: argparse.Namespace) -> Report | None:
-    """Write the page every so many seconds, until all runs have ended or Ctrl-C comes; returns what stands in it. A run that has
-    not begun is waited for."""
-    report, going = None, True
-    print(
-        f"following {', '.join(map(str, options.runs))} in {options.out}; Ctrl-C ends it",
-        flush=True,
-    )
+    """Write the page repeatedly until all runs have ended or Ctrl-C is pressed.
+
+    Returns the last report, or None if no run has a step. Waits for runs that have not started.
+    """
+    report = None
+    names = ", ".join(map(str, options.runs))
+    print(f"following {names} in {options.out}; Ctrl-C ends it", flush=True)
     with suppress(KeyboardInterrupt):
-        while going:
+        while True:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                # Until all are halted, or have written their summaries, the last thing of all. Of a killed one nobody can tell.
-                going = not all(
-                    "halted" in run.summary or read_finished(run.path)
-                    for run in report.comparison.runs
-                )
+                all_ended = all(map(_has_ended, report.comparison.runs))
                 report.write(options.out, every=options.watch)
-            if going:
-                time.sleep(options.watch)
+                if all_ended:
+                    break
+            time.sleep(options.watch)
     if report:
         report.write(options.out)
         print(f"{report.answer}\n\nPage: {options.out}")
     return report
 
 
+def _has_ended(run: RunRecord) -> bool:
+    """Return True if a run is halted or finished. A killed run looks like a running one."""
+    return "halted" in run.summary or read_finished(run.path) is not None
+
+
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(
-        prog="python -m pretrain report", description="Run folders side by side, or one alone."
+        prog="python -m pretrain report",
+        description="Compare runs: tables on the console, and a page with curves. The first run "
+        "is the baseline.",
     )
     add = parser.add_argument
-    add(
-        "runs",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="run folder; others are held against the first",
-    )
-    add("--out", type=Path, metavar="PAGE.html", help="write everything as a page, too")
+    add("runs", nargs="+", type=Path, metavar="RUN", help="run folder; the first is the baseline")
+    add("--out", type=Path, metavar="PAGE.html", help="also write the report as a page")
     add(
         "--vary",
         action="append",
         default=[],
         metavar="KEY",
-        help="a key, or section, that may differ; repeatable",
+        help="key or section that may differ between the runs; may be repeated",
     )
     add(
         "--gate",
         type=float,
         metavar="NATS",
-        help="exit with 1 if a run's loss ends further than this above the baseline's",
+        help="exit with status 1 if a run's loss ends more than this above the baseline's",
     )
     add(
         "--watch",
@@ -221,17 +262,24 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         type=float,
         const=10.0,
         metavar="SECONDS",
-        help="follow running runs: write the page repeatedly",
+        help="write the page repeatedly while runs are training; default interval: 10",
     )
-    margin = f"over seeds: of the baseline's loss, within which a difference counts as none (default: {100 * MARGIN:g})"
-    add("--margin", type=float, default=100 * MARGIN, metavar="PERCENT", help=margin)
+    add(
+        "--margin",
+        type=float,
+        default=100 * MARGIN,
+        metavar="PERCENT",
+        help="over seeds: differences up to this share of the baseline's loss count as none; "
+        f"default: {100 * MARGIN:g}",
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.out:
         if options.out.suffix != ".html":
             raise InputError(
-                f"--out {options.out}: a page is written, whose name ends in .html; `> tables.md` keeps the tables"
+                f"--out {options.out}: the page's name must end in .html; to keep the tables, use "
+                "`> tables.md`"
             )
         check_replaceable(options.out)
     elif options.watch is not None:
-        raise InputError("--watch writes a page again and again: give --out report.html")
+        raise InputError("--watch writes a page repeatedly: also set --out report.html")
     return options

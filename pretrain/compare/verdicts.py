@@ -1,8 +1,8 @@
-"""Verdict, gain at equal loss and advice for each candidate of `which`, and their table.
+"""Verdict, gain at equal loss, and advice for each candidate of `which`, and their table.
 
 Held-out losses are compared within a margin that is fixed before the first round. The intervals
-hold after every round. A candidate is done when it is known whether its loss lies within the
-margin, or that it is better than the baseline.
+hold after every round. A candidate is done when its loss is known to lie within the margin or
+beyond it, or to be better than the baseline's.
 """
 
 from __future__ import annotations
@@ -30,241 +30,315 @@ from pretrain.metrics.run_record import LOSS_KEY, RunRecord
 from pretrain.optimizer import schedule
 
 MOST_SEEDS = 20
-# of the tokens, for equal loss: beyond, a loss that hardly falls tells nothing of them
+# Largest logarithm of the tokens for equal loss. A loss that hardly falls says nothing about larger
+# factors.
 MOST_FOLD = math.log(1000)
-POWERS = np.arange(0.05, 1.5, 0.05)  # exponents of the power laws that are fitted to a loss
-USE, NO_GAIN = "use this", "no gain at equal loss is shown"
+# Exponents of the power laws that are fitted to a loss.
+POWERS = np.arange(0.05, 1.5, 0.05)
+# Advice about a candidate.
+USE = "use this"
+NO_GAIN = "no gain at equal loss is shown"
+# Titles of the table's columns after the held-out loss.
+HEADER = (
+    "as trained",
+    "tokens/s",
+    "speed",
+    "tokens for equal loss",
+    "gain at equal loss",
+    "its interval",
+    "memory",
+    "verdict",
+)
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """What is fixed before the first round, and kept in which.json."""
+    """Settings that are fixed before the first round. which.json holds the fields by name."""
 
-    begin_with: str | None  # a checkpoint with which all begin, the baseline too
-    margin: float  # a share of the baseline's loss
-    precisions: list[str]  # that were asked for, the baseline first
-    # that a step took in the trial, of those that ran in it: the baseline, then the candidates
+    # Checkpoint that all trainings branch from, including the baseline's, or None.
+    begin_with: str | None
+    # Share of the baseline's loss.
+    margin: float
+    # The requested precisions, the baseline first.
+    precisions: list[str]
+    # Seconds per step in the trial, for the precisions that ran in it. The baseline is first.
     seconds: dict[str, float]
-    start: float  # seconds that a training takes beside its steps
-    seeds: int  # rounds that are planned
-    steps: int  # of a training
-    trunk: int  # the first of these, which candidates share with the baseline
+    # Seconds that a training takes besides its steps.
+    start: float
+    # Number of planned rounds.
+    seeds: int
+    # Last step of a training.
+    steps: int
+    # Last step of the part that candidates share with the baseline.
+    trunk: int
 
     @property
     def base(self) -> str:
+        """Return the name of the baseline."""
         return next(iter(self.seconds))
 
     @property
     def candidates(self) -> list[str]:
+        """Return the names of the candidates."""
         return list(self.seconds)[1:]
 
     @property
     def error(self) -> float:
-        """Of one candidate's interval, so that all of them hold together (Bonferroni)."""
+        """Return the error probability of one candidate's interval.
+
+        The intervals of all candidates hold together at CONFIDENCE (Bonferroni).
+        """
         return (1 - CONFIDENCE) / len(self.candidates)
 
 
 @dataclass
 class Verdict:
-    """What is known of a candidate. None is what is not known."""
+    """Results of a candidate. Unknown values are None. verdict.json holds the fields by name."""
 
     name: str
-    served: SeedDifference | None = None  # held-out loss in BF16 above the baseline's
-    # loss of the last steps, in the candidate's own precision
+    # Held-out loss in BF16 minus the baseline's.
+    served: SeedDifference | None = None
+    # Training loss at the end, in the candidate's own precision, minus the baseline's.
     trained: SeedDifference | None = None
-    tokens_per_second: float | None = None  # None where it is emulated, as are the next two
+    # None if the precision is emulated, like the next two.
+    tokens_per_second: float | None = None
+    # Speed divided by the baseline's.
     speedup: float | None = None
     memory_gib: float | None = None
-    # how many times the tokens make up for its loss, by the baseline's own slope
+    # Factor of the training tokens that makes up for the loss, by the slope of the baseline's loss.
     tokens: float | None = None
-    gain_interval: list[float] | None = None  # of `gain`, by those of speed, loss and slope
+    # Interval of `gain`, from the intervals of speed, loss and slope.
+    gain_interval: list[float] | None = None
     word: str = CANNOT_TELL
-    # after which it should be told, if mean and spread stay as they are
+    # Estimated seconds of training until a verdict, if mean and spread stay the same. None if
+    # MOST_SEEDS seeds would not be enough.
     more_seconds: float | None = None
     advice: str = ""
 
     @property
     def gain(self) -> float | None:
-        """Speed at equal loss, in multiples of the baseline's."""
+        """Return the speed at equal loss, divided by the baseline's speed."""
         return self.speedup / self.tokens if self.speedup and self.tokens else None
 
     @property
     def is_open(self) -> bool:
-        """Whether more seeds can tell more: "worse" may lie within the margin or beyond it."""
+        """Return True if more seeds are needed. "worse" may lie within the margin or beyond it."""
         return self.word in (CANNOT_TELL, WORSE)
+
+    @property
+    def is_faster_at_equal_loss(self) -> bool:
+        """Return True if the whole interval of the gain is above 1."""
+        return self.gain_interval is not None and self.gain_interval[0] > 1
 
 
 @dataclass
 class Rounds:
-    """What was trained under a protocol, and what it tells."""
+    """The runs of all rounds so far, and the verdicts that follow from them."""
 
     protocol: Protocol
-    # a seed each: the baseline and candidates by name
+    # Runs of each round, which is a seed, by name: the baseline and the candidates.
     runs: list[dict[str, RunRecord]] = field(default_factory=list)
-    took: dict[str, float] = field(default_factory=dict)  # seconds of each one's last training
+    # Seconds of the last training by name.
+    took: dict[str, float] = field(default_factory=dict)
 
     def seconds(self, candidates: Sequence[str]) -> float:
-        """How long a round of the baseline and these should take: as the last one took, or else by the trial."""
-        protocol, total = self.protocol, 0.0
+        """Return the estimated seconds of a round with the baseline and `candidates`.
+
+        A training takes as long as its last one, or as the trial predicts.
+        """
+        protocol = self.protocol
+        total = 0.0
         for name in (protocol.base, *candidates):
-            shared = protocol.trunk if protocol.begin_with or name != protocol.base else 0
-            total += self.took.get(name) or protocol.start + protocol.seconds[name] * (
-                protocol.steps - shared
-            )
+            is_branch = bool(protocol.begin_with) or name != protocol.base
+            steps = protocol.steps - (protocol.trunk if is_branch else 0)
+            total += self.took.get(name) or protocol.start + protocol.seconds[name] * steps
         return total
 
-    # ── What they tell of each candidate ──────────────────────────────────────────────────────────────────────────────────────
+    # ── Verdicts ──────────────────────────────────────────────────────────────────────────────────
 
     def verdicts(self) -> list[Verdict]:
-        """Of every candidate, with advice: the one that gains most at equal loss is to be used."""
+        """Return the verdicts of all candidates with advice.
+
+        The candidate with the largest gain at equal loss is recommended.
+        """
         verdicts = [self.verdict(name) for name in self.protocol.candidates]
-        faster = [each for each in verdicts if each.gain_interval and each.gain_interval[0] > 1]
-        paying = [each for each in faster if each.word not in (WORSE, WORSE + BEYOND_MARGIN)]
-        best = max(paying, key=lambda each: each.gain, default=None)
-        for each in verdicts:
-            if each.is_open:
-                about = (
-                    "about"
-                    if each.served and len(each.served.by_seed) >= FEWEST_SEEDS
-                    else "at least"
-                )
-                hours = (
-                    each.more_seconds
-                    and f"{about} {duration(each.more_seconds)} more of --hours should tell"
-                )
-                each.advice = hours or f"nor would {MOST_SEEDS} seeds, if they spread alike"
-            elif each.served and each.gain is None:
-                flat = (
-                    f"its gain is not known, as {self.protocol.base}'s loss does not clearly fall"
-                )
-                each.advice = flat if each.speedup else "its speed is not known, as it is emulated"
-            elif each in paying:
-                each.advice = USE if each is best else f"pays less than {best.name}"
-            else:
-                each.advice = (
-                    f"pays at {each.tokens:.2f} × the tokens" if each in faster else NO_GAIN
-                )
+        eligible = [
+            verdict
+            for verdict in verdicts
+            if verdict.is_faster_at_equal_loss
+            and verdict.word not in (WORSE, WORSE + BEYOND_MARGIN)
+        ]
+        best = max(eligible, key=lambda verdict: verdict.gain, default=None)
+        for verdict in verdicts:
+            verdict.advice = self._advice(verdict, eligible, best)
         return verdicts
 
+    def _advice(self, verdict: Verdict, eligible: Sequence[Verdict], best: Verdict | None) -> str:
+        """Return the advice about a candidate.
+
+        `eligible` are the candidates that may be recommended, and `best` is the recommended one.
+        """
+        if verdict.is_open:
+            if not verdict.more_seconds:
+                return f"{MOST_SEEDS} seeds would not be enough if mean and spread stay the same"
+            has_interval = verdict.served and len(verdict.served.by_seed) >= FEWEST_SEEDS
+            about = "about" if has_interval else "at least"
+            return f"{about} {duration(verdict.more_seconds)} more of --hours should be enough"
+        if verdict.served and verdict.gain is None:
+            if verdict.speedup:
+                return (
+                    f"its gain is not known, because {self.protocol.base}'s loss does not clearly "
+                    "fall"
+                )
+            return "its speed is not known, because it is emulated"
+        if verdict in eligible:
+            return USE if verdict is best else f"pays less than {best.name}"
+        if verdict.is_faster_at_equal_loss:
+            return f"pays at {verdict.tokens:.2f} × the tokens"
+        return NO_GAIN
+
     def verdict(self, name: str) -> Verdict:
+        """Return the verdict of a candidate, without advice."""
         protocol = self.protocol
-        pairs = [(each[protocol.base], each[name]) for each in self.runs if name in each]
+        pairs = [(runs[protocol.base], runs[name]) for runs in self.runs if name in runs]
         if not pairs:
             return Verdict(name)
-        if why := next((run.broke_off for _, run in pairs if run.broke_off), None):
-            return Verdict(name, word=f"broke off: {why}")
-        verdict = Verdict(name, _above(pairs, "held_out_loss"), _above(pairs, LOSS_KEY))
+        failures = [run.broke_off for _, run in pairs if run.broke_off]
+        if failures:
+            return Verdict(name, word=f"broke off: {failures[0]}")
+        verdict = Verdict(name, _difference(pairs, "held_out_loss"), _difference(pairs, LOSS_KEY))
         verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
-            verdict.more_seconds = self.seconds_to_tell(verdict)
-        speeds = [(own_speed(base), own_speed(run)) for base, run in pairs]
-        if all(map(all, speeds)):
-            verdict.tokens_per_second = statistics.median(own for _, own in speeds)
-            speed = SeedDifference(dict(enumerate(own / base for base, own in speeds)), 1.0)
-            verdict.speedup = speed.mean
+            verdict.more_seconds = self._seconds_to_verdict(verdict)
+        speedups = _speedups(pairs)
+        if speedups:
+            verdict.tokens_per_second = statistics.median(own_speed(run) for _, run in pairs)
+            verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
-        slope = SeedDifference(dict(enumerate(loss_slope(base) for base, _ in pairs)), 0.0)
-        if (slope_half := slope.half_width()) is not None and slope.mean + slope_half < 0:
-            verdict.tokens = self.tokens_for(verdict.served.mean, slope.mean)
-            if verdict.speedup and verdict.word != CANNOT_TELL:
-                half = verdict.served.anytime_half_width(protocol.error)
-                reach = speed.anytime_half_width(protocol.error)
-                most = self.tokens_for(verdict.served.mean + half, slope.mean + slope_half)
-                least = self.tokens_for(verdict.served.mean - half, slope.mean - slope_half)
-                verdict.gain_interval = [(speed.mean - reach) / most, (speed.mean + reach) / least]
+        slopes = {place: loss_slope(base) for place, (base, _) in enumerate(pairs)}
+        self._add_gain(verdict, speedups, SeedDifference(slopes, 0.0))
         return verdict
 
-    def tokens_for(self, loss: float, slope: float) -> float:
-        """Return how many times the tokens make up for `loss` nats, 1 if it is negative.
+    def _add_gain(
+        self, verdict: Verdict, speedups: SeedDifference | None, slopes: SeedDifference
+    ) -> None:
+        """Set the tokens for equal loss and the interval of the gain.
 
-        `slope`: nats per unit of ln(tokens), negative. A branch counts only its own tokens.
+        Both stay None unless the baseline's loss falls clearly. The interval also needs a speed and
+        a decided loss.
+        """
+        slope_half = slopes.half_width()
+        if slope_half is None or slopes.mean + slope_half >= 0:
+            return
+        served = verdict.served
+        verdict.tokens = self.tokens_for(served.mean, slopes.mean)
+        if not verdict.speedup or verdict.word == CANNOT_TELL:
+            return
+        loss_half = served.anytime_half_width(self.protocol.error)
+        speed_half = speedups.anytime_half_width(self.protocol.error)
+        most = self.tokens_for(served.mean + loss_half, slopes.mean + slope_half)
+        least = self.tokens_for(served.mean - loss_half, slopes.mean - slope_half)
+        verdict.gain_interval = [
+            (speedups.mean - speed_half) / most,
+            (speedups.mean + speed_half) / least,
+        ]
+
+    def tokens_for(self, loss: float, slope: float) -> float:
+        """Return the factor of the training tokens that makes up for `loss` nats.
+
+        The factor is 1 for a negative loss. `slope` is in nats per unit of ln(tokens), and is
+        negative. For branches, only the tokens after the branch count.
         """
         fold = math.exp(min(max(0.0, loss) / -slope, MOST_FOLD))
-        steps, before = self.protocol.steps, self.protocol.trunk if self.protocol.begin_with else 0
+        steps = self.protocol.steps
+        before = self.protocol.trunk if self.protocol.begin_with else 0
         return (fold * steps - before) / (steps - before)
 
-    def seconds_to_tell(self, verdict: Verdict) -> float | None:
-        """For the seeds that are missing to a verdict, if mean and spread stay; None where MOST_SEEDS would not tell."""
+    def _seconds_to_verdict(self, verdict: Verdict) -> float | None:
+        """Return the estimated seconds until a verdict, if mean and spread stay the same.
+
+        The differences so far are repeated until a verdict is reached. Return None if MOST_SEEDS
+        seeds would not be enough.
+        """
         values = list(verdict.served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
-            told = SeedDifference(repeated, verdict.served.baseline).anytime_verdict(
-                self.protocol.margin, self.protocol.error
-            )
-            if not Verdict(verdict.name, word=told).is_open:
+            difference = SeedDifference(repeated, verdict.served.baseline)
+            word = difference.anytime_verdict(self.protocol.margin, self.protocol.error)
+            if not Verdict(verdict.name, word=word).is_open:
                 return (seeds - len(values)) * self.seconds([verdict.name])
         return None
 
-    # ── How it is shown ───────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── Table ─────────────────────────────────────────────────────────────────────────────────────
 
     def table(self, verdicts: Sequence[Verdict]) -> str:
-        base, runs = self.protocol.base, [each[self.protocol.base] for each in self.runs]
-        served = "served in BF16" if base != "fp32" else "held out"  # FP32 is evaluated in FP32
-        header = [
-            "precision",
-            "seeds",
-            served,
-            "as trained",
-            "tokens/s",
-            "speed",
-            "tokens for equal loss",
-        ]
-        header += ["gain at equal loss", "its interval", "memory", "verdict"]
+        """Return the Markdown table of the baseline and the candidates."""
+        # FP32 is evaluated in FP32.
+        served = "held out" if self.protocol.base == "fp32" else "served in BF16"
+        rows = [self._base_row(), *map(self._row, verdicts)]
+        return markdown(["precision", "seeds", served, *HEADER], rows)
 
-        def percent(difference: SeedDifference | None) -> str:
-            """ "+0.071 ± 0.150 %" of the baseline's loss."""
-            if difference is None:
-                return UNKNOWN
-            half, share = (
-                difference.anytime_half_width(self.protocol.error),
-                100 / difference.baseline,
-            )
-            return f"{signed(share * difference.mean, 3)}{'' if half is None else f' ± {share * half:.3f}'} %"
-
-        losses = (
-            statistics.fmean(run.summary[key] for run in runs)
+    def _base_row(self) -> list[str]:
+        """Return the table's row of the baseline."""
+        runs = [by_name[self.protocol.base] for by_name in self.runs]
+        losses = [
+            f"{statistics.fmean(run.summary[key] for run in runs):.4f}"
             for key in ("held_out_loss", LOSS_KEY)
-        )
-        speeds, peak = (
-            [*filter(None, map(own_speed, runs))],
-            or_dash(runs[0].summary.get("memory_gib"), memory),
-        )
-        speed = or_dash(statistics.median(speeds) if speeds else None, "{:,.0f}".format)
-        rows = [
-            [
-                base,
-                str(len(runs)),
-                *map("{:.4f}".format, losses),
-                speed,
-                *"111",
-                UNKNOWN,
-                peak,
-                "baseline",
-            ]
         ]
-        for each in verdicts:
-            times = [
-                or_dash(value, "{:.2f} ×".format)
-                for value in (each.speedup, each.tokens, each.gain)
-            ]
-            row = [
-                each.name,
-                str(len(each.served.by_seed) if each.served else 0),
-                percent(each.served),
-                percent(each.trained),
-            ]
-            interval = or_dash(each.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format)
-            row += [or_dash(each.tokens_per_second, "{:,.0f}".format), *times, interval]
-            rows.append([*row, or_dash(each.memory_gib, memory), each.word])
-        return markdown(header, rows)
+        speeds = [speed for speed in map(own_speed, runs) if speed]
+        speed = statistics.median(speeds) if speeds else None
+        peak = or_dash(runs[0].summary.get("memory_gib"), memory)
+        row = [self.protocol.base, str(len(runs)), *losses, or_dash(speed, "{:,.0f}".format)]
+        return [*row, "1", "1", "1", UNKNOWN, peak, "baseline"]
+
+    def _row(self, verdict: Verdict) -> list[str]:
+        """Return the table's row of a candidate."""
+        factors = [
+            or_dash(value, "{:.2f} ×".format)
+            for value in (verdict.speedup, verdict.tokens, verdict.gain)
+        ]
+        return [
+            verdict.name,
+            str(len(verdict.served.by_seed) if verdict.served else 0),
+            self._percent(verdict.served),
+            self._percent(verdict.trained),
+            or_dash(verdict.tokens_per_second, "{:,.0f}".format),
+            *factors,
+            or_dash(verdict.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format),
+            or_dash(verdict.memory_gib, memory),
+            verdict.word,
+        ]
+
+    def _percent(self, difference: SeedDifference | None) -> str:
+        """Return a difference in percent of the baseline's loss: "+0.071 ± 0.150 %"."""
+        if difference is None:
+            return UNKNOWN
+        scale = 100 / difference.baseline
+        half = difference.anytime_half_width(self.protocol.error)
+        interval = "" if half is None else f" ± {scale * half:.3f}"
+        return f"{signed(scale * difference.mean, 3)}{interval} %"
 
 
-def _above(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
-    base, run = (
-        {each.config["seed"]: each.summary[key] for each in runs}
-        for runs in zip(*pairs, strict=True)
-    )
-    return SeedDifference.of(run, base)
+def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
+    """Return the difference in `key` of the summaries, from pairs (baseline, candidate)."""
+    base = {run.config["seed"]: run.summary[key] for run, _ in pairs}
+    candidate = {run.config["seed"]: run.summary[key] for _, run in pairs}
+    return SeedDifference.of(candidate, base)
+
+
+def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | None:
+    """Return the candidate's speed divided by the baseline's for each pair, with their mean.
+
+    Return None if a speed is not known.
+    """
+    speedups = {}
+    for place, (base, run) in enumerate(pairs):
+        base_speed = own_speed(base)
+        speed = own_speed(run)
+        if not base_speed or not speed:
+            return None
+        speedups[place] = speed / base_speed
+    return SeedDifference(speedups, 1.0)
 
 
 def loss_slope(run: RunRecord) -> float:
@@ -272,13 +346,16 @@ def loss_slope(run: RunRecord) -> float:
 
     A power law E + A steps^-a is fitted to the steps before the decay and extrapolated to the last
     step. The decay is not fitted, because it lowers the loss faster than more tokens do. The fit
-    takes at least the first half of the run, and schedules other than `wsd` up to their end.
+    covers at least the first half of the run, and schedules other than `wsd` up to their end.
     """
     steps, losses = run.curve("loss")
-    first, last = int(steps[0]), int(steps[-1])
-    fitted = max(schedule.decay_begins(recipe_of(run).schedule, last) or last, (first + last) / 2)
+    first = int(steps[0])
+    last = int(steps[-1])
+    decay_begins = schedule.decay_begins(recipe_of(run).schedule, last) or last
+    fitted = max(decay_begins, (first + last) / 2)
     chosen = (steps > 0.3 * fitted) & (steps <= fitted) & np.isfinite(losses)
     shares = steps[chosen] / last
     fits = {power: np.polyfit(shares**-power, losses[chosen], 1, full=True) for power in POWERS}
-    power = min(fits, key=lambda tried: fits[tried][1][0])  # by the sum of squared residuals
+    # The second element of a fit is the sum of squared residuals.
+    power = min(fits, key=lambda power: fits[power][1][0])
     return float(-power * fits[power][0][0])

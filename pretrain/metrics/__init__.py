@@ -1,1 +1,1 @@
-"""What a run measures and writes: its folder, times, FLOPs, the health of its loss, and what the console and trackers show."""
+"""Records of a run: its folder, times, FLOPs, health, console output and trackers."""

@@ -1,7 +1,7 @@
-"""What the user sees: how the run begins, a line a step, evaluations, samples, and where everything is at the end.
+"""Console output of a run: plan, one line per step, evaluations, samples and the final summary.
 
-Lines are never rewritten, so a log file reads and greps like the screen. What takes long has a bar below them, on a terminal only
-(`foundation.progress`).
+Lines are never rewritten, so a log file reads like the screen and can be searched. Long tasks show
+a progress bar below the lines, on a terminal only (`foundation.progress`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INDENT = "  "
 
 
 class Console:
-    """Writes for one run; with `enabled=False`, as on all processes but the main one, it writes nothing."""
+    """Console output of one run. Writes nothing with `enabled=False`, as on ranks above 0."""
 
     def __init__(
         self, total_steps: int, *, enabled: bool = True, stream: TextIO | None = None
@@ -31,34 +31,36 @@ class Console:
         self.total_steps = total_steps
         self.enabled = enabled
         self.stream = stream or sys.stdout
-        # the first step of this process, which compiles, and when it ended
+        # The first step of this process, which compiles, and the time at which it ended.
         self._first_end: tuple[int, float] | None = None
-        self._since_line: list[Mapping[str, Any]] = []  # steps that no line has told of yet
+        # Steps since the last printed line.
+        self._since_line: list[Mapping[str, Any]] = []
 
     def panel(self, title: str, rows: Mapping[str, str]) -> None:
-        """The first and the last screen: a title, and aligned `label  text` rows."""
+        """Print a title and aligned `label  text` rows, at the start or the end of a run."""
         self._write("", title)
         width = max(map(len, rows), default=0) + 2
+        margin = "\n" + INDENT + " " * width
         for label, text in rows.items():
-            self._write(
-                INDENT + label.ljust(width) + text.replace("\n", "\n" + INDENT + " " * width)
-            )
+            self._write(INDENT + label.ljust(width) + text.replace("\n", margin))
         self._write("")
 
     def step(self, record: Mapping[str, Any], *, show: bool = True) -> None:
-        """A line, from a step's metrics object; with `show=False` the step only counts towards the next line and the time left.
+        """Print a line for a step from its metrics.
 
-        Loss, speed, utilisation and the wait for data are means since the line before, the other figures this step's.
+        With `show=False` the step only counts for the next line and the time left. Loss, speed,
+        utilization and data wait are means since the last line. All other numbers are of this
+        step alone.
         """
         if self._first_end is None:
-            self._first_end = record["step"], time.monotonic()
+            self._first_end = (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
             self._write("   ".join(self._figures(record)))
             self._since_line.clear()
 
     def evaluation(self, record: Mapping[str, Any], seconds: float) -> None:
-        """Held-out loss and perplexity, from the evaluation's metrics object, and the seconds it took."""
+        """Print the held-out loss and perplexity of an evaluation's metrics, and its duration."""
         prefix = "held_out_loss/"
         sources = [
             f"{key.removeprefix(prefix)} {record[key]:.4f}"
@@ -66,82 +68,94 @@ class Console:
             if key.startswith(prefix)
         ]
         by_source = f" ({', '.join(sources)})" if sources else ""
-        penalty = (
-            f"   penalty {record['held_out_penalty']:.4f}" if "held_out_penalty" in record else ""
-        )
+        penalty = ""
+        if "held_out_penalty" in record:
+            penalty = f"   penalty {record['held_out_penalty']:.4f}"
         self._write(
-            f"eval {self._position(record['step'])}   held-out loss {record['held_out_loss']:.4f}{by_source}   "
+            f"eval {self._position(record['step'])}   "
+            f"held-out loss {record['held_out_loss']:.4f}{by_source}   "
             f"perplexity {record['held_out_perplexity']:.4g}{penalty}   in {duration(seconds)}"
         )
 
     def sample(self, prompt: str, text: str) -> None:
-        """How the model continued `prompt`, behind a margin. Control characters in either are shown as escapes."""
-        self._write(f"{INDENT}sample after {_visible(prompt)}")
-        for line in _visible(text).split("\n"):
+        """Print a prompt and the generated text. Control characters are shown as escapes."""
+        self._write(f"{INDENT}sample after {_escape_controls(prompt)}")
+        for line in _escape_controls(text).split("\n"):
             self._write(f"{INDENT}│ {line}")
 
     def progress(self, task: str, unit: str = "", **options: Any) -> Progress:
-        """A context manager that shows on a terminal how far `task` is, of whose `unit`s `total` are to be done."""
+        """Return a progress bar for `task`, counted in `unit`. It is shown on a terminal only."""
         return Progress(task, unit, self.enabled and sys.stderr.isatty(), **options)
 
     def notice(self, text: str) -> None:
-        """Something to know that needs no action: a checkpoint saved, a run resumed."""
+        """Print information that needs no action, such as a saved checkpoint."""
         self._write(text)
 
     def warning(self, text: str) -> None:
-        """Something the user should look at; the run goes on."""
+        """Print a warning that the user should look at. The run continues."""
         self._write(f"WARNING  {text}")
 
     def _figures(self, record: Mapping[str, Any]) -> Iterator[str]:
-        """Yields every figure of a step's line, in order and of constant width."""
-        loss, penalty = (
-            or_dash(self._mean(key), "{:.4f}".format).rjust(7) for key in ("loss", "penalty")
-        )
-        milliseconds = math.fsum(each["step_ms"] for each in self._since_line)
+        """Yield the numbers of a step's line in order. Each has a constant width."""
+        milliseconds = math.fsum(step["step_ms"] for step in self._since_line)
         yield f"step {self._position(record['step'])}"
-        yield f"loss {loss}"
+        yield f"loss {self._loss('loss')}"
         if "penalty" in record:
-            yield f"penalty {penalty}"
+            yield f"penalty {self._loss('penalty')}"
         if "gap/loss" in record:
             yield f"gap to BF16 {record['gap/loss']:+.1e}, cosine {record['gap/cosine']:.4f}"
         yield f"lr {record['learning_rate']:.2e}"
         yield f"grad {record['gradient_norm']:>8.3g}"
         yield f"{count(self._rate('tokens_per_second', milliseconds)):>6} tok/s"
         if "mfu_bf16_peak" in record:
-            yield f"MFU {percent(self._rate('mfu_bf16_peak', milliseconds)):>6} ({record['calculation_method']})"
+            mfu = percent(self._rate("mfu_bf16_peak", milliseconds))
+            yield f"MFU {mfu:>6} ({record['calculation_method']})"
         yield f"{memory(record['memory_gib']):>9}"
-        waited = math.fsum(each["data_wait_ms"] for each in self._since_line)
+        waited = math.fsum(step["data_wait_ms"] for step in self._since_line)
         yield f"data {percent(waited / milliseconds):>6}"
         yield f"{self._time_left(record['step']):>9} left"
 
+    def _loss(self, key: str) -> str:
+        """Return the mean of `key` since the last line, with a constant width."""
+        return or_dash(self._mean(key), "{:.4f}".format).rjust(7)
+
     def _mean(self, key: str) -> float | None:
-        """Over the finite values since the line before; NaN where none is finite, None where no step has a label."""
-        known = [record[key] for record in self._since_line if record.get(key) is not None]
-        finite = [value for value in known if math.isfinite(value)]
-        return statistics.fmean(finite or [math.nan]) if known else None
+        """Return the mean of the finite values of `key` since the last line.
+
+        Return NaN if no value is finite, and None if no step has a value because it has no labels.
+        """
+        values = [record[key] for record in self._since_line if record.get(key) is not None]
+        if not values:
+            return None
+        finite = [value for value in values if math.isfinite(value)]
+        return statistics.fmean(finite or [math.nan])
 
     def _rate(self, key: str, milliseconds: float) -> float:
-        """The rate `key` over all of their time."""
-        return (
-            math.fsum(record[key] * record["step_ms"] for record in self._since_line) / milliseconds
-        )
+        """Return the mean of the rate `key` since the last line, weighted by the steps' time."""
+        weighted = math.fsum(record[key] * record["step_ms"] for record in self._since_line)
+        return weighted / milliseconds
 
     def _time_left(self, step: int) -> str:
-        """Returns what is left by the mean time of a step so far, with what goes by between steps, but without the first one."""
+        """Return the estimated time left from the mean time of a step.
+
+        The mean includes the time between steps, but not the first step, which compiles.
+        """
         first, ended = self._first_end
-        return (
-            duration((self.total_steps - step) * (time.monotonic() - ended) / (step - first))
-            if step > first
-            else "…"
-        )
+        if step <= first:
+            return "…"
+        seconds_per_step = (time.monotonic() - ended) / (step - first)
+        return duration((self.total_steps - step) * seconds_per_step)
 
     def _position(self, step: int) -> str:
+        """Return `step` and the total number of steps, with a constant width."""
         return f"{step:>{len(str(self.total_steps))}}/{self.total_steps}"
 
     def _write(self, *lines: str) -> None:
+        """Print lines without disturbing a progress bar."""
         if not self.enabled:
             return
-        # a sample in any script must not end a run whose log is ASCII
+        # Replace characters that the log's encoding lacks: a sample in any script must not end a
+        # run whose log is ASCII.
         encoding = self.stream.encoding or "utf-8"
         text = "".join(f"{line}\n" for line in lines).encode(encoding, "replace").decode(encoding)
         try:
@@ -149,15 +163,19 @@ class Console:
                 self.stream.write(text)
                 self.stream.flush()
         except OSError:
-            # The terminal closed, Ctrl-C ended the `tee` that read our output, or a log's disk is full. The run goes on, since
-            # metrics.jsonl has every figure. What is still buffered goes nowhere: at exit Python would fail to flush it.
+            # The terminal was closed, Ctrl-C ended the `tee` that reads our output, or the disk of
+            # the log is full. The run continues, because metrics.jsonl has every number. Redirect
+            # the stream to the null device, or Python would fail to flush its buffer at exit.
             self.enabled = False
-            with open(os.devnull, "w") as nowhere:
-                os.dup2(nowhere.fileno(), self.stream.fileno())
+            with open(os.devnull, "w") as null:
+                os.dup2(null.fileno(), self.stream.fileno())
 
 
-def _visible(text: str) -> str:
-    """`text` with its control characters but line feeds as escapes: a sample must not move the cursor or ring the bell."""
+def _escape_controls(text: str) -> str:
+    """Replace control characters except line feeds by escapes, and tabs by spaces.
+
+    A sample must not move the cursor or ring the bell.
+    """
     return "".join(
         char if char == "\n" or char.isprintable() else f"\\x{ord(char):02x}"
         for char in text.replace("\t", "    ")

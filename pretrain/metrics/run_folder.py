@@ -1,4 +1,4 @@
-"""The folder of one run: its files, its lock, and what its environment was."""
+"""The folder of a run: its files, its lock, and the description of its environment."""
 
 from __future__ import annotations
 
@@ -17,39 +17,45 @@ from foundation.errors import InputError
 from foundation.files import PARTIAL, locked
 from foundation.reading import load_yaml
 
-# in the folder of a run that is part of a matrix; `pretrain.compare.matrix` writes it
+# Marks the run as a cell of a matrix. Written by `pretrain.compare.matrix_run`.
 MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
-SUMMARY_FILE = "summary.json"  # written at a run's end
-# of quantized operands; `pretrain.observe.operand_statistics` writes it
+# Written at the end of a run.
+SUMMARY_FILE = "summary.json"
+# Statistics of quantized operands. Written by `pretrain.observe.operand_statistics`.
 STATISTICS_FILE = "fp8_statistics.jsonl"
-# which run each tracker goes on with; `pretrain.metrics.trackers` writes it
+# Names the run that each tracker continues. Written by `pretrain.metrics.trackers`.
 TRACKERS_FILE = "trackers.json"
-# what may be there of a run that was killed before it wrote its config.yaml
+# Files that exist before a run has written its config.yaml.
 _BEFORE_CONFIG = {MATRIX_FILE, STATISTICS_FILE}
-# keys of a run's config.yaml
-_OF_EVERY_RECIPE = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}
+# Keys in the config.yaml of every run.
+_CONFIG_KEYS = {"name", "run_dir", "model", "data", "batch", "optimizer", "train", "weights"}
+# Packages whose versions are recorded.
 PACKAGES = (
-    *(
-        "torch",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "tokenizers",
-        "safetensors",
-        "numpy",
-        "pyarrow",
-    ),
-    *("transformer-engine", "flash-attn-4", "cut-cross-entropy", "triton"),
-    *("torchao", "liger-kernel"),  # what benchmarks compare with
+    "torch",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "pyarrow",
+    "transformer-engine",
+    "flash-attn-4",
+    "cut-cross-entropy",
+    "triton",
+    # Benchmarks compare with these two.
+    "torchao",
+    "liger-kernel",
 )
 
 
 class RunFolder(ExitStack):
-    """Creates the folder at `path` and locks it for this process; a context manager that releases the lock, as `close` does.
+    """The folder of a run, created at `path` and locked for this process.
 
-    With several ranks, rank 0 alone locks and writes it; to the others, `owner=False`, it is a set of paths. InputError where the
-    folder cannot be made or another process holds it.
+    It is a context manager that releases the lock, as `close` does. With several ranks only rank 0
+    locks and writes the folder. With `owner=False`, on the other ranks, it only holds the paths.
+    Raises InputError if the folder cannot be created or another process has locked it.
     """
 
     def __init__(self, path: Path, *, owner: bool = True) -> None:
@@ -58,63 +64,70 @@ class RunFolder(ExitStack):
         self.checkpoints = path / "checkpoints"
         self.config = path / "config.yaml"
         self.environment = path / "environment.json"
-        self.audit = path / "audit.json"  # what runs in which precision, as it was found
+        # The observed precision of every matrix product.
+        self.audit = path / "audit.json"
         self.metrics = path / METRICS_FILE
         self.summary = path / SUMMARY_FILE
         self.loss_plot = path / "loss.png"
         self.final = path / "final"
         if not owner:
             return
-        made = not path.exists()
+        is_new = not path.exists()
         self.enter_context(locked(path / ".lock", self._refuse))
-        if made:
+        if is_new:
             self.callback(self._remove_if_empty)
-        # of a killed run: no other process is writing here now
+        # Partial files of a killed run. No other process writes here while we hold the lock.
         for leftover in path.glob(f".*{PARTIAL}"):
             leftover.unlink()
 
     def _refuse(self, holder: str) -> None:
+        """Raise InputError because `holder` has locked the folder."""
         raise InputError(
-            f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set another `run_dir`"
+            f"{self.path}: the run folder is in use by {holder}; wait for it or stop it, or set "
+            "another `run_dir`"
         )
 
     def _remove_if_empty(self) -> None:
-        """A start that was refused leaves no folder of a run that never was."""
+        """Delete a new folder if the start was refused before anything was written."""
         if os.listdir(self.path) == [".lock"]:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
 def check_free(path: Path) -> None:
-    """InputError as RunFolder(path) would raise it now, and for somebody else's folder; creates nothing and keeps no lock."""
+    """Raise InputError if a run could not use the folder now. Creates nothing and keeps no lock."""
     check_ours(path)
     if path.exists():
         RunFolder(path).close()
 
 
 def check_ours(path: Path) -> None:
-    """InputError where `path` cannot be written, or is a folder that no run has made: nothing of somebody else's is written over.
+    """Raise InputError if `path` cannot be written or is not the folder of a run.
 
-    A run's is empty, or holds the run's config.yaml. The mark of a matrix is there before the run.
+    The folder of a run is empty or holds the run's config.yaml. In a matrix it may also hold the
+    mark of the matrix. Folders with other files are refused, so that nothing is overwritten.
     """
-    there = next(each for each in (path.absolute(), *path.absolute().parents) if each.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+    absolute = path.absolute()
+    existing = next(folder for folder in (absolute, *absolute.parents) if folder.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         raise InputError(
-            f"{path}: cannot be used as the run folder: {there} cannot be written to; set another `run_dir`"
+            f"{path}: cannot be used as the run folder: {existing} cannot be written to; set "
+            "another `run_dir`"
         )
-    listed = os.listdir(path) if path.exists() else []
-    strange = sorted(
-        name for name in listed if not name.startswith(".") and name not in _BEFORE_CONFIG
+    names = os.listdir(path) if path.exists() else []
+    foreign = sorted(
+        name for name in names if not name.startswith(".") and name not in _BEFORE_CONFIG
     )
     config = path / "config.yaml"
-    if strange and not (config.is_file() and load_yaml(config).keys() >= _OF_EVERY_RECIPE):
+    if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         raise InputError(
-            f"{path}: holds {strange[0]} and no config.yaml of a run; set another `run_dir`, or move that away"
+            f"{path}: holds {foreign[0]} and no config.yaml of a run; set another `run_dir`, or "
+            f"move {foreign[0]} away"
         )
 
 
 def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run's figures depend on beside its settings: versions, device, commit and accelerate's settings."""
-    import torch  # slow to import, and a run folder in use must be refused at once
+    """Return versions, devices, commit and accelerate's settings: what results depend on."""
+    import torch  # imported late, because a run folder in use must be refused at once
 
     return {
         "python": platform.python_version(),
@@ -132,6 +145,7 @@ def describe_environment(accelerate: Mapping[str, Any]) -> dict[str, Any]:
 
 @cache
 def version_of(package: str) -> str | None:
+    """Return the installed version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -139,14 +153,16 @@ def version_of(package: str) -> str | None:
 
 
 def _git(root: Path) -> dict[str, Any] | None:
-    """Commit of the code at `root` and whether files differ from it; None if `root` is not the top of a git checkout."""
+    """Return the commit of the code at `root` and whether files differ from it.
+
+    Return None if `root` is not the top folder of a git checkout.
+    """
 
     def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    # installed, it may lie somewhere below another project's checkout
+    # An installed package may be somewhere below the checkout of another project.
     if not (root / ".git").exists():
         return None
     try:

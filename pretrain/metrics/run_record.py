@@ -1,4 +1,4 @@
-"""What the files of a run folder say of its run: its metrics, its summary, and the screen it ends with. Works without torch."""
+"""Read the files of a run folder: metrics, summary and final screen. Works without torch."""
 
 from __future__ import annotations
 
@@ -22,13 +22,17 @@ from pretrain.metrics.run_folder import MATRIX_FILE, METRICS_FILE, SUMMARY_FILE,
 from pretrain.precision.settings import label
 from pretrain.settings.config import flatten
 
-WARM_UP_STEPS = 2  # compile, allocate, autotune: kept out of every median
-# of all steps: where runs have grown apart. One step's loss is mostly noise (sd 0.13 in the
-# reference's runs)
+# First steps of a run, which compile, allocate and autotune. They are excluded from medians.
+WARM_UP_STEPS = 2
+# Share of all steps that is a run's end. The loss of a single step is mostly noise (standard
+# deviation 0.13 in runs of the reference).
 LAST_SHARE = 0.2
-FEWEST_STEPS = 64  # for a standard error: eight batches of eight
-# in a summary: the mean loss of a run's end, and of how many steps it is
-LOSS_KEY, END_KEY = "loss_at_end", "steps_at_end"
+# Minimum number of steps at the end: eight batches of eight, for a standard error.
+FEWEST_STEPS = 64
+# Keys of a summary: the mean loss of the run's end, and its number of steps.
+LOSS_KEY = "loss_at_end"
+END_KEY = "steps_at_end"
+# Keys of a step whose median is part of a summary.
 MEDIANS = (
     "tokens_per_second",
     "samples_per_second",
@@ -39,81 +43,101 @@ MEDIANS = (
     "frozen_updates",
 )
 
-# in an evaluation's line: which packs it is of, and how many
+# Keys of an evaluation that identify its packs.
 HELD_OUT_PACKS = ("held_out_fingerprint", "held_out_packs")
-# evaluations that differ in one say nothing of each other
+# Keys of an evaluation that must agree for a comparison.
 MEASURE = (*HELD_OUT_PACKS, "held_out_tokens", "held_out_precision")
 
-# a line of metrics.jsonl: a step, or an event: an evaluation, a rollback or a halt
+# A line of metrics.jsonl.
 Record = Mapping[str, Any]
 
 
 def kind(record: Record) -> str:
-    """What a line tells of: a "step", or an event: an "evaluation", "samples", a "rollback", or that the run was "halted". What
-    a rollback gave up, steps and events, stands inside of it under `abandoned`, so that every step is one line of the file."""
+    """Return "step" or the event of a line: "evaluation", "samples", "rollback" or "halted".
+
+    A rollback holds the lines of abandoned steps and events under `abandoned`. So every step that
+    counts is exactly one line of the file.
+    """
     return record.get("event", "step")
 
 
 def at_the_end(steps: np.ndarray) -> np.ndarray:
-    """Which of `steps`, the numbers of a run's steps in order, belong to its end: the last fifth of all steps up to its last one,
-    or the last FEWEST_STEPS if that is more. Numbers count: a branch, which begins with another run's checkpoint, ends where that
-    run does.
+    """Return a mask of the steps that belong to the end of a run.
 
-    This is the one definition of where runs end: a run's summary and every table, picture and gate take the same steps.
+    `steps` are the step numbers of the run in order. The end is the last fifth of all steps up to
+    the last one, or the last FEWEST_STEPS if that is more. The step numbers decide, so a branch has
+    the same end as the run that it branched from.
+
+    Summaries, tables, plots and gates all use this definition.
     """
-    return steps > steps[-1] - max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
+    length = max(math.ceil(steps[-1] * LAST_SHARE), FEWEST_STEPS)
+    return steps > steps[-1] - length
 
 
 def in_a_word(key: str, value: Any) -> str:
-    """The value of a setting with flat keys, as a report says it."""
-    return str(label(value) if key == "precision" else "not set" if value is None else value)
+    """Return the value of a setting as text for a report. `key` is the dotted key."""
+    if key == "precision":
+        return str(label(value))
+    return "not set" if value is None else str(value)
 
 
 def same_measure(first: Record, second: Record, keys: Sequence[str] = MEASURE) -> bool:
-    """Whether two evaluations are of the same, as far as both say."""
+    """Return True if two evaluations agree in `keys`, as far as both records have them."""
     return all(first[key] == second[key] for key in keys if key in first and key in second)
 
 
 def own_evaluations(records: Iterable[Record]) -> Iterator[Record]:
-    """Yields of a run's lines in order the evaluations of what it has trained: none from before its first step."""
-    own = itertools.dropwhile(lambda record: kind(record) != "step", records)
-    return (record for record in own if kind(record) == "evaluation")
+    """Yield the evaluations after the first step of a run, in order.
+
+    An evaluation before the first step measures the weights that the run started from.
+    """
+    from_first_step = itertools.dropwhile(lambda record: kind(record) != "step", records)
+    return (record for record in from_first_step if kind(record) == "evaluation")
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """What the files of a run folder hold, of a run finished or still going. `summary` is as of the last step written."""
+    """The content of a run folder. The run may be finished or still training."""
 
     path: Path
     config: dict[str, Any]
-    environment: dict[str, Any]  # of its last start
+    # Environment of the last start.
+    environment: dict[str, Any]
     metrics: list[dict[str, Any]]
+    # Summary up to the last step in `metrics`.
     summary: dict[str, Any]
     audit: dict[str, Any] = field(default_factory=dict)
-    # some of it shared the machine with other runs of a matrix, so that its speed is not its own
+    # The run shared its machine with other runs of a matrix, at least for some time. Its speed
+    # cannot be compared.
     side_by_side: bool = False
 
     @property
     def name(self) -> str:
+        """Return the name of the run folder."""
         return self.path.resolve().name
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The run's metrics without the events between steps."""
+        """Return the records of steps, without events."""
         return [record for record in self.metrics if kind(record) == "step"]
 
     def curve(self, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """(steps int64, values float64) of a key of the steps, or of the evaluations' "held_out_loss"; NaN, a gap in a line,
-        where the value is not known."""
+        """Return step numbers (int64) and values (float64) of `key`.
+
+        "held_out_loss" comes from evaluations, other keys from steps. Missing values are NaN,
+        which is a gap in a line.
+        """
         records = self.evaluations if key == "held_out_loss" else self.steps
+        steps = [record["step"] for record in records]
         values = [math.nan if record.get(key) is None else record[key] for record in records]
-        return np.array([record["step"] for record in records], dtype=np.int64), np.array(
-            values, dtype=np.float64
-        )
+        return np.array(steps, dtype=np.int64), np.array(values, dtype=np.float64)
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """The evaluations on the same held-out packs as the last one: a resume may have taken others."""
+        """Return the evaluations on the same held-out packs as the last one.
+
+        A resumed run may evaluate on other packs than before.
+        """
         evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
         return [
             record
@@ -123,107 +147,128 @@ class RunRecord:
 
     @property
     def when_evaluated(self) -> str:
-        """What stands behind its held-out loss: " (step 10)" where more steps followed, else nothing."""
-        last = self.evaluations[-1]["step"] if self.evaluations else self.summary["steps"]
-        return "" if last == self.summary["steps"] else f" (step {last:,})"
+        """Return " (step 10)" if the last evaluation is not of the last step, else "".
+
+        Reports print it behind the held-out loss.
+        """
+        last_step = self.summary["steps"]
+        evaluated_step = self.evaluations[-1]["step"] if self.evaluations else last_step
+        return "" if evaluated_step == last_step else f" (step {evaluated_step:,})"
 
     @property
     def data_fingerprint(self) -> str | None:
-        """Identity of the packs trained on."""
+        """Return the fingerprint of the training packs."""
         return self.environment.get("data_fingerprint")
 
     @property
     def source_config(self) -> dict[str, Any]:
-        """What the config.json of `model.source` said at its last start, under keys of an identity."""
+        """Return the config.json of `model.source` at the last start, by keys of the identity."""
         return self.environment.get("source_config", {})
 
     @property
     def past(self) -> dict[str, Any]:
-        """What it has trained otherwise than its config says, as `NO_PAST`."""
+        """Return how the training differed from the config, in the form of `NO_PAST`."""
         return NO_PAST | self.environment.get("past", {})
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Its config with flat keys, what its `model.source` said, and `data.fingerprint`."""
-        return (
-            flatten(self.config) | self.source_config | {"data.fingerprint": self.data_fingerprint}
-        )
+        """Return the config by dotted key, with the source's config and the data's fingerprint."""
+        fingerprint = {"data.fingerprint": self.data_fingerprint}
+        return flatten(self.config) | self.source_config | fingerprint
 
     @property
     def changed_settings(self) -> dict[str, str]:
-        """The settings that a resume has changed, with all of their values: "42 to step 6, then 7"."""
-        now, before = self.settings, dict[str, str]()
+        """Return the settings that a resume has changed, as texts: "42 to step 6, then 7"."""
+        earlier: dict[str, str] = {}
         for change in self.past["changed"]:
             for key, value in change["was"].items():
-                before[key] = (
-                    f"{before.get(key, '')}{in_a_word(key, value)} to step {change['step']:,}, then "
-                )
-        return {key: values + in_a_word(key, now.get(key)) for key, values in before.items()}
+                text = f"{in_a_word(key, value)} to step {change['step']:,}, then "
+                earlier[key] = earlier.get(key, "") + text
+        current = self.settings
+        return {key: text + in_a_word(key, current.get(key)) for key, text in earlier.items()}
 
     @property
     def devices(self) -> tuple[int, str]:
-        """On how many devices it trained, one a process, and what they are called: (2, "NVIDIA H200"), (1, "CPU")."""
+        """Return the number and the name of the devices: (2, "NVIDIA H200") or (1, "CPU")."""
         launch = self.environment.get("accelerate") or {}
-        gpus = [] if launch.get("device") == "cpu" else self.environment.get("gpus") or []
-        name = " and ".join(dict.fromkeys(gpus)) or str(launch.get("device") or "cpu").upper()
+        device = launch.get("device")
+        gpus = [] if device == "cpu" else self.environment.get("gpus") or []
+        name = " and ".join(dict.fromkeys(gpus)) or str(device or "cpu").upper()
         return launch.get("processes") or len(gpus) or 1, name
 
     @property
     def tokens_per_step(self) -> int:
+        """Return `batch.tokens`."""
         return self.config["batch"]["tokens"]
 
     @property
     def precision(self) -> str | None:
-        """The precision asked for, as "nvfp4 to 80 %, then bf16"; where the device made it fall back to another, both."""
+        """Return the requested precision: "delayed" or "nvfp4 to 80 %, then bf16".
+
+        If the run fell back to another precision, that one follows in parentheses.
+        """
         requested = label(self.config.get("precision"))
         effective = self.audit.get("schedule", self.audit.get("effective", requested))
         return requested if effective == requested else f"{requested} (ran {effective})"
 
     @property
     def backend(self) -> str | None:
-        """What computed the products: "torch", "transformer_engine" or "emulation"; of a schedule, its low-precision ones."""
-        backends = [
-            each.get("backend") for each in self.audit.get("precisions", {"": self.audit}).values()
-        ]
+        """Return the engine of the products: "torch", "transformer_engine" or "emulation".
+
+        For a schedule it is the engine of the low-precision phases.
+        """
+        audits = self.audit.get("precisions", {"": self.audit}).values()
+        backends = [audit.get("backend") for audit in audits]
         return next((backend for backend in backends if backend != "torch"), backends[-1])
 
     @property
     def emulated(self) -> bool:
-        """Whether the precision was computed in software: its losses are the format's, its speed is not the hardware's."""
+        """Return True if the precision was emulated.
+
+        Its losses are valid for the format, but its speed says nothing about hardware.
+        """
         return self.backend == "emulation"
 
     @property
     def broke_off(self) -> str:
-        """Says how its training came to nothing, so that its figures stand for no end: "was halted at step 2", "has no finite
-        loss from step 7 on"; empty where it did not. A step without labels has no loss, and says nothing of it."""
+        """Return why the training has failed, or "" if it has not.
+
+        Examples: "was halted at step 2", "has no finite loss from step 7 on". The results of a
+        failed run do not count as an end. Steps without labels have no loss and are ignored.
+        """
         if "halted" in self.summary:
             return f"was halted at step {self.summary['steps']:,}"
         labelled = [step for step in self.steps if not step.get("unlabelled")]
-        lost = list(itertools.takewhile(lambda step: step["loss"] is None, reversed(labelled)))
-        return f"has no finite loss from step {lost[-1]['step']:,} on" if lost else ""
+        failed = list(itertools.takewhile(lambda step: step["loss"] is None, reversed(labelled)))
+        return f"has no finite loss from step {failed[-1]['step']:,} on" if failed else ""
 
     @property
     def is_unfinished(self) -> bool:
-        """Whether steps are to come to the horizon of its last start."""
+        """Return True if the run has not reached the horizon of its last start."""
         return self.summary["steps"] < self.environment.get("horizon", 0)
 
 
-# ── Reading ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class NoStepYet(InputError):
-    """There is nothing to read of a run so far, if it is one."""
+    """The folder has no step of a run yet, or is not a run folder."""
 
 
 def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
-    """Read a run folder as the run was after `last_step`; all figures come from its metrics. InputError where it is no run
-    folder, or has no step yet."""
+    """Read a run folder, with the metrics and the summary up to `last_step`.
+
+    Raises NoStepYet if `run_dir` is not a run folder or the run has no step yet.
+    """
     if not run_dir.is_dir():
         raise NoStepYet(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
-    if "step" not in map(kind, metrics):  # an evaluation may come before
-        raise NoStepYet(f"{run_dir / METRICS_FILE}: holds no step yet; wait for the run's first")
+    # An evaluation may precede the first step.
+    if not any(kind(record) == "step" for record in metrics):
+        raise NoStepYet(
+            f"{run_dir / METRICS_FILE}: holds no step yet; wait for the first step of the run"
+        )
     return RunRecord(
         path=run_dir,
         config=load_yaml(folder.config),
@@ -236,120 +281,128 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
 
 
 def read_finished(run_dir: Path) -> RunRecord | None:
-    """The run in `run_dir`, where it has come to its end and has written its summary, the last of all; else None. A summary of
-    another step than the metrics' last is older than what was trained since."""
+    """Return the run in `run_dir` if it is finished, else None.
+
+    A finished run has reached its horizon and has written its summary, which is its last file. A
+    summary of another step than the last one in the metrics is outdated.
+    """
     try:
-        run, at_its_end = read_run(run_dir), _read_object(run_dir / SUMMARY_FILE)
+        run = read_run(run_dir)
+        written_summary = _read_object(run_dir / SUMMARY_FILE)
     except InputError:
         return None
-    return (
-        run if at_its_end.get("steps") == run.summary["steps"] and not run.is_unfinished else None
-    )
+    is_current = written_summary.get("steps") == run.summary["steps"]
+    return run if is_current and not run.is_unfinished else None
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The objects of `run_dir`/metrics.jsonl, steps and events as written; InputError where there is no such file."""
+    """Return the steps and events in metrics.jsonl. Raises NoStepYet if the file is missing."""
     path = run_dir / METRICS_FILE
     if not path.is_file():
         raise NoStepYet(
-            f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not begun"
+            f"{path}: there is no such file; {run_dir} is not a run folder, or its run has not "
+            "started"
         )
     return read_lines(path)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a .jsonl file of a run, but for a last line still being written. InputError where a line is no JSON."""
+    """Return the objects in a .jsonl file of a run. Raises InputError if a line is not JSON.
+
+    A last line that is still being written is ignored.
+    """
     records = []
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-        with refusing(
-            (ValueError,), f"{path}, line {number}: not valid JSON", "take that line out"
-        ):
-            records += [json.loads(line)] if line.endswith(b"\n") else []
+        if line.endswith(b"\n"):
+            place = f"{path}, line {number}: not valid JSON"
+            with refusing((ValueError,), place, "remove that line"):
+                records.append(json.loads(line))
     return records
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; empty where the run has not written it yet."""
-    return load_object(path, "the report needs it whole") if path.exists() else {}
+    """Return the object in a JSON file, or an empty one if the run has not written it yet."""
+    if not path.exists():
+        return {}
+    return load_object(path, "the report needs the complete file")
 
 
-# ── Summing up ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Summary ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def summary(records: Iterable[Record]) -> dict[str, Any]:
-    """What `summary.json` holds: final losses, medians, peaks and totals over every step of the run, resumed or not.
+    """Return the content of `summary.json`, over all steps of the run.
 
-    Losses are nats per token. Medians and `data_wait_share` leave out the run's first two steps. `hours` is the time inside
-    steps, without evaluation, saving and starting. The held-out loss is that of the last evaluation, but not of the model as it
-    was before the run. A key whose figure is not known (no evaluation, no known peak) is absent.
+    Losses are in nats per token. Medians and `data_wait_share` exclude the first two steps. `hours`
+    is the time inside of steps, without evaluation, saving and starting. The held-out loss is that
+    of the last evaluation after the first step. Keys without a value are absent, for example
+    without an evaluation or for a device without a known peak.
     """
     records = list(records)
     steps = [record for record in records if kind(record) == "step"]
-    evaluations = [*own_evaluations(records)]
-    last, steady = steps[-1], steps[WARM_UP_STEPS:] or steps
-    end = list(
-        itertools.compress(steps, at_the_end(np.array([record["step"] for record in steps])))
-    )
-    milliseconds, losses = sum(_known(steady, "step_ms")), _known(end, "loss")
+    last = steps[-1]
     figures = {
         "steps": last["step"],
         "tokens": last["tokens"],
         "epoch": last.get("epoch"),
-        "hours": sum(_known(steps, "step_ms")) / 3.6e6,
+        "hours": sum(_finite(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
-        LOSS_KEY: statistics.fmean(losses) if losses else None,
-        END_KEY: len(end),
-        **(
-            {key: evaluations[-1].get(key) for key in ("held_out_loss", "held_out_perplexity")}
-            if evaluations
-            else {}
-        ),
-        **{key: statistics.median(known) for key in MEDIANS if (known := _known(steady, key))},
-        "data_wait_share": sum(_known(steady, "data_wait_ms")) / milliseconds
-        if milliseconds
-        else 0.0,
-        "memory_gib": max(_known(steps, "memory_gib"), default=None),
-        "recompiles": sum(_known(steps, "recompiles")),
-        "skipped_steps": sum(bool(record.get("skipped")) for record in steps),
-        "rollbacks": max(
-            (record["rollbacks"] for record in records if kind(record) == "rollback"), default=None
-        ),
-        "halted": next(
-            (record["reason"] for record in records if kind(record) == "halted"), last.get("halted")
-        ),
     }
+    is_at_end = at_the_end(np.array([step["step"] for step in steps]))
+    end = list(itertools.compress(steps, is_at_end))
+    losses = _finite(end, "loss")
+    figures[LOSS_KEY] = statistics.fmean(losses) if losses else None
+    figures[END_KEY] = len(end)
+    evaluations = list(own_evaluations(records))
+    if evaluations:
+        for key in ("held_out_loss", "held_out_perplexity"):
+            figures[key] = evaluations[-1].get(key)
+    steady = steps[WARM_UP_STEPS:] or steps
+    for key in MEDIANS:
+        values = _finite(steady, key)
+        figures[key] = statistics.median(values) if values else None
+    milliseconds = sum(_finite(steady, "step_ms"))
+    waited = sum(_finite(steady, "data_wait_ms"))
+    figures["data_wait_share"] = waited / milliseconds if milliseconds else 0.0
+    figures["memory_gib"] = max(_finite(steps, "memory_gib"), default=None)
+    figures["recompiles"] = sum(_finite(steps, "recompiles"))
+    figures["skipped_steps"] = sum(bool(step.get("skipped")) for step in steps)
+    rollbacks = [record["rollbacks"] for record in records if kind(record) == "rollback"]
+    figures["rollbacks"] = max(rollbacks, default=None)
+    halts = [record["reason"] for record in records if kind(record) == "halted"]
+    figures["halted"] = halts[0] if halts else last.get("halted")
     return {key: value for key, value in figures.items() if value is not None}
 
 
-def _known(records: Iterable[Record], key: str) -> list[float]:
-    """The finite values of `key`: not-a-number is null in metrics.jsonl, and a figure that is not known has no key."""
-    return [
-        value
-        for record in records
-        if (value := record.get(key)) is not None and math.isfinite(value)
-    ]
+def _finite(records: Iterable[Record], key: str) -> list[float]:
+    """Return the finite values of `key`. NaN is null in metrics.jsonl, and keys may be missing."""
+    values = (record.get(key) for record in records)
+    return [value for value in values if value is not None and math.isfinite(value)]
 
 
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
-    """What a finished run prints last, for `Console.panel`: a title and rows. Unknown figures have no row."""
-    figures, steps, first = run.summary, plural(run.summary["steps"], "step"), run.steps[0]["step"]
-    # of a branch: another run has trained those before
-    own = f"; here from step {first:,} on," if first > 1 else ""
-    rows = {
-        "trained": f"{steps}, {count(figures['tokens'])} tokens{own} in {duration(figures['hours'] * 3600)}"
-    }
+    """Return the title and the rows that a finished run prints last, for `Console.panel`.
+
+    Values that are not known have no row.
+    """
+    figures = run.summary
+    steps = plural(figures["steps"], "step")
+    first_step = run.steps[0]["step"]
+    # Another run has trained the steps before the first one of a branch.
+    branch = f"; this run from step {first_step:,} on," if first_step > 1 else ""
+    time = duration(figures["hours"] * 3600)
+    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens{branch} in {time}"}
     if LOSS_KEY in figures:
-        rows["loss"] = (
-            f"{figures[LOSS_KEY]:.4f} (mean of the last {plural(figures[END_KEY], 'step')})"
-        )
+        steps_at_end = plural(figures[END_KEY], "step")
+        rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {steps_at_end})"
     if "held_out_loss" in figures:
-        rows["held-out loss"] = (
-            f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
-        )
+        perplexity = f"{figures['held_out_perplexity']:.4g}"
+        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {perplexity})"
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
     waiting = percent(figures["data_wait_share"])
     rows["speed"] = (
-        f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), {waiting} of the time waiting for data"
+        f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), "
+        f"{waiting} of the time waiting for data"
     )
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():

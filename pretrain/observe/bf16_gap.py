@@ -72,7 +72,7 @@ class GapMeter(Observer):
         # Where the gradient of each matrix lies beside that in BF16, see `_place`. Rounding moves it,
         # in a deep model in FP4 as far as the gradient is long, but about as far each time, until
         # something breaks.
-        self._places: dict[str, tuple[float, float]] = {}
+        self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
         """Return True in every n-th step that computes in low precision."""
@@ -112,7 +112,7 @@ class GapMeter(Observer):
         if not decision.proceed:
             return decision
         name = self._precision.current.name
-        judged, figures = self._health.judge_gap(step.number, name, self._places)
+        judged, figures = self._health.judge_gap(step.number, name, self.places)
         self._figures |= figures
         if self._health.state.switched_after == step.number:
             schedule = self._precision.schedule
@@ -191,7 +191,7 @@ class GapMeter(Observer):
         reduced = self._accelerator.reduce(all_sums, reduction="sum").tolist()
         *products, low, bf16, labels, differing, choices = reduced
         rows = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
-        self._places = {
+        self.places = {
             name: _place(*rows[name])
             for name, is_matrix in self._is_matrix.items()
             if is_matrix and rows[name][2]

@@ -1,11 +1,14 @@
-"""What a recipe may say of precision: the precisions by name, a schedule of them, and `fp8_config`. Nothing here imports torch.
+"""Settings of a recipe's precision: precisions by name, schedules, and `fp8_config`.
 
-`fp8_config` says how a quantized precision is to run. Some keys are for every quantized precision; the others are options, of
-which each precision takes a few (`Precision.options`); `resolved` fills in its defaults.
+`fp8_config` configures a quantized precision. Some keys apply to every quantized precision. The
+others are options, and each precision accepts some of them (`Precision.options`). `resolved` fills
+in the defaults of a precision.
 
-`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]`, one precision after the other in one run. A phase with
-`forward: bf16` has a name of its own, "nvfp4_bf16_forward", by which it is told from one without. When a run switches follows
-from the settings and the horizon alone, so a checkpoint holds nothing of it.
+`precision` may be a schedule: `[{until: 0.8, use: nvfp4}, {use: bf16}]` trains in one precision
+after the other. A phase with `forward: bf16` has its own precision name, "nvfp4_bf16_forward". The
+step of a switch follows from the settings and the horizon, so checkpoints do not store it.
+
+This file does not import torch.
 """
 
 from __future__ import annotations
@@ -25,22 +28,32 @@ from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nv
 from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision
 from pretrain.precision.formats.unquantized import BF16, FP32
 
-# ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Precisions ────────────────────────────────────────────────────────────────────────────────────
 
-Weights = Literal["fp32", "bf16", "bf16_exact"]  # `weights:` of a recipe
-# The torch dtype that parameters are kept in.
+# Values of `weights` in a recipe.
+Weights = Literal["fp32", "bf16", "bf16_exact"]
+# Torch dtype of the parameters by `weights`.
 WEIGHT_DTYPES: dict[Weights, str] = {
     "fp32": "float32",
     "bf16": "bfloat16",
     "bf16_exact": "bfloat16",
 }
 
-# in the order of tables and messages
-_LOW = (each.PRECISION for each in (delayed, current, block, mxfp8, nvfp4, mxfp4))
-PRECISIONS: dict[str, Precision] = {precision.name: precision for precision in (FP32, BF16, *_LOW)}
-# What computes a linear that low precision leaves out, by the dtype of its activations.
+_QUANTIZED = (
+    delayed.PRECISION,
+    current.PRECISION,
+    block.PRECISION,
+    mxfp8.PRECISION,
+    nvfp4.PRECISION,
+    mxfp4.PRECISION,
+)
+# All precisions by name, in the order of tables and messages.
+PRECISIONS: dict[str, Precision] = {
+    precision.name: precision for precision in (FP32, BF16, *_QUANTIZED)
+}
+# Precision of a linear that is not quantized, by the dtype of its activations.
 UNQUANTIZED = {precision.compute_dtype: precision for precision in (FP32, BF16)}
-# by its `mixed_precision`
+# Precisions by accelerate's `mixed_precision`.
 BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.PRECISION}
 # The precision that a key of accelerate's `fp8_config` switches on.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
@@ -50,7 +63,7 @@ PrecisionName = Literal[tuple(PRECISIONS)]
 
 @functools.cache
 def precision_called(name: str) -> Precision:
-    """A precision by its name in a run, which is that of a phase with `forward: bf16` too."""
+    """Return the precision called `name`, which may have the suffix of `forward: bf16`."""
     precision = PRECISIONS[name.removesuffix(PLAIN_FORWARD)]
     if not name.endswith(PLAIN_FORWARD):
         return precision
@@ -62,53 +75,61 @@ def precision_called(name: str) -> Precision:
     )
 
 
-# ── `precision`: a name, or a schedule ──────────────────────────────────────────────────────────────────────────────────────────
+# ── `precision`: a name or a schedule ─────────────────────────────────────────────────────────────
 
 
 def _share_or_step(number: float) -> float | int:
+    """Validate the end of a phase: a share of all steps as float, or a step as int."""
     if 0 < number < 1:
         return number
     if number < 2 or number != number // 1:
         raise ValueError(
-            f"{number:g} is neither a share of the steps, above 0 and below 1, nor the number of a step, 2 or more"
+            f"{number:g} is neither a share of the steps, above 0 and below 1, nor a step number, "
+            "2 or more"
         )
     return int(number)
 
 
 class PrecisionPhase(Settings):
-    """A part of a run in one precision."""
+    """One phase of a precision schedule."""
 
-    # where the phase ends: a share of all steps, or a step's number; the last phase has none
+    # End of the phase: a share of all steps, or a step number. The last phase has no end.
     until: Annotated[float, AfterValidator(_share_or_step)] | None = None
-    use: PrecisionName  # what its products compute in
-    # of a quantized precision: forward products in BF16, gradients in that precision
+    # Precision of the matrix products in this phase.
+    use: PrecisionName
+    # Compute the forward products of a quantized precision in BF16, and only the gradients'
+    # products in that precision.
     forward: Literal["bf16"] | None = None
 
     @model_validator(mode="after")
     def _quantizes_gradients(self) -> Self:
         if self.forward and not PRECISIONS[self.use].quantized:
             raise ValueError(
-                f"`forward: bf16` is for what quantizes its gradients, and {self.use} does not; leave it out"
+                f"`forward: bf16` needs a precision that quantizes gradients, and {self.use} does "
+                "not; remove it"
             )
         return self
 
 
-def _in_order(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
+def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase, ...]:
+    """Return `phases`. Raises ValueError if they cannot follow each other in one run."""
     if len(phases) < 2 and not any(phase.forward for phase in phases):
-        raise ValueError("a schedule has two phases or more; of one precision write the name")
-    *before, last = phases
-    if last.until is not None or any(phase.until is None for phase in before):
-        raise ValueError("every phase but the last needs an `until`; leave the last one's out")
+        raise ValueError("a schedule has two phases or more; for one precision write its name")
+    *earlier, last = phases
+    if last.until is not None or any(phase.until is None for phase in earlier):
+        raise ValueError("every phase but the last needs an `until`; the last one must have none")
     if len({PRECISIONS[phase.use].compute_dtype for phase in phases}) > 1:
+        names = " and ".join(phase.use for phase in phases)
         raise ValueError(
-            f"{' and '.join(phase.use for phase in phases)} cannot be phases of one run: activations and copies of weights keep "
-            "one dtype, and theirs differ; train a second run from the first one's `final/`"
+            f"{names} cannot be phases of one run, because the dtype of activations and working "
+            "copies cannot change; train a second run from the first one's `final/`"
         )
     return phases
 
 
-PhaseList = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_in_order)]
-# A precision's name, or a schedule. Told apart by their form, so that a mistake in one is not explained as if it were the other.
+PhaseList = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_check_schedule)]
+# The name of a precision, or a schedule. The discriminator chooses by the type of the value, so
+# that a mistake in a schedule is not reported as a wrong name.
 PrecisionSetting = Annotated[
     Annotated[PrecisionName, Tag("Name")] | Annotated[PhaseList, Tag("Schedule")],
     Discriminator(lambda value: "Schedule" if isinstance(value, list | tuple) else "Name"),
@@ -116,153 +137,190 @@ PrecisionSetting = Annotated[
 
 
 def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
-    """(`until`, precision) of each phase of a `precision`, from a recipe or as a run's config.yaml has it: one phase for a name,
-    none for None or what is no schedule."""
+    """Return (`until`, precision name) for each phase of a `precision` setting.
+
+    `setting` comes from a recipe or from a run's config.yaml. A name is one phase. None, and a
+    value that is not a schedule, have no phases.
+    """
     if isinstance(setting, str):
         return [(None, setting)]
-    listed = setting if isinstance(setting, list | tuple) else ()
-    phases = [each.model_dump() if isinstance(each, PrecisionPhase) else each for each in listed]
-    return [
-        (each.get("until"), f"{each['use']}{PLAIN_FORWARD if each.get('forward') else ''}")
-        for each in phases
-        if isinstance(each, Mapping) and "use" in each
-    ]
+    if not isinstance(setting, list | tuple):
+        return []
+    phases = []
+    for item in setting:
+        phase = item.model_dump() if isinstance(item, PrecisionPhase) else item
+        if isinstance(phase, Mapping) and "use" in phase:
+            suffix = PLAIN_FORWARD if phase.get("forward") else ""
+            phases.append((phase.get("until"), f"{phase['use']}{suffix}"))
+    return phases
 
 
 def label(setting: Any, *, in_a_path: bool = False) -> str | None:
-    """What a `precision` is called: its name, or "nvfp4 to 80 %, then bf16", in a folder's name "nvfp4-to-0.8-then-bf16"; None
-    where none is named."""
+    """Return a short text for a `precision` setting: "nvfp4" or "nvfp4 to 80 %, then bf16".
+
+    With `in_a_path` the text suits a folder name: "nvfp4-to-0.8-then-bf16". Return None if the
+    setting names no precision.
+    """
     phases = phases_of(setting)
     if not phases:
         return None
-    *before, (_, last) = phases
+    *earlier, (_, last_name) = phases
     if in_a_path:
-        return "-then-".join([*(f"{name}-to-{until}" for until, name in before), last])
-    # a step is 3.0 in config.yaml
-    ends = (f"{100 * until:g} %" if until < 1 else f"step {int(until)}" for until, _ in before)
-    return ", then ".join(
-        [*(f"{name} to {end}" for (_, name), end in zip(before, ends, strict=True)), last]
-    )
+        return "-then-".join([*(f"{name}-to-{until}" for until, name in earlier), last_name])
+    parts = []
+    for until, name in earlier:
+        # config.yaml holds a step number as a float, for example 3.0.
+        end = f"{100 * until:g} %" if until < 1 else f"step {int(until)}"
+        parts.append(f"{name} to {end}")
+    return ", then ".join([*parts, last_name])
 
 
 def is_quantized(setting: Any) -> bool:
-    """Whether any phase computes in low precision."""
+    """Return True if any phase computes in a quantized precision."""
     return any(precision_called(name).quantized for _, name in phases_of(setting))
 
 
 def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
-    """The last step of each phase in a run of `steps`; shares are rounded to whole steps, as the learning rate's decay is.
-    InputError where a phase would have no step."""
-    ends = [
-        steps if until is None else round(until * steps) if isinstance(until, float) else until
-        for until in untils
-    ]
-    for number, (before, end) in enumerate(pairwise([0, *ends]), 1):
-        if not before < end or (number < len(ends) and end >= steps):
+    """Return the last step of each phase in a run of `steps`.
+
+    Shares are rounded to whole steps, like the decay of the learning rate. Raises InputError if a
+    phase would have no step.
+    """
+    ends = []
+    for until in untils:
+        if until is None:
+            ends.append(steps)
+        elif isinstance(until, float):
+            ends.append(round(until * steps))
+        else:
+            ends.append(until)
+    for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
+        is_last = number == len(ends)
+        if end <= previous_end or (end >= steps and not is_last):
             raise InputError(
-                f"`precision`: of {steps:,} steps, phase {number} of {len(ends)} would end with step {end:,} and the one before "
-                f"it with step {before:,}; every phase needs a step: change `until`, or train longer (`train`)"
+                f"`precision`: of {steps:,} steps, phase {number} of {len(ends)} would end with "
+                f"step {end:,} and the phase before it with step {previous_end:,}; every phase "
+                "needs a step: change `until`, or train longer (`train`)"
             )
     return ends
 
 
-# ── `fp8_config` ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── `fp8_config` ──────────────────────────────────────────────────────────────────────────────────
 
 
 class KeepBf16Layers(Settings):
-    first: Count = 0  # decoder layers at the start of the model that stay in BF16
-    # decoder layers at its end that stay in BF16; null: 15 % of them under nvfp4, rounded up, and none in other precisions
+    """Decoder layers that are not quantized."""
+
+    # Number of decoder layers at the start of the model that stay in BF16.
+    first: Count = 0
+    # Number of decoder layers at the end of the model that stay in BF16. null: 15 % of the layers,
+    # rounded up, with nvfp4, and none with other precisions.
     last: Count | None = None
 
 
 class LowPrecisionSettings(Settings):
-    # TE: Transformer Engine; emulation: in software, also where the hardware could
+    """The `fp8_config` of a recipe or of an accelerate configuration."""
+
+    # Engine of the quantized products. TE: Transformer Engine. emulation: in software, also on
+    # hardware that supports the precision.
     backend: Literal["TE", "emulation"] = "TE"
-    # linear: all but the LM head; linear+head: the head too
+    # Linears to quantize. linear: all except the LM head. linear+head: the LM head too.
     scope: Literal["linear", "linear+head"] = "linear"
-    # without hardware for it; fallback: delayed, else bf16
+    # Reaction if the hardware lacks the precision. error: stop. emulate: compute it in software.
+    # fallback: train in delayed if the hardware has it, else in bf16.
     on_unsupported: Literal["error", "emulate", "fallback"] = "error"
     keep_bf16_layers: KeepBf16Layers = KeepBf16Layers()
-    # linears that stay in BF16, by patterns of names: ["layers.0.*", "down_proj"]
+    # Linears that stay in BF16, as patterns of names: ["layers.0.*", "down_proj"].
     keep_bf16: tuple[str, ...] = ()
-    # evaluate in the low precision too, not in BF16; accelerate's name for it
+    # Evaluate in the low precision instead of BF16. The name is accelerate's.
     use_autocast_during_eval: bool = False
 
-    # Options, of which only those that the precision takes may be set:
-    # HYBRID: gradients in E5M2, the rest in E4M3
+    # Options. Only those that the precision accepts may be set:
+    # Number format. HYBRID: gradients in E5M2, inputs and weights in E4M3.
     fp8_format: Literal["HYBRID", "E4M3"] | None = None
-    # halvings of the scale, for room above the largest value seen; 19 would make the largest value
-    # itself zero, as E4M3 has a range of 2**17.8
+    # Number of times that the scale is halved, to leave room above the largest value seen. At most
+    # 18, because E4M3 has a range of 2**17.8 and 19 would turn the largest value into zero.
     margin: Annotated[Count, Field(le=18)] | None = None
-    # microbatches whose largest values are remembered
+    # Number of microbatches whose amax is kept in the history.
     amax_history_len: Annotated[PositiveCount, Field(le=2**20)] | None = None
-    amax_compute_algo: Literal["max", "most_recent"] | None = None  # which of them makes the scale
-    # no random Hadamard transform of what the weight gradient multiplies
+    # Amax that determines the scale: the largest or the most recent one of the history.
+    amax_compute_algo: Literal["max", "most_recent"] | None = None
+    # Skip the random Hadamard transform of the operands of the weight gradient.
     disable_rht: bool | None = None
-    disable_stochastic_rounding: bool | None = None  # gradients are rounded to nearest
+    # Round gradients to nearest.
+    disable_stochastic_rounding: bool | None = None
 
     @property
     def options_set(self) -> dict[str, Any]:
-        """The options that are set, by key."""
+        """Return the options that are set, by key."""
         return {key: getattr(self, key) for key in OPTIONS if getattr(self, key) is not None}
 
     def contradictions(self, precision: Precision) -> dict[str, Any]:
-        """The options that are set and that `precision` does not take, by key."""
+        """Return the options that are set but not accepted by `precision`, by key."""
         return {
             key: value for key, value in self.options_set.items() if key not in precision.options
         }
 
     def resolved(self, precision_name: str) -> Self:
-        """The settings with every option that the precision takes, by its default where it is None, and all others None."""
+        """Return the settings with the precision's defaults for options that are not set.
+
+        Options that the precision does not accept become None.
+        """
         defaults = precision_called(precision_name).options
-        options = {
-            key: self.options_set.get(key, defaults[key]) if key in defaults else None
-            for key in OPTIONS
-        }
+        accepted = {key: value for key, value in self.options_set.items() if key in defaults}
+        options = dict.fromkeys(OPTIONS) | dict(defaults) | accepted
         return type(self).model_validate(self.model_dump() | options)
 
     def without_options(self) -> Self:
-        """The keys that mean the same for every quantized precision, as they are; no option set."""
+        """Return the settings with only the keys that apply to every quantized precision."""
         return type(self).model_validate(self.model_dump(exclude_unset=True, exclude=set(OPTIONS)))
 
 
-# Keys that only some precisions take.
+# Keys that only some precisions accept.
 OPTIONS = tuple(
     key
     for key in LowPrecisionSettings.model_fields
-    if any(key in each.options for each in PRECISIONS.values())
+    if any(key in precision.options for precision in PRECISIONS.values())
 )
 
-# ── What a run computes in ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The resolved precision ────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class ActivePrecision:
-    """What a run computes in: `precision`, with `settings` resolved for it. It is not the `requested` one only under
-    `on_unsupported: fallback`. `reason` says why the device does not compute what was requested, None where it does."""
+    """The precision of a run or phase, with its settings and the engine that computes it."""
 
     requested: str
+    # Differs from `requested` only with `on_unsupported: fallback`.
     precision: Precision
-    backend: Literal["torch", "transformer_engine", "emulation"]  # torch: nothing is quantized
+    # "torch" if nothing is quantized.
+    backend: Literal["torch", "transformer_engine", "emulation"]
+    # Resolved for `precision`.
     settings: LowPrecisionSettings
+    # Why the device cannot compute the requested precision. None if it can.
     reason: str | None = None
 
     def kept_layers(self, layers: int) -> tuple[int, int]:
-        """How many of a model's decoder `layers` stay unquantized, at its start and at its end. A precision's own share of them
-        leaves it one at least."""
+        """Return how many decoder layers stay unquantized, at the start and at the end.
+
+        `layers` is the number of decoder layers of the model. The precision's default share at
+        the end leaves at least one layer quantized.
+        """
         keep = self.settings.keep_bf16_layers
         if keep.last is not None or not self.precision.quantized:
             return keep.first, keep.last or 0
-        return keep.first, max(
-            0, min(math.ceil(self.precision.keeps_last * layers), layers - keep.first - 1)
-        )
+        default_last = math.ceil(self.precision.keeps_last * layers)
+        most_last = max(0, layers - keep.first - 1)
+        return keep.first, min(default_last, most_last)
 
     @property
     def notice(self) -> str | None:
-        """What is done in place of what was requested, for the user to read; None where nothing is."""
-        instead = (
-            f"{self.precision.name} is trained in its place"
-            if self.precision.name != self.requested
-            else "it is emulated"
-        )
-        return self.reason and f"{self.reason}: {instead}"
+        """Return a message if the device cannot compute the requested precision, else None.
+
+        The message gives the reason and the replacement.
+        """
+        if self.reason is None:
+            return None
+        if self.precision.name == self.requested:
+            return f"{self.reason}: it is emulated"
+        return f"{self.reason}: training in {self.precision.name} instead"

@@ -1,1 +1,1 @@
-"""What a user may say: the training recipe, the command line over it, the launch environment under it."""
+"""Settings of a training: the recipe, the command line, and the launch environment."""

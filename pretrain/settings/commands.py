@@ -1,4 +1,7 @@
-"""What the commands that need torch are told: read before torch is imported, so that --help and mistakes are answered at once."""
+"""Command-line options of the commands that import torch.
+
+They are parsed before torch is imported, so that --help and typos answer at once.
+"""
 
 from __future__ import annotations
 
@@ -10,143 +13,192 @@ from pathlib import Path
 from foundation.command import CommandParser
 from pretrain.settings.config import LaunchParser
 
-USUAL = ("H100", "H200", "B200", "8xB200")  # devices that `plan` tells of
-# Of `sample`, unless said otherwise: so many tokens at most, drawn from the likeliest that have this probability together.
-TOKENS, TEMPERATURE, TOP_P = 64, 0.8, 0.95
+# Default devices of `plan`.
+USUAL = ("H100", "H200", "B200", "8xB200")
+# Defaults of `sample`: at most 64 new tokens, temperature 0.8, nucleus sampling with top-p 0.95.
+TOKENS = 64
+TEMPERATURE = 0.8
+TOP_P = 0.95
 
 
 def read(command: str, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of `command`, one of COMMANDS; InputError for a mistake in `arguments`, and with --help the process ends."""
-    kind, options = COMMANDS[command]
-    parser = kind(f"python -m pretrain {command}", getdoc(options))
-    options(parser.add_argument)
+    """Parse the arguments of `command`, which is a key of COMMANDS.
+
+    Raises InputError if an argument is invalid. Ends the process after --help.
+    """
+    parser_class, add_options = COMMANDS[command]
+    parser = parser_class(f"python -m pretrain {command}", getdoc(add_options))
+    add_options(parser.add_argument)
     return parser.read(arguments)
 
 
 def count(text: str) -> int:
-    """An option's number from 1 on; of another, argparse says `invalid count value`."""
-    if int(text) < 1:
+    """Parse a whole number of at least 1. argparse reports others as `invalid count value`."""
+    number = int(text)
+    if number < 1:
         raise ValueError
-    return int(text)
+    return number
 
 
 def plan(add: Callable) -> None:
-    """What a recipe would take elsewhere.
+    """Estimate time and memory of a recipe on devices that this machine does not have.
 
-        python -m pretrain plan my.yaml train.tokens=20e9                           hours on H100, H200, B200 and 8 x B200
-        python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42                      at the share of the peak that a run reached
+        python -m pretrain plan my.yaml train.tokens=20e9        on H100, H200, B200 and 8 x B200
+        python -m pretrain plan my.yaml --on 8xH200 --mfu 0.42   at an MFU that a run has reached
 
-    What a launch on this machine would do is told by `accelerate launch ... train_accelerate.py RECIPE --plan`; it needs packs.
+    To plan a launch on this machine: accelerate launch ... train_accelerate.py RECIPE --plan.
+    That needs the packs.
     """
-    several = {"action": "append", "default": []}
     add(
         "--on",
+        action="append",
+        default=[],
         metavar="DEVICE",
-        help=f"H200, 8xB200, 'RTX 4090'; may be repeated; default: {', '.join(USUAL)}",
-        **several,
+        help="device to plan for: H200, 8xB200, 'RTX 4090'; may be repeated; "
+        f"default: {', '.join(USUAL)}",
     )
     add(
         "--mfu",
+        action="append",
+        default=[],
         type=float,
         metavar="SHARE",
-        help="of the peak that is reached, 0.4 say; twice: from, to",
-        **several,
+        help="model FLOPs utilization to assume, for example 0.4; give two for a range",
     )
 
 
 def evaluate(add: Callable) -> None:
-    """The held-out loss of a checkpoint, or of the model that a run would begin with, or its loss on a text of one's own. Nothing
-    of a run is written.
+    """Compute the held-out loss of a checkpoint, or its loss on a text file of your own.
 
         python -m pretrain evaluate RUN_OR_RECIPE [FILE] [--resume CHECKPOINT] [key=value ...]
 
-    On GPUs behind `accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate`.
+    Without a checkpoint, evaluate the model that the run would start from. Writes nothing into
+    the run folder. On GPUs, start it as
+    accelerate launch --config_file accelerate_configs/bf16.yaml -m pretrain evaluate ...
     """
     add(
         "--resume",
         default="auto",
         metavar="CHECKPOINT",
-        help="default auto: the run's newest intact one",
+        help="checkpoint to evaluate; default: the newest intact checkpoint of the run",
     )
 
 
 def doctor(add: Callable) -> None:
-    """Which precision works on this machine, on what, and how fast for one layer: each trains a model of one layer for a few
-    steps, behind parity with plain transformers."""
-    add("--precisions", type=lambda text: text.split(","), metavar="A,B", help="only these")
+    """Test the precisions on this machine: whether they work, their engine and their speed.
+
+    Each precision trains a model of one layer for a few steps. Parity with plain transformers is
+    checked before the first step.
+    """
+    add(
+        "--precisions",
+        type=lambda text: text.split(","),
+        metavar="A,B",
+        help="precisions to test; default: all",
+    )
 
 
 def export(add: Callable) -> None:
-    """Any checkpoint as a Hugging Face folder with its card. It takes no GPU, and the memory of the weights."""
+    """Export a checkpoint as a Hugging Face folder with a model card.
+
+    Needs no GPU, and as much memory as the weights take.
+    """
     add(
         "source",
         type=Path,
         metavar="RUN_OR_CHECKPOINT",
-        help="a run folder, of which the newest, or a step-*",
+        help="a step-* folder, or a run folder to export its newest checkpoint",
     )
-    add("out", type=Path, nargs="?", metavar="OUT", help="the folder to make; default: RUN/export")
+    add("out", type=Path, nargs="?", metavar="OUT", help="folder to create; default: RUN/export")
     add(
-        "--best", action="store_true", help="of a run, the checkpoint with the lowest held-out loss"
+        "--best",
+        action="store_true",
+        help="export the run's checkpoint with the lowest held-out loss",
     )
-    stored = "of the weights; default: as the run stores them. fp32 of bf16_exact: each weight joined with its remainder"
-    add("--dtype", choices=["bf16", "fp32"], help=stored)
+    add(
+        "--dtype",
+        choices=["bf16", "fp32"],
+        help="dtype of the exported weights; default: as the run stores them. With bf16_exact, "
+        "fp32 joins each BF16 weight with its 16 remainder bits",
+    )
     add(
         "--push",
         metavar="OWNER/NAME",
-        help="to this repository of the hub too; made, private, if missing",
+        help="also upload to this hub repository, which is created as private if it is missing",
     )
 
 
 def sample(add: Callable) -> None:
-    """How a model continues a text. FOLDER is that of a run that has ended, or one that transformers loads, which `python -m
-    pretrain export` makes of any checkpoint. On a GPU where there is one, in the dtype that the weights are stored in."""
-    add("folder", type=Path, metavar="FOLDER", help="a run folder, or a folder of a model")
-    add("prompts", nargs="*", metavar="PROMPT", help="a text to continue; '' begins one")
-    add("--prompt", action="append", default=[], help="another way to give one; may be repeated")
+    """Generate text with a trained model.
+
+    FOLDER is the folder of a finished run or a model folder that transformers can load. `python -m
+    pretrain export` makes a model folder from any checkpoint. Runs on a GPU if there is one, in
+    the dtype of the stored weights.
+    """
+    add("folder", type=Path, metavar="FOLDER", help="a run folder or a model folder")
+    add("prompts", nargs="*", metavar="PROMPT", help="text to continue; '' starts a new text")
+    add(
+        "--prompt", action="append", default=[], help="a prompt given as an option; may be repeated"
+    )
     add(
         "--tokens",
         "--max-new-tokens",
         "--max_new_tokens",
         type=count,
         default=TOKENS,
-        help="at most; default %(default)s",
+        help="maximum number of new tokens; default %(default)s",
     )
     add(
         "--temperature",
         type=float,
         default=TEMPERATURE,
-        help="default %(default)s; 0: always the likeliest token",
+        help="sampling temperature; 0 always takes the likeliest token; default %(default)s",
     )
     add(
         "--top-p",
         "--top_p",
         type=float,
         default=TOP_P,
-        help="the likeliest with this probability; default %(default)s",
+        help="sample from the likeliest tokens whose probabilities sum to this; "
+        "default %(default)s",
     )
-    add("--seed", type=int, default=42, help="default 42; of it each prompt's own is made")
+    add(
+        "--seed",
+        type=int,
+        default=42,
+        help="seed from which the seed of each prompt is derived; default 42",
+    )
 
 
 def flops(add: Callable) -> None:
-    """What a model costs to train, a token, by every definition in use, beside each other. MODEL is a recipe, a folder or a name
-    of a model. Nothing of its weights is read. docs/planning.md derives each definition."""
-    add("model", metavar="MODEL", help="a recipe (.yaml), or what `model.source` takes")
+    """List the training FLOPs of a model per token, by each definition of MFU in use.
+
+    MODEL is a recipe, a model folder or a hub name. Weights are not read. docs/planning.md derives
+    each definition.
+    """
+    add("model", metavar="MODEL", help="a recipe (.yaml), or a value of `model.source`")
     add(
         "--length",
         type=count,
         nargs="+",
         metavar="T",
-        help="of a sequence, in tokens; default: the recipe's",
+        help="sequence length in tokens; default: the length in the recipe",
     )
-    add("--tokens-per-second", type=float, metavar="N", help="of all devices: also MFU")
+    add(
+        "--tokens-per-second",
+        type=float,
+        metavar="N",
+        help="throughput of all devices together; adds the MFU to the table",
+    )
     add(
         "--on",
         metavar="DEVICE",
         default="H200",
-        help="default: H200; 8xB200: its dense BF16 peak is 100 %%",
+        help="device whose dense BF16 peak is 100 %%, for example 8xB200; default: H200",
     )
 
 
+# By command: the parser's class, and the function that adds the options and describes the command.
 COMMANDS: dict[str, tuple[type[CommandParser], Callable]] = {
     "plan": (LaunchParser, plan),
     "evaluate": (LaunchParser, evaluate),

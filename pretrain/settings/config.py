@@ -1,8 +1,11 @@
-"""A recipe from its file and the command line: defaults < the `base` that it names < recipe file < `key=value` overrides.
+"""Load a recipe from its file and the command line.
 
-Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4 train.tokens=2e9`. The last value
-of a key counts. A key that excludes others in the recipe (steps, tokens or epochs) replaces them when it stands on the command
-line.
+Later sources override earlier ones: defaults, the recipe that `base` names, the recipe file,
+`key=value` overrides.
+
+Overrides are dotted paths with YAML values: `weights=bf16 optimizer.learning_rate=1e-4
+train.tokens=2e9`. If a key is given twice, the last value counts. A recipe sets one of train.steps,
+train.tokens and train.epochs. An override of one of them removes the others.
 """
 
 from __future__ import annotations
@@ -23,175 +26,206 @@ from foundation.settings import parse, set_value, value_from_text
 from pretrain.precision.settings import is_quantized, label
 from pretrain.settings.recipe import Recipe
 
-# Keys of which a recipe sets one: naming one on the command line takes the others out of the file's values.
+# Keys that exclude each other. Setting one drops the values of the others.
 HORIZON = ("train.steps", "train.tokens", "train.epochs")
 
+# Keys, and prefixes of keys, that do not change what a run trains.
 _NOT_IDENTITY = (
-    *(
-        "name",
-        "run_dir",
-        "log.",
-        "checkpoint.",
-        "evaluate.",
-        "health.",
-        "parity",
-        "deterministic",
-        "batch.microbatch",
-    ),
-    *(
-        "loss.kind",
-        "loss.chunk",
-        "model.attention",
-        "model.compile",
-        "model.fused",
-        "model.gradient_checkpointing",
-    ),
-    # On what the precision is computed, not which it is: emulation gives the hardware's numbers but for the order of sums.
-    *("fp8_config.backend", "fp8_config.on_unsupported", "fp8_config.use_autocast_during_eval"),
-    # How the packs came to be: what they hold has a fingerprint of its own.
-    *(
-        "data.packs",
-        "data.source",
-        "data.subset",
-        "data.split",
-        "data.streaming",
-        "data.text",
-        "data.tokenizer",
-    ),
-    *("data.validation", "data.messages", "data.chat_template", "data.input_ids", "data.labels"),
-    *("data.packing", "data.held_out", "data.on_bad_line"),
+    "name",
+    "run_dir",
+    "log.",
+    "checkpoint.",
+    "evaluate.",
+    "health.",
+    "parity",
+    "deterministic",
+    "batch.microbatch",
+    "loss.kind",
+    "loss.chunk",
+    "model.attention",
+    "model.compile",
+    "model.fused",
+    "model.gradient_checkpointing",
+    # The engine that computes a precision. Emulation gives the numbers of the hardware except for
+    # the order of sums.
+    "fp8_config.backend",
+    "fp8_config.on_unsupported",
+    "fp8_config.use_autocast_during_eval",
+    # The origin of the packs. Their content is part of the identity as a fingerprint.
+    "data.packs",
+    "data.source",
+    "data.subset",
+    "data.split",
+    "data.streaming",
+    "data.text",
+    "data.tokenizer",
+    "data.validation",
+    "data.messages",
+    "data.chat_template",
+    "data.input_ids",
+    "data.labels",
+    "data.packing",
+    "data.held_out",
+    "data.on_bad_line",
 )
 
-# with which an identity's keys of what the config.json of `model.source` says begin
+# Prefix of the identity's keys that come from the config.json of `model.source`.
 SOURCE = "model.source."
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read the recipe at `path`, apply `overrides`, check every key.
+    """Load the recipe at `path`, apply `overrides`, and check every key.
 
-    Raises InputError naming the file and the key of every mistake.
+    Raises InputError that names the file and the key of every mistake.
     """
     values: dict[str, Any] = {}
-    for _, own in load_with_bases(path):
-        values = _over(values, own)
+    for _, file_values in load_with_bases(path):
+        values = _apply_file(values, file_values)
     for key, value in parse_overrides(overrides):
-        for section, _, name in (replaced.rpartition(".") for replaced in _replaced_by(key, value)):
-            if isinstance(there := values.get(section), dict):
-                there.pop(name, None)
+        for dropped in _dropped_by(key, value):
+            section, _, name = dropped.rpartition(".")
+            if isinstance(values.get(section), dict):
+                values[section].pop(name, None)
         set_value(values, key, value)
     return parse(Recipe, values, f"command line, over {path}" if overrides else str(path))
 
 
 def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
-    """Returns the keys that `overrides` set, each with its value. InputError where one is not of their form."""
+    """Return the key and the value of each override.
+
+    Raises InputError if an override is not of the form key=value.
+    """
     values = []
     for text in overrides:
-        key, _, value = text.partition("=")
-        if not key or key == text:
+        key, equals, value = text.partition("=")
+        if not key or not equals:
             raise InputError(
-                f"command line: {text!r} is not key=value, as in weights=bf16 or optimizer.learning_rate=1e-4"
+                f"command line: {text!r} is not key=value; write, for example, weights=bf16 or "
+                "optimizer.learning_rate=1e-4"
             )
-        values.append((key.strip(), value_from_text(Recipe, key.strip(), value)))
+        key = key.strip()
+        values.append((key, value_from_text(Recipe, key, value)))
     return values
 
 
-def _replaced_by(key: str, value: Any) -> tuple[str, ...]:
-    """Returns the keys that have no value of before any more where `key` is set to `value`, itself among them."""
-    return HORIZON if key in HORIZON and value is not None else (key,)
+def _dropped_by(key: str, value: Any) -> tuple[str, ...]:
+    """Return the keys whose earlier value is dropped when `key` is set to `value`.
+
+    Setting train.steps also drops train.tokens and train.epochs.
+    """
+    if key in HORIZON and value is not None:
+        return HORIZON
+    return (key,)
 
 
-def _over(values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a file says, put over what it builds on: key by key of each section, but a key's value, such as that of
-    `model.config`, as a whole."""
+def _apply_file(values: dict[str, Any], file_values: dict[str, Any]) -> dict[str, Any]:
+    """Return `values` of the base files with the values of a file on top.
+
+    Sections are merged key by key. A value that is a mapping, such as `model.config`, replaces the
+    earlier mapping.
+    """
     merged = dict(values)
-    for section, mine in own.items():
-        below = merged.get(section)
-        if isinstance(below, dict) and isinstance(mine, dict):
-            gone = {
-                replaced
-                for key, value in mine.items()
-                for replaced in _replaced_by(f"{section}.{key}", value)
+    for section, new in file_values.items():
+        old = merged.get(section)
+        if isinstance(old, dict) and isinstance(new, dict):
+            dropped = {
+                name
+                for key, value in new.items()
+                for name in _dropped_by(f"{section}.{key}", value)
             }
-            mine = {
-                key: value for key, value in below.items() if f"{section}.{key}" not in gone
-            } | mine
-        merged[section] = mine
+            kept = {key: value for key, value in old.items() if f"{section}.{key}" not in dropped}
+            new = kept | new
+        merged[section] = new
     return merged
 
 
 def run_dir_of(recipe: Recipe) -> Path:
-    """The run folder, with the recipe's own values for its {keys}: {name}, {optimizer.learning_rate}, ..."""
-    return Path(filled_in(recipe.run_dir, _fields_of(recipe)))
+    """Return the run folder, with {name}, {optimizer.learning_rate} and other keys filled in."""
+    return Path(fill_in(recipe.run_dir, _path_fields(recipe)))
 
 
 def begin_of(recipe: Recipe) -> Path | None:
-    """The checkpoint of another run with which it begins, {keys} filled in; None where there is none."""
-    begin_with = recipe.train.begin_with
-    return (
-        None
-        if begin_with is None
-        else Path(filled_in(begin_with, _fields_of(recipe), "train.begin_with"))
-    )
+    """Return the checkpoint of another run that this run branches from, with {keys} filled in.
+
+    Return None if `train.begin_with` is not set.
+    """
+    path = recipe.train.begin_with
+    if path is None:
+        return None
+    return Path(fill_in(path, _path_fields(recipe), "train.begin_with"))
 
 
-def _fields_of(recipe: Recipe) -> dict[str, Any]:
-    fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
-    return {
-        key: value for key, value in fields.items() if key not in ("run_dir", "train.begin_with")
-    }
+def _path_fields(recipe: Recipe) -> dict[str, Any]:
+    """Return the settings that a path may name in braces, by dotted key."""
+    fields = flatten(resolved(recipe))
+    fields["precision"] = label(recipe.precision, in_a_path=True)
+    for path_key in ("run_dir", "train.begin_with"):
+        del fields[path_key]
+    return fields
 
 
-def filled_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
-    """`path`, the value of `key`, with its {fields}, each written as a part of a folder's name; InputError for other braces."""
+def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
+    """Replace {fields} in `path`, the value of the setting `key`, by their values.
 
-    def written(field: re.Match[str]) -> str:
-        if field[1] in fields:
-            return in_a_name(fields[field[1]])
-        near = difflib.get_close_matches(field[1] or "", fields, n=1, cutoff=0.7)
-        hint = (
-            f"did you mean {{{near[0]}}}?" if near else "any key of the recipe can stand in braces"
-        )
+    Raises InputError for a field that does not exist and for unbalanced braces.
+    """
+
+    def replacement(match: re.Match[str]) -> str:
+        name = match[1]
+        if name in fields:
+            return as_path_part(fields[name])
+        near = difflib.get_close_matches(name or "", fields, n=1, cutoff=0.7)
+        hint = "any key of the recipe can stand in braces"
+        if near:
+            hint = f"did you mean {{{near[0]}}}?"
         raise InputError(f"`{key}`: {path!r} cannot be filled in; {hint}")
 
-    return re.sub(r"{(.*?)}|[{}]", written, path)
+    return re.sub(r"{(.*?)}|[{}]", replacement, path)
 
 
-def in_a_name(value: Any) -> str:
-    """A setting's value as a part of a folder's name: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B."""
-    text = (
-        value
-        if isinstance(value, str)
-        else json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
-    )
+def as_path_part(value: Any) -> str:
+    """Return a setting's value as part of a folder name.
+
+    Examples: 0.0003, bf16, true, null, 0.9,0.95, Qwen_Qwen3-1.7B.
+    """
+    text = value
+    if not isinstance(value, str):
+        text = json.dumps(value).strip("[]").replace('"', "").replace(", ", ",")
     return re.sub(r"^\.+[^A-Za-z0-9._+=,-]*|[^A-Za-z0-9._+=,-]+", "_", text)
 
 
 def resolved(recipe: Recipe) -> dict[str, Any]:
-    """Every setting as plain values, of each of several sources what it really has. Written as YAML, `load_recipe` reads it back
-    to a recipe that trains the same, and whose settings these are again."""
+    """Return every setting as plain values. With several data sources, each has its full settings.
+
+    `load_recipe` reads the values, written as YAML, back to a recipe that trains the same and has
+    the same resolved settings.
+    """
     return recipe.model_dump(mode="json")
 
 
 def identity_of(recipe: Recipe, data_fingerprint: str) -> dict[str, Any]:
-    """Returns what defines a training: flat settings without those that change where, how fast and how visibly it runs, and the
-    data.
+    """Return the settings that define a training, by dotted key, with the data's fingerprint.
 
-    Two runs of one identity see the same tokens in the same order under the same rule of learning. A checkpoint of another
-    identity is not resumed unless the user insists.
+    Settings that change only where, how fast or how visibly a run trains are excluded. Two runs
+    with the same identity see the same tokens in the same order with the same hyperparameters. A
+    checkpoint with another identity is resumed only with --accept-changes.
     """
     return settings_without(recipe, _NOT_IDENTITY) | {"data.fingerprint": data_fingerprint}
 
 
-def settings_without(recipe: Recipe, idle: tuple[str, ...]) -> dict[str, Any]:
-    """Flat settings, but those whose keys begin with one of `idle`, and options of a low precision that is not used."""
-    idle = idle if is_quantized(recipe.precision) else (*idle, "fp8_config.")
-    return {
-        key: value for key, value in flatten(resolved(recipe)).items() if not key.startswith(idle)
-    }
+def settings_without(recipe: Recipe, excluded: tuple[str, ...]) -> dict[str, Any]:
+    """Return settings by dotted key, except keys that start with a prefix in `excluded`.
+
+    `fp8_config` is excluded too if no phase of the recipe is quantized.
+    """
+    if not is_quantized(recipe.precision):
+        excluded = (*excluded, "fp8_config.")
+    settings = flatten(resolved(recipe))
+    return {key: value for key, value in settings.items() if not key.startswith(excluded)}
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one level with dotted keys: {"data": {"length": 1}} -> {"data.length": 1}."""
+    """Flatten nested mappings to dotted keys: {"data": {"length": 1}} -> {"data.length": 1}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -202,63 +236,76 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class LaunchParser(CommandParser):
-    """Reads a recipe and what is set over it, as key=value or --key=value, which W&B's agents write."""
+    """Parser of a recipe and its overrides.
 
-    remedy = "a setting is key=value or --key=value, `python -m pretrain evaluate` evaluates alone, --help lists the options"
+    Overrides are key=value or, as the agents of W&B sweeps write them, --key=value.
+    """
+
+    remedy = (
+        "a setting is key=value or --key=value; --help lists the options; to evaluate only, use "
+        "`python -m pretrain evaluate`"
+    )
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(prog, description)
-        self.add_argument("recipe", type=Path, help="what is trained: a YAML file, see recipes/")
-        settings = "over the recipe's settings: weights=bf16 train.steps=9"
-        self.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=settings)
+        self.add_argument("recipe", type=Path, help="the recipe, a YAML file; see recipes/")
+        self.add_argument(
+            "overrides",
+            nargs="*",
+            default=[],
+            metavar="key=value",
+            help="settings that override the recipe, for example weights=bf16 train.steps=9",
+        )
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Parse options and overrides, which may stand in any order."""
         options = [option for action in self._actions for option in action.option_strings]
-
-        def is_setting(text: str) -> bool:
+        normalized = []
+        for text in arguments:
             name, equals, _ = text.partition("=")
-            return (
-                bool(equals)
-                and name.startswith("--")
-                and not any(option.startswith(name) for option in options)
-            )
-
-        # Intermixed, so that key=value may follow an option.
-        return super().read([text[2:] if is_setting(text) else text for text in arguments])
+            is_option = any(option.startswith(name) for option in options)
+            is_setting = bool(equals) and name.startswith("--") and not is_option
+            normalized.append(text.removeprefix("--") if is_setting else text)
+        return super().read(normalized)
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Returns the launcher's arguments; `description`: what it is, for --help. InputError for an option that there is not."""
+    """Parse the launcher's command line. `description` is shown by --help.
+
+    Raises InputError for an unknown option.
+    """
     parser = LaunchParser(None, description)
     parser.add_argument(
         "--resume",
         default="auto",
         metavar="CHECKPOINT",
-        help="default auto: the run's newest intact one",
+        help="checkpoint to resume from; default: the newest intact checkpoint of the run",
     )
     parser.add_argument(
         "--accept-changes",
         action="store_true",
-        help="continue a checkpoint although the recipe has changed",
+        help="resume from a checkpoint although the recipe has changed",
     )
-    one = parser.add_mutually_exclusive_group()
-    one.add_argument(
-        "--plan", action="store_true", help="say what would happen, check every setting, and stop"
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--plan",
+        action="store_true",
+        help="check every setting, print what the run would do, and exit",
     )
-    one.add_argument(
+    modes.add_argument(
         "--profile",
         action="store_true",
-        help="record a step: profile.md and a trace in the run folder",
+        help="profile one step; writes profile.md and a trace to the run folder",
     )
     return parser.read(sys.argv[1:])
 
 
 def check_arguments(description: str | None) -> None:
-    """Ends the process with a message where the launcher's arguments or the recipe have a mistake."""
+    """Check the launcher's command line and recipe. End the process with a message at a mistake."""
 
-    def read() -> None:
+    def check() -> None:
         arguments = parse_arguments(description)
         load_recipe(arguments.recipe, arguments.overrides)
 
-    if status := run_command(read):
+    if status := run_command(check):
         sys.exit(status)

@@ -1,14 +1,19 @@
-"""What an accelerate configuration says: which precision, and on which topology.
+"""Read the precision and correct the topology of an accelerate configuration.
 
-`accelerate launch` hands its YAML over as environment variables. Those of precision are read here and taken away, because
-accelerate would otherwise act on them: a mere ACCELERATE_FP8_BACKEND makes it convert the model's linears by its own rules, and
-autocast would round what the working copies already round. Precision has one owner, and it is `pretrain.precision`. accelerate
-passes unknown keys of `fp8_config` on unread, and fills in its own defaults for those that it knows. So a default of accelerate's
-may be what somebody wrote. It counts where the precision has such a key, and for nothing elsewhere.
-An `fp8_format` that may be accelerate's default is refused if the precision has another default.
+`accelerate launch` passes its YAML to the processes as environment variables. The precision
+variables are read here and removed, so that accelerate cannot act on them. ACCELERATE_FP8_BACKEND
+alone would make accelerate convert the model's linears by its own rules, and its autocast would
+round a second time what the working copies have already rounded. `pretrain.precision` is the only
+owner of the precision.
 
-`accelerate config` asks many questions about topology, and some of its answers would train another model here, or do a second
-time what the launcher does. What can safely be corrected is corrected, each time with a notice. The rest is refused.
+accelerate passes unknown keys of `fp8_config` through and fills in its own defaults for the keys
+that it knows. A value in the file cannot be distinguished from a default of accelerate. It counts
+if the precision has the key, and is ignored otherwise. An `fp8_format` that may be accelerate's
+default is refused if the default of the precision differs.
+
+`accelerate config` asks many questions about topology. Some answers would train another model here,
+or repeat what the launcher does. Answers that can be corrected safely are corrected with a notice.
+All others are refused.
 """
 
 from __future__ import annotations
@@ -34,22 +39,30 @@ from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
 
-# ── Precision ─────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Precision ─────────────────────────────────────────────────────────────────────────────────────
 
 _PREFIX = "ACCELERATE_FP8_"
-_FP8 = "fp8"  # the `mixed_precision` with which accelerate reads an `fp8_config`
-# What accelerate sets for options of ours that its file leaves out.
-_FILLED_IN = {
+# Value of `mixed_precision` for which accelerate reads `fp8_config`.
+_FP8 = "fp8"
+# Values that accelerate sets for keys that are missing in its file.
+_ACCELERATE_DEFAULTS = {
     "fp8_format": "HYBRID",
     "margin": 0,
     "amax_history_len": 1024,
     "amax_compute_algo": "most_recent",
 }
-# Keys of accelerate's that have no effect here, by the value that asks for nothing.
-_WITHOUT_EFFECT = {"interval": 1, "override_linear_precision": False}
-# MS-AMP's, torchao's
-_WITHOUT_EFFECT |= {"opt_level": "O2", "enable_fsdp_float8_all_gather": True, "pad_inner_dim": True}
-# By `accelerate config`, whose words `accelerate launch` does not know; and a prefix that has swallowed a beginning.
+# Keys of accelerate that have no effect here, with their default. Other values are refused.
+_WITHOUT_EFFECT = {
+    "interval": 1,
+    "override_linear_precision": False,
+    # of MS-AMP
+    "opt_level": "O2",
+    # of torchao
+    "enable_fsdp_float8_all_gather": True,
+    "pad_inner_dim": True,
+}
+# Other spellings of keys. `accelerate config` writes the first two, which `accelerate launch` does
+# not know. The third is left of FP8_FORMAT without the prefix.
 _OTHER_NAMES = {
     "amax_history_length": "amax_history_len",
     "amax_compute_algorithm": "amax_compute_algo",
@@ -58,43 +71,44 @@ _OTHER_NAMES = {
 
 
 class _Fp8Config(LowPrecisionSettings):
+    """The `fp8_config` of an accelerate configuration, where `recipe` names the precision."""
+
     recipe: PrecisionName = BY_ACCELERATE[_FP8].name
 
 
 class _File(Settings):
-    """The part of an accelerate configuration that is read here, for messages that name its keys as the file does."""
+    """The part of an accelerate configuration that is read here.
+
+    Messages name its keys as the file does.
+    """
 
     fp8_config: _Fp8Config
 
 
 def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
-    """`recipe` with its precision decided: its own where it (or the command line) names one, else the accelerate configuration's.
+    """Return `recipe` with its precision and `fp8_config` resolved.
 
-    `fp8_config` is decided key by key: the recipe's own, then the accelerate configuration's (without options of another
-    precision), then the precision's defaults. So the result, written out, means the same under any accelerate configuration. Of a
-    schedule's quantized precisions several have their own defaults, and then no option of the accelerate configuration counts.
-    Raises InputError for an unknown precision or key, and for options that the precision does not take.
+    The recipe or the command line decides the precision. If they name none, the accelerate
+    configuration decides. `fp8_config` is resolved key by key from the recipe, the accelerate
+    configuration, and the precision's defaults. Options of an accelerate configuration for another
+    precision are ignored. So the resolved recipe, written out, means the same under any accelerate
+    configuration.
+
+    A schedule with several quantized precisions keeps options unset, because each precision has its
+    own defaults, and ignores all options of the accelerate configuration.
+
+    Removes the precision variables from `environ`. Raises InputError for an unknown precision or
+    key, and for options that the precision does not accept.
     """
     requested, inherited = take_requested_precision(environ)
-    chosen = [precision_called(use) for _, use in phases_of(recipe.precision)] or [requested]
-    quantized = {each.use: each for each in chosen if each.quantized}
-    for each in quantized.values() or chosen[:1]:
-        of_others = {key for other in quantized.values() for key in other.options} - set(
-            each.options
-        )
-        named = f"`precision: {each.use}`{', a phase of the schedule,' * (len(chosen) > 1)}"
-        _check_options(recipe.fp8_config.model_copy(update=dict.fromkeys(of_others)), each, named)
-    filled_in = _FILLED_IN["fp8_format"]
-    default = requested.options.get("fp8_format")
-    if [*quantized] != [requested.name]:
+    chosen = [precision_called(name) for _, name in phases_of(recipe.precision)] or [requested]
+    quantized = {precision.use: precision for precision in chosen if precision.quantized}
+    _check_recipe_options(recipe.fp8_config, chosen, list(quantized.values()))
+    if list(quantized) != [requested.name]:
         inherited = inherited.without_options()
-    elif inherited.fp8_format == filled_in != default and recipe.fp8_config.fp8_format is None:
-        raise InputError(
-            f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` under `{requested.name}` may be "
-            f"accelerate's default for a missing key; set `fp8_format: {default}` in the file, "
-            f"or `fp8_config.fp8_format={filled_in}` on the command line"
-        )
-    settings = _over(inherited, recipe.fp8_config)
+    elif recipe.fp8_config.fp8_format is None:
+        _check_fp8_format(requested, inherited)
+    settings = _merge(inherited, recipe.fp8_config)
     if len(quantized) < 2:
         settings = settings.resolved(next(iter(quantized), chosen[0].name))
     return recipe.model_copy(
@@ -102,110 +116,155 @@ def with_precision(recipe: Recipe, environ: MutableMapping[str, str]) -> Recipe:
     )
 
 
-def _check_options(
-    settings: LowPrecisionSettings, precision: Precision, named: str, origin: str = ""
+def _check_recipe_options(
+    settings: LowPrecisionSettings, chosen: list[Precision], quantized: list[Precision]
 ) -> None:
-    """InputError where `settings` have options that `precision`, which `named` says, does not take."""
-    if contradictions := settings.contradictions(precision):
-        options = ", ".join(f"{key}: {value}" for key, value in contradictions.items())
+    """Raise InputError if the recipe sets options that no precision of the run accepts.
+
+    `chosen` has the precision of each phase, and `quantized` the quantized ones among them.
+    """
+    phase = ", a phase of the schedule," if len(chosen) > 1 else ""
+    for precision in quantized or chosen[:1]:
+        # An option of another phase's precision is no mistake.
+        elsewhere = {key for other in quantized for key in other.options} - set(precision.options)
+        remaining = settings.model_copy(update=dict.fromkeys(elsewhere))
+        _check_options(remaining, precision, f"`precision: {precision.use}`{phase}")
+
+
+def _check_fp8_format(precision: Precision, inherited: LowPrecisionSettings) -> None:
+    """Raise InputError if `fp8_format` may be accelerate's default and not the precision's."""
+    filled_in = _ACCELERATE_DEFAULTS["fp8_format"]
+    default = precision.options.get("fp8_format")
+    if inherited.fp8_format == filled_in != default:
         raise InputError(
-            f"{origin}`fp8_config: {{{options}}}` and {named} contradict each other: `{precision.use}` takes "
-            f"{', '.join(precision.options) or 'no such option'}; leave out the others, or on the command line set them to null"
+            f"{_ORIGIN}: `fp8_config.fp8_format: {filled_in}` under `{precision.name}` may be "
+            f"accelerate's default for a missing key; set `fp8_format: {default}` in the file, "
+            f"or `fp8_config.fp8_format={filled_in}` on the command line"
         )
 
 
-def _over(inherited: LowPrecisionSettings, own: LowPrecisionSettings) -> LowPrecisionSettings:
-    """Both, key by key, `own` on top."""
-    below, above = (settings.model_dump(exclude_unset=True) for settings in (inherited, own))
-    layers = "keep_bf16_layers"  # the one key that has keys of its own
-    nested = {layers: below[layers] | above[layers]} if layers in below and layers in above else {}
-    return LowPrecisionSettings.model_validate(below | above | nested)
+def _check_options(
+    settings: LowPrecisionSettings, precision: Precision, description: str, origin: str = ""
+) -> None:
+    """Raise InputError if `settings` have options that `precision` does not accept.
+
+    `description` names the precision in the message, and `origin` the file.
+    """
+    if contradictions := settings.contradictions(precision):
+        options = ", ".join(f"{key}: {value}" for key, value in contradictions.items())
+        accepted = ", ".join(precision.options) or "none of these options"
+        raise InputError(
+            f"{origin}`fp8_config: {{{options}}}` and {description} contradict each other: "
+            f"`{precision.use}` takes {accepted}; remove the others, or set them to null on the "
+            "command line"
+        )
+
+
+def _merge(inherited: LowPrecisionSettings, recipe: LowPrecisionSettings) -> LowPrecisionSettings:
+    """Merge the settings key by key. Keys that the recipe sets override inherited keys."""
+    below = inherited.model_dump(exclude_unset=True)
+    above = recipe.model_dump(exclude_unset=True)
+    merged = below | above
+    layers = "keep_bf16_layers"  # the one key that is a section
+    if layers in below and layers in above:
+        merged[layers] = below[layers] | above[layers]
+    return LowPrecisionSettings.model_validate(merged)
 
 
 def take_requested_precision(
     environ: MutableMapping[str, str],
 ) -> tuple[Precision, LowPrecisionSettings]:
-    """Returns what the launch environment asks for, with what its file sets, as far as that can be told; `environ` loses its
-    variables.
+    """Return the precision and the settings that the launch environment requests.
 
-    Without `accelerate launch` nothing is named, and FP32 is what plain PyTorch would do. Variables of an `fp8_config` without
-    `mixed_precision: fp8` are left over from elsewhere and ask for nothing. Raises InputError for what no recipe here stands for.
+    Removes the precision variables from `environ`. Without `accelerate launch`, the precision is
+    FP32, as in plain PyTorch. Variables of an `fp8_config` without `mixed_precision: fp8` are
+    leftovers and are ignored. Raises InputError for a request that is not supported.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
-    variables = {
-        key.removeprefix(_PREFIX): environ.pop(key)
-        for key in list(environ)
-        if key.startswith(_PREFIX)
-    }
+    names = [name for name in environ if name.startswith(_PREFIX)]
+    variables = {name.removeprefix(_PREFIX): environ.pop(name) for name in names}
     if mixed_precision == _FP8:
-        return _read_fp8_config(_in_our_names(variables))
-    if (precision := BY_ACCELERATE.get(mixed_precision)) is None:
+        return _read_fp8_config(_normalize(variables))
+    precision = BY_ACCELERATE.get(mixed_precision)
+    if precision is None:
         raise InputError(
-            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set bf16, 'no' for FP32, or fp8"
+            f"{_ORIGIN}: `mixed_precision: {mixed_precision}` is not supported; set bf16, 'no' for "
+            "FP32, or fp8"
         )
     return precision, LowPrecisionSettings()
 
 
 def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSettings]:
-    for key, nothing in _WITHOUT_EFFECT.items():
-        if (value := values.pop(key, nothing)) != nothing:
+    """Return the precision and the settings of an `fp8_config`. Raises InputError for mistakes."""
+    for key, default in _WITHOUT_EFFECT.items():
+        value = values.pop(key, default)
+        if value != default:
             raise InputError(
-                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; leave it out (`keep_bf16_layers` keeps whole layers)"
+                f"{_ORIGIN}: `fp8_config.{key}: {value}` has no effect; remove it "
+                "(`keep_bf16_layers` keeps layers in BF16)"
             )
     for switch, switched_on in ACCELERATE_SWITCHES.items():
         if values.pop(switch, False) and values.setdefault("recipe", switched_on) != switched_on:
             raise InputError(
                 f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
-                "contradict each other; leave one of them out"
+                "contradict each other; remove one of them"
             )
     config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
         raise InputError(
-            f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is no FP8; set `mixed_precision: bf16`, FP32 is 'no'"
+            f"{_ORIGIN}: `fp8_config.recipe: {config.recipe}` is not a quantized precision; set "
+            "`mixed_precision: bf16`, or 'no' for FP32"
         )
-    filled_in = {
+    ignored = {
         key
-        for key, value in _FILLED_IN.items()
-        if values.get(key) == value and key not in precision.options
+        for key, default in _ACCELERATE_DEFAULTS.items()
+        if values.get(key) == default and key not in precision.options
     }
-    chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *filled_in})
+    chosen = config.model_dump(exclude_unset=True, exclude={"recipe", *ignored})
     settings = LowPrecisionSettings.model_validate(chosen)
     _check_options(settings, precision, f"`recipe: {precision.name}`", f"{_ORIGIN}: ")
     return precision, settings
 
 
-def _in_our_names(variables: dict[str, str]) -> dict[str, Any]:
-    """Variables without their prefix as keys and values of an `fp8_config`, names in the spelling that is ours."""
-    values = {
-        _OTHER_NAMES.get(key.lower(), key.lower()): _value(text) for key, text in variables.items()
-    }
-    overridden = [
-        values.pop(f"override_{product}", False) for product in ("fprop", "dgrad", "wgrad")
-    ]
+def _normalize(variables: dict[str, str]) -> dict[str, Any]:
+    """Return the keys and values of an `fp8_config` from variables without their prefix.
+
+    Keys get the spelling of this project.
+    """
+    values = {}
+    for variable, text in variables.items():
+        key = variable.lower()
+        values[_OTHER_NAMES.get(key, key)] = _parse_value(text)
+    overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
-    # `--fp8_backend te` on accelerate's own command line
+    # accelerate's command line writes `--fp8_backend te` in lower case.
     if str(values.get("backend")).upper() == "TE":
         values["backend"] = "TE"
     return values
 
 
-def _value(text: str) -> Any:
-    """accelerate writes values of its YAML as Python does: True, 1024, {'first': 1}; what is no such literal is text."""
+def _parse_value(text: str) -> Any:
+    """Parse a value of accelerate's YAML, which it writes as a Python literal.
+
+    Examples: True, 1024, {'first': 1}. Text that is not a literal is returned unchanged.
+    """
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError):
         return text
 
 
-# ── Topology ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Topology ──────────────────────────────────────────────────────────────────────────────────────
 
-# what torchrun sets
+# Variables that torchrun sets for a process group.
 _GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PARALLELISM = "PARALLELISM_CONFIG_"
-_TRUE = ("true", "1", "yes", "y", "t", "on")  # as accelerate reads them
-# Variables that would do what the launcher does or what it cannot: the value that asks for nothing, and what is said of others.
-_LEFT_OUT = {
+# Values that accelerate reads as true.
+_TRUE = ("true", "1", "yes", "y", "t", "on")
+# Variables whose setting would repeat the launcher's work, or is not supported: the neutral value
+# that they are reset to, and the text of the notice.
+_RESET = {
     "ACCELERATE_DYNAMO_BACKEND": ("NO", "`dynamo_config`: `model.compile` decides"),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
         "1",
@@ -238,17 +297,23 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What remains to be known of a launch once its variables are corrected."""
+    """The topology of a launch that the corrected environment variables do not hold."""
 
-    # of the shards, under FSDP2 (HSDP); 1: parameters are sharded over all processes, or not at all
+    # Number of copies of the shards under FSDP2 (HSDP). 1 if parameters are sharded over all
+    # processes, or not sharded.
     replicas: int
-    notices: tuple[str, ...]  # what was corrected, for the user
-    gathers_as_fits: bool  # shards: once a step where memory allows, else for each use
+    # Corrections to report to the user.
+    notices: tuple[str, ...]
+    # Under FSDP2: gather shards once per step if memory allows, else for each use.
+    gathers_as_fits: bool
 
 
 def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch:
-    """Change `environ`, before an Accelerator is made, to what trains rightly. `has_gpu`: whether this process sees one.
-    InputError for a launch that cannot be corrected."""
+    """Correct the topology variables in `environ` before an Accelerator is created.
+
+    `has_gpu` is True if this process sees a GPU. Raises InputError if the launch cannot be
+    corrected.
+    """
     for variable, kind in (
         ("ACCELERATE_USE_DEEPSPEED", "DEEPSPEED"),
         ("ACCELERATE_USE_MEGATRON_LM", "MEGATRON_LM"),
@@ -258,91 +323,109 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
                 f"{_ORIGIN}: `distributed_type: {kind}` is not supported; use MULTI_GPU or FSDP"
             )
     notices: list[str] = []
-    world = _processes(environ, has_gpu, notices)
+    processes = _correct_processes(environ, has_gpu, notices)
     for axis in ("TP", "CP", "SP"):
         if environ.get(f"{_PARALLELISM}{axis}_SIZE", "1") != "1":
             raise InputError(
                 f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
                 "sequence parallelism are not supported; remove the key"
             )
-    left_out = []
-    for variable, (nothing, why) in _LEFT_OUT.items():
-        if environ.get(variable, nothing).lower() != nothing.lower():
-            environ[variable] = nothing
-            left_out.append(why)
-    replicas, gathers_as_fits = 1, environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
+    ignored = _reset_variables(environ)
+    gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
-        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows no more
+        environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows only true and false
+    replicas = 1
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        if environ.get("FSDP_VERSION", "1") == "1":
-            raise InputError(
-                f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
-                "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
-            )
-        replicas, shards = _mesh(environ, world)
-        if shards == 1:
-            replicas, environ["ACCELERATE_USE_FSDP"] = 1, "false"
-            left_out.append("FSDP: each process holds the whole model")
-        # Each decoder layer is a group of shards, as the model itself names them.
-        environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
-        if environ.pop("FSDP_IGNORED_MODULES", None):
-            left_out.append("`fsdp_ignored_modules`: every module is sharded")
-        environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+        replicas, ignored_by_fsdp = _correct_fsdp(environ, processes)
+        ignored += ignored_by_fsdp
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
             "`fsdp_version: 2`; set them, or remove the key"
         )
-    if left_out:
-        notices.append(f"left out: {'; '.join(left_out)}")
-    for variable in [
-        key
-        for key in environ
-        if key.startswith(_PARALLELISM) or key == "ACCELERATE_USE_PARALLELISM_CONFIG"
-    ]:
-        del environ[variable]  # `replicas` is all that is left of it
+    if ignored:
+        notices.append(f"ignored: {'; '.join(ignored)}")
+    # The mesh is in `replicas` from here on.
+    for variable in list(environ):
+        if variable.startswith(_PARALLELISM) or variable == "ACCELERATE_USE_PARALLELISM_CONFIG":
+            del environ[variable]
     return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
 
 
-def _processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
-    """Returns how many processes train together, and puts the variables right that say so."""
-    world = int(environ.get("WORLD_SIZE", "1"))
-    if (
-        "WORLD_SIZE" not in environ
-        and {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
-    ):
-        # accelerate sets MASTER_ADDR for several processes, also where it then starts only one.
+def _reset_variables(environ: MutableMapping[str, str]) -> list[str]:
+    """Reset the variables in _RESET to their neutral values. Return a text for each change."""
+    changed = []
+    for variable, (neutral, text) in _RESET.items():
+        if environ.get(variable, neutral).lower() != neutral.lower():
+            environ[variable] = neutral
+            changed.append(text)
+    return changed
+
+
+def _correct_fsdp(environ: MutableMapping[str, str], processes: int) -> tuple[int, list[str]]:
+    """Correct the variables of FSDP. Return the number of replicas and the ignored settings."""
+    if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
-            f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, or `--cpu`) starts "
-            "one; take accelerate_configs/ddp.yaml (MULTI_GPU), on CPUs too, or set `num_processes: 1` and unset MASTER_ADDR"
+            f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
+            "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
         )
-    # a group of one has nobody to exchange anything with
-    if world == 1 and environ.get("LOCAL_RANK", "0") == "0":
+    ignored = []
+    replicas, shards = _mesh(environ, processes)
+    if shards == 1:
+        replicas = 1
+        environ["ACCELERATE_USE_FSDP"] = "false"
+        ignored.append("FSDP: each process holds the whole model")
+    # Each decoder layer is a shard group. The model itself names the class of its layers.
+    environ.pop("FSDP_TRANSFORMER_CLS_TO_WRAP", None)
+    if environ.pop("FSDP_IGNORED_MODULES", None):
+        ignored.append("`fsdp_ignored_modules`: every module is sharded")
+    environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
+    return replicas, ignored
+
+
+def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
+    """Return the number of processes that train together, and correct their variables."""
+    processes = int(environ.get("WORLD_SIZE", "1"))
+    # accelerate sets MASTER_ADDR for several processes even if it then starts only one.
+    is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
+    if "WORLD_SIZE" not in environ and is_from_accelerate:
+        raise InputError(
+            f"{_ORIGIN}: `num_processes` is more than 1 and `distributed_type: NO` (or MULTI_CPU, "
+            "or `--cpu`) starts one; use accelerate_configs/ddp.yaml (MULTI_GPU), on CPUs too, or "
+            "set `num_processes: 1` and unset MASTER_ADDR"
+        )
+    # A single process needs no process group.
+    if processes == 1 and environ.get("LOCAL_RANK", "0") == "0":
         for variable in _GROUP:
             environ.pop(variable, None)
-    # Processes of one machine see the same devices. On several, one that has lost its GPU must not go on with a CPU.
-    alone = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
-    if world > 1 and alone and not has_gpu and not _is_true(environ, "ACCELERATE_USE_CPU"):
+    # Processes of one machine see the same devices. With several machines, a machine that has lost
+    # its GPUs must not go on with its CPU.
+    on_one_machine = environ.get("LOCAL_WORLD_SIZE") == environ.get("WORLD_SIZE")
+    uses_cpu = _is_true(environ, "ACCELERATE_USE_CPU")
+    if processes > 1 and on_one_machine and not has_gpu and not uses_cpu:
         environ["ACCELERATE_USE_CPU"] = "true"
-        notices.append(f"no GPU is seen here, so {world} processes train on the CPU")
-    return world
+        notices.append(f"no GPU is visible, so {processes} processes train on the CPU")
+    return processes
 
 
-def _mesh(environ: Mapping[str, str], world: int) -> tuple[int, int]:
-    """Replicas and shards of a `parallelism_config`; without one, as many shards as processes."""
-    replicas, shards = (
-        int(environ.get(f"{_PARALLELISM}{key}", "1"))
-        for key in ("DP_REPLICATE_SIZE", "DP_SHARD_SIZE")
-    )
-    if replicas == shards == 1:  # nothing was asked for
-        return 1, world
-    if replicas * shards != world:
+def _mesh(environ: Mapping[str, str], processes: int) -> tuple[int, int]:
+    """Return the replicas and shards of a `parallelism_config`.
+
+    Without a `parallelism_config` each process holds one shard.
+    """
+    replicas = int(environ.get(f"{_PARALLELISM}DP_REPLICATE_SIZE", "1"))
+    shards = int(environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1"))
+    if replicas == shards == 1:
+        return 1, processes
+    if replicas * shards != processes:
         raise InputError(
-            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, and there are {world}; set "
-            "--parallelism_config_dp_replicate_size and --parallelism_config_dp_shard_size to numbers with that product"
+            f"{_ORIGIN}: {replicas} replicas x {shards} shards are {replicas * shards} processes, "
+            f"but the launch has {processes}; set --parallelism_config_dp_replicate_size and "
+            "--parallelism_config_dp_shard_size to numbers with that product"
         )
     return replicas, shards
 
 
 def _is_true(environ: Mapping[str, str], variable: str) -> bool:
+    """Return True if accelerate reads the variable as true. A missing variable is false."""
     return environ.get(variable, "false").lower() in _TRUE

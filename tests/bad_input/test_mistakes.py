@@ -40,7 +40,7 @@ SETTINGS = {
     "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule has two phases or more",
     "precision=[{until: 0.8, use: nvfp5}, {use: bf16}]": "`precision.0.use`",
     "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": "every phase but the last needs an `until`",
-    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": "`precision.0`: `forward: bf16` is for what quantizes",
+    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": "`precision.0`: `forward: bf16` needs a precision",
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",
     "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from foundation.errors import InputError
-from pretrain.compare import which
+from pretrain.compare import which, which_trainings
 from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.conftest import write_recipe
@@ -35,7 +35,8 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One round, as the hours are over then: some 80 s, most of it four starts."""
-    monkeypatch.setattr(which, "GPU_IS_FREE", 1e3)  # tests before this one may hold some of it
+    # Tests before this one may hold some memory of the GPU.
+    monkeypatch.setattr(which_trainings, "GPU_IS_FREE", 1e3)
     needs("delayed")
     folder = tmp_path / "which"
     command = [

@@ -81,6 +81,6 @@ def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
             range(1, 13)
         )
     assert "| run  | minus fp32, at the end |" in output and (folder / "precisions.html").exists()
-    assert "shared its machine with others" in output, (
+    assert "shared their machine with other runs" in output, (
         "what ran side by side has no speed of its own"
     )

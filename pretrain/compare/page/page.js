@@ -1,9 +1,9 @@
-// What a reader has chosen is kept while the page is open, as one that is followed reads itself again: sorting, zoom, hidden runs.
+// Keep the reader's choices (sorting, zoom, hidden runs) while the page is open, because a page of running runs reloads itself.
 const place = "report:" + location.pathname;
-const chosen = JSON.parse(sessionStorage.getItem(place) || "{}");
-function keep(what, value) {
-  chosen[what] = value;
-  sessionStorage.setItem(place, JSON.stringify(chosen));
+const choices = JSON.parse(sessionStorage.getItem(place) || "{}");
+function keep(key, value) {
+  choices[key] = value;
+  sessionStorage.setItem(place, JSON.stringify(choices));
 }
 
 document.querySelectorAll("table.sortable").forEach((table, number) => {
@@ -11,7 +11,7 @@ document.querySelectorAll("table.sortable").forEach((table, number) => {
   function sort(column, down) {
     const rows = [...table.tBodies[0].rows].sort((a, b) => {
       const [x, y] = [a, b].map((row) => row.cells[column].dataset.value);
-      if (x === "" || y === "") return (x === "") - (y === "");  // what is not known stands last, either way
+      if (x === "" || y === "") return (x === "") - (y === "");  // unknown values are last in both directions
       const order = isNaN(x) || isNaN(y) ? x.localeCompare(y, "en", { numeric: true }) : x - y;
       return down ? -order : order;
     });
@@ -23,11 +23,11 @@ document.querySelectorAll("table.sortable").forEach((table, number) => {
     const now = title.getAttribute("aria-sort");
     sort(column, now ? now === "ascending" : !title.classList.contains("text"));
   }));
-  if (chosen["table" + number]) sort(...chosen["table" + number]);
+  if (choices["table" + number]) sort(...choices["table" + number]);
 });
 
 document.querySelectorAll(".plotly-graph-div").forEach((plot) => {
-  const before = chosen[plot.id];
+  const before = choices[plot.id];
   if (before && before.visible.length === plot.data.length) {
     Plotly.relayout(plot, before.ranges);
     Plotly.restyle(plot, { visible: before.visible });

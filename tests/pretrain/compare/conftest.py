@@ -1,4 +1,4 @@
-"""Matrices over the small recipe, for what reads them and for what runs them."""
+"""Matrices over the small recipe, for tests of matrices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ AXES = {"precision": ["bf16", "delayed", "mxfp8"], "weights": ["fp32", "bf16"]}
 
 @pytest.fixture
 def matrix(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., Matrix]:
-    """Load a matrix over the small recipe in BF16, with more keys and command-line overrides."""
+    """Return a function that loads a matrix over the small recipe in BF16.
+
+    It takes keys of the matrix file and command-line overrides.
+    """
     (tmp_path / "recipe.yaml").write_text(yaml_of(small_recipe | {"precision": "bf16"}))
 
     def load(*overrides: str, **keys: Any) -> Matrix:

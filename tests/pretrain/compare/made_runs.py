@@ -1,4 +1,4 @@
-"""Run folders as the launcher leaves them, written in a moment: for what reads runs."""
+"""Run folders as the launcher writes them, without training: for tests that read runs."""
 
 from __future__ import annotations
 
@@ -33,9 +33,13 @@ def make_run(
     audit: dict[str, Any] | None = None,
     held_out: bool = True,
     side_by_side: bool = False,
-    begins: int = 0,
+    first_step: int = 1,
 ) -> Path:
-    """A finished run as the launcher leaves it, by RECIPE with `settings` (key=value) over it. A branch `begins` after a step."""
+    """Write the folder of a finished run.
+
+    Its recipe is RECIPE with `settings` (key=value) as overrides. A branch has a `first_step` above
+    1.
+    """
     path.mkdir(parents=True)
     records = [
         {
@@ -54,7 +58,7 @@ def make_run(
             "recompiles": 0,
         }
         | {"frozen_updates": 0.0125, "mfu_bf16_peak": 0.5}
-        for step, loss in enumerate(losses, start=begins + 1)
+        for step, loss in enumerate(losses, start=first_step)
     ]
     if held_out:
         packs = {"held_out_fingerprint": fingerprint, "held_out_packs": 4}
@@ -74,17 +78,19 @@ def make_run(
 
 
 def trained(*arguments: Any, **keywords: Any) -> RunRecord:
+    """Write the folder of a run with `make_run`, and read it."""
     return read_run(make_run(*arguments, **keywords))
 
 
 def noisy(level: float, seed: int, steps: int = 400) -> list[float]:
-    """Losses that share their noise over seeds but for a small part of their own."""
+    """Return losses around `level`. Most of their noise is the same for all seeds."""
     shared = np.random.default_rng(0).normal(0, 0.1, steps)
-    return (level + shared + np.random.default_rng(seed).normal(0, 0.004, steps)).tolist()
+    individual = np.random.default_rng(seed).normal(0, 0.004, steps)
+    return (level + shared + individual).tolist()
 
 
 def note(path: Path, **keys: object) -> None:
-    """Over the last step's line of a run's metrics."""
+    """Set keys of the last step in a run's metrics."""
     lines = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
     next(line for line in reversed(lines) if "event" not in line).update(keys)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -93,7 +99,10 @@ def note(path: Path, **keys: object) -> None:
 def leave_behind(
     cell: Cell, steps: int = 12, *, held_out: float | None = None, done: bool = True, **figures: Any
 ) -> None:
-    """The files of a run of `cell` that has ended after `steps`, or, not `done`, has come that far; `figures` are each step's."""
+    """Write the files of a run of `cell` after `steps`. It is finished if `done`.
+
+    `figures` are values of each step.
+    """
     mark("m", cell, side_by_side=False)
     figures = {"epoch": 0.1, "loss": 2.0, "step_ms": 10.0, "memory_gib": 1.0} | figures
     lines = [{"step": step, "tokens": 256 * step} | figures for step in range(1, steps + 1)]
@@ -115,7 +124,7 @@ def leave_behind(
 
 
 def rows_of(text: str) -> dict[str, list[list[str]]]:
-    """The rows of all tables in Markdown, by their first cell."""
+    """Return the rows of all Markdown tables in `text` by their first cell."""
     rows: dict[str, list[list[str]]] = {}
     for line in text.splitlines():
         if line.startswith("| "):

@@ -1,4 +1,4 @@
-"""Where runs stand beside the baseline: verdicts, losses, speeds, looks, and what is noted."""
+"""Runs compared with a baseline: verdicts, losses, speeds, colours and notes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from pretrain.metrics.run_record import read_run
 from tests.pretrain.compare.made_runs import make_run, noisy, note, trained
 
 
-def test_a_run_has_its_verdict_by_where_its_whole_interval_lies(tmp_path):
-    base, rng = noisy(3.0, 1), np.random.default_rng(0)
+def test_the_position_of_the_interval_decides_the_verdict(tmp_path):
+    base = noisy(3.0, 1)
+    rng = np.random.default_rng(0)
     wide = (np.array(base) + np.repeat(rng.choice([-0.03, 0.03], 50), 8)).tolist()
     ends = {
         "near": noisy(3.001, 2),
@@ -27,35 +28,34 @@ def test_a_run_has_its_verdict_by_where_its_whole_interval_lies(tmp_path):
     ]
     runs.append(trained(tmp_path / "other", base, fingerprint="cd34"))
     comparison = RunComparison.over(runs)
-    verdicts = [each.verdict for each in comparison.standings]
+    verdicts = [compared.verdict for compared in comparison.compared_runs]
     assert verdicts == ["baseline", "within", "below", "above", "cannot tell", "not paired"]
     assert "below: lower; above: higher" in comparison.answer()
     assert any(
-        "other is not paired with base" in each and "cd34" in each for each in comparison.notes()
+        "other is not paired with base" in note and "cd34" in note for note in comparison.notes()
     )
 
 
-def test_a_run_that_was_broken_off_has_no_end_and_is_named(tmp_path):
+def test_a_failed_run_has_no_difference_and_is_named(tmp_path):
     base = noisy(3.0, 1)
     paths = [
         make_run(tmp_path / "base", base),
         make_run(tmp_path / "cut", [base[0], 1.0]),
-        make_run(tmp_path / "lost", base),
+        make_run(tmp_path / "failed", base),
     ]
     note(paths[1], halted="step 2: the gradient norm is nan")
     note(paths[2], loss=None)
     runs = [read_run(path) for path in paths]
-    comparison, backwards = RunComparison.over(runs), RunComparison.over(runs[::-1])
-    _, cut, lost = comparison.standings
-    assert (cut.gap, cut.verdict) == (
-        None,
-        "was halted at step 2",
-    ) and "no finite loss from step 400" in lost.verdict
+    comparison = RunComparison.over(runs)
+    _, cut, failed = comparison.compared_runs
+    assert cut.gap is None and cut.verdict == "was halted at step 2"
+    assert "no finite loss from step 400" in failed.verdict
     assert "the gradient norm is nan" in " ".join(comparison.notes())
-    assert "the baseline has no finite loss" in backwards.standings[2].not_paired
+    reversed_comparison = RunComparison.over(runs[::-1])
+    assert "the baseline has no finite loss" in reversed_comparison.compared_runs[2].not_paired
 
 
-def test_held_out_losses_are_subtracted_where_both_were_evaluated_last_in_one_step(tmp_path):
+def test_held_out_losses_of_the_same_last_step_are_subtracted(tmp_path):
     runs = []
     for name, evaluations in (
         ("done", {2: 3.0, 4: 2.0}),
@@ -69,10 +69,11 @@ def test_held_out_losses_are_subtracted_where_both_were_evaluated_last_in_one_st
                     json.dumps({"step": step, "event": "evaluation", "held_out_loss": loss}) + "\n"
                 )
         runs.append(read_run(path))
-    assert [each.held_out_gap for each in RunComparison.over(runs).standings[1:]] == [0.25, None]
+    compared_runs = RunComparison.over(runs).compared_runs
+    assert [compared.held_out_gap for compared in compared_runs[1:]] == [0.25, None]
 
 
-def test_speeds_are_divided_on_one_kind_of_machine_and_of_hardware_alone(tmp_path):
+def test_only_speeds_of_hardware_on_equal_machines_are_compared(tmp_path):
     h200 = {"gpus": ["NVIDIA H200"], "accelerate": {"processes": 2, "device": "cuda"}}
     environments = {
         "a": h200 | {"packages": {"torch": "2.11"}},
@@ -91,18 +92,14 @@ def test_speeds_are_divided_on_one_kind_of_machine_and_of_hardware_alone(tmp_pat
         )
         runs.append(read_run(path))
     comparison = RunComparison.over(runs)
-    assert [each.speedup for each in comparison.standings] == [None, 1.0, None, None, None], (
-        "versions are no machine"
-    )
+    speedups = [compared.speedup for compared in comparison.compared_runs]
+    assert speedups == [None, 1.0, None, None, None], "software versions may differ"
 
 
-def test_no_two_runs_look_or_are_called_alike(tmp_path: Path):
+def test_every_run_has_its_own_label_and_line(tmp_path: Path):
     runs = [
         trained(tmp_path / f"{place}" / "run", (3.0, 2.0), f"seed={place}") for place in range(12)
     ]
-    standings = RunComparison.over(runs).standings
-    assert (
-        len({(each.colour, each.dash) for each in standings})
-        == len({each.label for each in standings})
-        == 12
-    )
+    compared_runs = RunComparison.over(runs).compared_runs
+    assert len({(compared.colour, compared.dash) for compared in compared_runs}) == 12
+    assert len({compared.label for compared in compared_runs}) == 12

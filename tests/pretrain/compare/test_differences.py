@@ -1,4 +1,4 @@
-"""What a difference of two losses comes to: Student's t, the error along a run, intervals over seeds, equivalence."""
+"""Statistics of differences: Student's t, intervals along a run and over seeds, verdicts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pretrain.compare.differences import (
     WORSE,
     Gap,
     SeedDifference,
+    t_probability,
     t_quantile,
-    within,
 )
 from pretrain.metrics.run_record import at_the_end
 
@@ -33,74 +33,74 @@ def difference(values: list[float], level: float = 2.0) -> SeedDifference:
     )
 
 
-# ── Student's t ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Student's t ───────────────────────────────────────────────────────────────────────────────────
 
 
 @given(st.floats(0.0, 200.0), st.integers(1, 400))
-def test_the_distribution_is_the_incomplete_beta_function_that_defines_it(t: float, freedom: int):
+def test_the_t_distribution_equals_the_incomplete_beta_function(t: float, freedom: int):
     with mpmath.workdps(50):
         inside = 1 - mpmath.betainc(
             freedom / 2, 0.5, 0, freedom / (freedom + mpmath.mpf(t) ** 2), regularized=True
         )
-    assert within(t, freedom) == pytest.approx(float(inside), abs=1e-12)
+    assert t_probability(t, freedom) == pytest.approx(float(inside), abs=1e-12)
 
 
-def test_quantiles_are_those_of_published_tables():
+def test_quantiles_equal_published_tables():
     """For example NIST's handbook, section 1.3.6.7.2."""
-    quantiles = [t_quantile(*each) for each in ((1, 0.95), (4, 0.90), (9, 0.99), (100, 0.95))]
+    arguments = ((1, 0.95), (4, 0.90), (9, 0.99), (100, 0.95))
+    quantiles = [t_quantile(freedom, confidence) for freedom, confidence in arguments]
     assert quantiles == pytest.approx([12.706, 2.132, 3.250, 1.984], abs=6e-4)
 
 
-# ── Along one run ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Along one run ─────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("steps", [64, 200, 1000])
 @pytest.mark.parametrize("correlation", [0.0, 0.5, 0.9])
-def test_an_interval_covers_the_true_mean_as_often_as_it_says_whatever_the_correlation(
-    steps: int, correlation: float
-):
-    """Of an AR(1) process that has run since long ago, 500 times."""
-    rng, runs = np.random.default_rng(0), 500
+def test_an_interval_covers_the_true_mean_for_any_correlation(steps: int, correlation: float):
+    """Simulates 500 stationary AR(1) processes."""
+    rng = np.random.default_rng(0)
+    runs = 500
     values = rng.normal(size=(runs, steps))
     values[:, 0] /= math.sqrt(1 - correlation**2)
     for step in range(1, steps):
         values[:, step] += correlation * values[:, step - 1]
-    gaps = [Gap.over(each) for each in values]
+    gaps = [Gap.over(differences) for differences in values]
     assert np.mean([abs(gap.mean) <= gap.half_width for gap in gaps]) >= 0.94
-    wide = np.median([gap.half_width for gap in gaps]) / math.sqrt(
-        np.mean([gap.mean**2 for gap in gaps])
-    )
-    assert wide <= (3.0 if correlation <= 0.5 or steps == 1000 else 40.0), "and tells what it can"
+    half_width = np.median([gap.half_width for gap in gaps])
+    deviation = math.sqrt(np.mean([gap.mean**2 for gap in gaps]))
+    most = 3.0 if correlation <= 0.5 or steps == 1000 else 40.0
+    assert half_width / deviation <= most, "the interval is not wider than necessary"
 
 
-def test_what_chance_would_make_of_one_comparison_in_many_is_no_difference():
-    """Of 100 comparisons without any difference five lie beyond a 95 % interval, and hardly one is called so."""
+def test_many_comparisons_without_a_difference_have_no_verdict():
+    """Without the Bonferroni correction, five of 100 would lie beyond a 95 % interval."""
     rng = np.random.default_rng(1)
     gaps = [Gap.over(rng.normal(0.0, 1.0, 80), comparisons=100) for _ in range(300)]
     seeds = [
         difference(rng.normal(0.0, 0.01, 5).tolist()).verdict(0.0, comparisons=100)
         for _ in range(300)
     ]
-    assert sum(gap.place(0.0) != "cannot tell" for gap in gaps) <= 2
+    assert sum(gap.verdict(0.0) != "cannot tell" for gap in gaps) <= 2
     assert sum(verdict != CANNOT_TELL for verdict in seeds) <= 2
 
 
 @given(st.integers(1, 1000), st.integers(0, 999))
-def test_the_end_is_the_last_fifth_or_64_steps_and_below_these_there_is_no_interval(
-    steps: int, before: int
-):
-    # a branch begins with another run's checkpoint
+def test_the_end_is_the_last_fifth_or_64_steps(steps: int, before: int):
+    # The run is a branch that starts after another run's step `before`.
     numbers = np.arange(1, steps + 1)[min(before, steps - 1) :]
     gap = Gap.over(numbers[at_the_end(numbers)].astype(float))
-    assert gap.steps == min(len(numbers), max(64, math.ceil(steps / 5))) and at_the_end(numbers)[-1]
+    assert gap.steps == min(len(numbers), max(64, math.ceil(steps / 5)))
+    assert at_the_end(numbers)[-1]
     assert (gap.half_width is not None) == (len(numbers) >= 64)
 
 
-# ── Differences over seeds ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Differences over seeds ────────────────────────────────────────────────────────────────────────
 
 
-def test_a_verdict_takes_three_seeds_that_lie_together():
-    for mean, verdict in (  # the margin is 0.006 nats
+def test_verdicts_over_seeds():
+    # The margin is 0.006 nats.
+    for mean, verdict in (
         (-0.001, EQUIVALENT),
         (-0.004, BETTER + WITHIN_MARGIN),
         (0.004, WORSE + WITHIN_MARGIN),
@@ -108,13 +108,13 @@ def test_a_verdict_takes_three_seeds_that_lie_together():
         (-0.0055, BETTER),
         (0.009, WORSE + BEYOND_MARGIN),
     ):
-        assert difference([mean + each for each in (-0.001, 0.0, 0.001)]).verdict(0.003) == verdict
+        values = [mean + deviation for deviation in (-0.001, 0.0, 0.001)]
+        assert difference(values).verdict(0.003) == verdict
     assert difference([-0.001, 0.0, 0.001]).half_width(EQUIVALENCE) == pytest.approx(
         2.920 * 0.001 / math.sqrt(3), abs=1e-5
     )
     assert difference([0.02, -0.02, 0.001]).verdict() == CANNOT_TELL
-    assert (
-        difference([0.01, 0.01]).half_width() is None and difference([0.01, 0.01]).verdict() is None
-    )
-    assert difference([0.001] * 3).verdict() == WORSE + WITHIN_MARGIN, "no spread at all"
+    two_seeds = difference([0.01, 0.01])
+    assert two_seeds.half_width() is None and two_seeds.verdict() is None
+    assert difference([0.001] * 3).verdict() == WORSE + WITHIN_MARGIN, "no deviation"
     assert difference([0.1] * 3).verdict() == WORSE + BEYOND_MARGIN

@@ -1,3 +1,5 @@
+"""Matrix files: cells, mistakes, and finished cells."""
+
 from __future__ import annotations
 
 import re
@@ -19,22 +21,23 @@ def names(matrix: Matrix) -> list[str]:
     return [cell.name for cell in matrix.cells]
 
 
-# ── Which runs there are ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Cells ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_cells_are_the_product_of_the_axes_and_then_those_listed(matrix):
-    found = matrix(
+def test_cells_are_the_product_of_the_axes_and_then_listed_cells(matrix):
+    loaded = matrix(
         axes={"precision": ["bf16", "delayed"], "weights": ["fp32", "bf16"]},
         cells=[{"precision": "fp32"}],
     )
-    assert names(found) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "delayed-bf16", "fp32"]
-    assert (found.cells[-1].recipe.precision, found.cells[-1].recipe.weights) == ("fp32", "fp32"), (
-        "the recipe's, where it says none"
-    )
-    assert found.baseline is found.cells[0]
+    assert names(loaded) == ["bf16-fp32", "bf16-bf16", "delayed-fp32", "delayed-bf16", "fp32"]
+    assert (loaded.cells[-1].recipe.precision, loaded.cells[-1].recipe.weights) == (
+        "fp32",
+        "fp32",
+    ), "the recipe's values"
+    assert loaded.baseline is loaded.cells[0]
 
 
-def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matrix, tmp_path):
+def test_cells_override_the_command_line_which_overrides_the_matrix(matrix, tmp_path):
     cell = matrix(
         "train.steps=7",
         overrides={"optimizer": {"clip": None}, "train.steps": 5},
@@ -46,19 +49,21 @@ def test_overrides_come_from_the_matrix_then_the_command_line_then_the_cell(matr
         "seed=3",
         f"run_dir={tmp_path}/runs/seed=3",
     )
-    assert cell.recipe.optimizer.clip is None and cell.recipe.optimizer.learning_rate == 0.01
-    assert cell.recipe.train.steps == 7 and cell.recipe.seed == 3
+    assert cell.recipe.optimizer.clip is None
+    assert cell.recipe.optimizer.learning_rate == 0.01
+    assert cell.recipe.train.steps == 7
+    assert cell.recipe.seed == 3
     horizon = matrix(overrides={"train.steps": 5}, axes={"train.tokens": [512]}).cells[0]
     assert horizon.recipe.train.tokens == 512 and horizon.recipe.train.steps is None
 
 
-def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_checked(matrix):
+def test_the_command_line_of_a_cell_is_read_back_to_its_recipe(matrix):
     odd = {
         "evaluate": {"samples": ["a: {b}", "no"]},
         "model.config": {"rope_theta": 1e-6},
         "data.mask_boundaries": False,
     }
-    found = matrix(
+    loaded = matrix(
         overrides=odd,
         axes={
             "optimizer.betas": [[0.9, 0.95]],
@@ -66,29 +71,25 @@ def test_the_launcher_reads_a_runs_command_line_back_to_the_recipe_that_was_chec
             "precision": ["fp32"],
         },
     )
-    for cell in found.cells:
-        again = load_recipe(found.settings.recipe, cell.overrides)
-        assert resolved(again) == resolved(cell.recipe)
-        assert again.model.config["rope_theta"] == 1e-6 and again.evaluate.samples == (
-            "a: {b}",
-            "no",
-        )
+    for cell in loaded.cells:
+        recipe = load_recipe(loaded.settings.recipe, cell.overrides)
+        assert resolved(recipe) == resolved(cell.recipe)
+        assert recipe.model.config["rope_theta"] == 1e-6
+        assert recipe.evaluate.samples == ("a: {b}", "no")
 
 
-def test_only_picks_any_of_the_values_given_for_a_key_and_every_key(matrix):
-    found = matrix()
-    assert [c.name for c in found.only([])] == names(found)
-    assert [c.name for c in found.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])] == [
-        "bf16-bf16",
-        "mxfp8-bf16",
-    ]
+def test_only_selects_cells_that_match_every_key(matrix):
+    loaded = matrix()
+    assert loaded.only([]) == list(loaded.cells)
+    cells = loaded.only(["precision=bf16", "precision=mxfp8", "weights=bf16"])
+    assert [cell.name for cell in cells] == ["bf16-bf16", "mxfp8-bf16"]
     with pytest.raises(InputError, match=r"--only precison=bf16"):
-        found.only(["precison=bf16"])
-    with pytest.raises(InputError, match=r"picks none of the cells bf16-fp32"):
-        found.only(["precision=fp16"])
+        loaded.only(["precison=bf16"])
+    with pytest.raises(InputError, match=r"matches none of the cells bf16-fp32"):
+        loaded.only(["precision=fp16"])
 
 
-def test_the_baseline_is_the_one_cell_that_fits(matrix):
+def test_the_baseline_is_the_only_matching_cell(matrix):
     assert (
         matrix(baseline={"precision": "delayed", "weights": "bf16"}).baseline.name == "delayed-bf16"
     )
@@ -98,33 +99,32 @@ def test_the_baseline_is_the_one_cell_that_fits(matrix):
         matrix(baseline={"precision": "fp16"})
 
 
-def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in_order(matrix):
+def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
     named = {
         "bf16": {"precision": "bf16"},
         "head": {"precision": "delayed", "fp8_config": {"scope": "linear+head"}},
     }
     again = {"again": {"precision": "bf16", "name": "again"}}
     groups = [{"axes": {"seed": [1, 2]}, "cells": named}, {"axes": {"seed": [1]}, "cells": again}]
-    found = matrix(axes=None, groups=groups, baseline={"cell": "bf16", "seed": 1})
-    assert names(found) == [
+    loaded = matrix(axes=None, groups=groups, baseline={"cell": "bf16", "seed": 1})
+    assert names(loaded) == [
         "bf16-seed=1",
         "head-seed=1",
         "bf16-seed=2",
         "head-seed=2",
         "again-seed=1",
     ]
-    head, repeated = found.cells[1], found.cells[4]
+    head = loaded.cells[1]
+    repeated = loaded.cells[4]
     assert head.values == {"cell": "head", "seed": 1}
     assert (head.recipe.fp8_config.scope, head.recipe.seed) == ("linear+head", 1)
-    assert load_recipe(found.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
-    assert (
-        identity_of(repeated.recipe, "") == identity_of(found.baseline.recipe, "")
-        and found.baseline is found.cells[0]
-    )
-    assert [cell.name for cell in found.only(["cell=head", "seed=2"])] == ["head-seed=2"]
+    assert load_recipe(loaded.settings.recipe, head.overrides).fp8_config.scope == "linear+head"
+    assert identity_of(repeated.recipe, "") == identity_of(loaded.baseline.recipe, "")
+    assert loaded.baseline is loaded.cells[0]
+    assert [cell.name for cell in loaded.only(["cell=head", "seed=2"])] == ["head-seed=2"]
 
 
-# ── What is refused before anything runs ──────────────────────────────────────────────────────────────────────────────────────
+# ── Mistakes ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -149,11 +149,11 @@ def test_named_cells_are_trained_under_every_combination_of_their_groups_axes_in
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
         (
             {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
-            r"`gpus: 1` are fewer than the 2 processes",
+            r"`gpus: 1` is less than the 2 processes",
         ),
     ],
 )
-def test_a_mistake_is_refused_with_the_file_and_the_key_or_cell(
+def test_a_mistake_is_reported_with_the_file_and_the_key_or_cell(
     matrix, keys: dict[str, Any], message: str
 ):
     with pytest.raises(InputError, match=message):
@@ -169,10 +169,10 @@ def test_the_shipped_matrices_load(path: Path, monkeypatch: pytest.MonkeyPatch):
     assert len(matrix.cells) > 1 and matrix.baseline in matrix.cells
 
 
-# ── When a cell is finished ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Finished cells ────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matrix):
+def test_a_cell_is_finished_if_its_folder_holds_the_finished_training(matrix):
     cell = matrix().cells[2]
     assert not cell.is_finished()
     leave_behind(cell, steps=5)
@@ -180,10 +180,10 @@ def test_a_cell_is_finished_where_its_folder_holds_this_very_training_done(matri
     leave_behind(cell)
     assert cell.is_finished()
     assert matrix("log.every=100", "checkpoint.keep=7").cells[2].is_finished(), (
-        "which say nothing of what it trains"
+        "these settings do not change the training"
     )
     assert not matrix("data.tokenizer=mine").cells[2].is_finished(), (
-        "whose EOS token ends the documents of a token .bin"
+        "the tokenizer's EOS token ends the documents of a token .bin"
     )
 
 
@@ -209,15 +209,14 @@ SOURCE = (
         ("evaluate.every=3", True),
     ],
 )
-def test_a_folder_that_holds_another_training_is_refused_with_the_key(
-    matrix, change: str, same: bool
-):
+def test_a_folder_with_another_training_is_refused_with_the_key(matrix, change: str, same: bool):
     leave_behind(matrix(*SOURCE).cells[0], steps=12)
     cell = matrix(*SOURCE, change).cells[0]
     assert cell.is_finished() is same
     if same:
         cell.check_folder()
     else:
-        key, folder = change.partition("=")[0], re.escape(str(cell.run_dir))
+        key = change.partition("=")[0]
+        folder = re.escape(str(cell.run_dir))
         with pytest.raises(InputError, match=f"^{folder}: .*`{key}`: .* and .*"):
             cell.check_folder()

@@ -1,4 +1,4 @@
-"""The picture of a run, and the report as a page: what stands in it as text, what is drawn, and what may be in the way."""
+"""The loss plot of a run, and the report's page with its pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain.compare.figures import COLOUR, moving_mean, picture_of_run
-from pretrain.compare.page import curves_figure, heat_figure, heat_maps, pictures, what_differs
+from pretrain.compare.page import curves_figure, differing_values, heat_figure, heat_maps, pictures
 from pretrain.compare.report import Report
 from pretrain.metrics.run_record import RunRecord, read_run
 from tests.pretrain.compare.made_runs import make_run, trained
@@ -30,7 +30,8 @@ SCHEDULE = "precision=[{until: 0.5, use: nvfp4}, {use: bf16}]"
 
 
 def shows(colour: str, picture: bytes) -> bool:
-    from matplotlib.image import imread  # half a second
+    """Return True if a PNG contains a pixel of this colour."""
+    from matplotlib.image import imread  # imported late, because it takes half a second
 
     pixels = np.rint(255 * imread(io.BytesIO(picture))[..., :3])
     return (pixels == list(bytes.fromhex(colour.removeprefix("#")))).all(axis=-1).any()
@@ -40,22 +41,21 @@ def shows(colour: str, picture: bytes) -> bool:
     losses=st.lists(st.floats(-1e3, 1e3) | st.just(float("nan")), max_size=50),
     half=st.integers(0, 30),
 )
-def test_the_moving_mean_is_the_mean_of_the_finite_values_around(losses, half):
+def test_the_moving_mean_covers_the_finite_values_of_its_window(losses, half):
     values = np.array(losses, dtype=np.float64)
     means = moving_mean(values, 2 * half + 1)
     for i in range(len(values)):
         around = values[max(0, i - half) : i + half + 1]
         around = around[np.isfinite(around)]
-        assert (
-            np.isnan(means[i])
-            if not len(around)
-            else means[i] == pytest.approx(around.mean(), abs=1e-8)
-        )
+        if len(around):
+            assert means[i] == pytest.approx(around.mean(), abs=1e-8)
+        else:
+            assert np.isnan(means[i])
 
 
-def page_of(runs: list[RunRecord], folder: Path, *vary: str, **how: object) -> str:
-    """The page without script and style."""
-    Report.over(runs, vary).write(folder / "page.html", **how)
+def page_of(runs: list[RunRecord], folder: Path, *vary: str, **options: object) -> str:
+    """Return the page without scripts and styles."""
+    Report.over(runs, vary).write(folder / "page.html", **options)
     return re.sub(r"<(script|style)\b.*?</\1>", "", (folder / "page.html").read_text(), flags=re.S)
 
 
@@ -66,27 +66,22 @@ def two_runs(folder: Path) -> list[RunRecord]:
     ]
 
 
-def test_the_page_asks_the_network_for_nothing_and_has_all_as_text(tmp_path):
+def test_the_page_needs_no_network_and_has_all_results_as_text(tmp_path):
     runs = two_runs(tmp_path)
     page = page_of(runs, tmp_path)
     assert not re.search(r"""(?:src|href|url)\s*[=(]\s*["']?(?:https?:)?//""", page)
-    assert (
-        "above: b" in page
-        and "+0.50000" in page
-        and "10,240" in page
-        and "<code>settings.precision</code>" in page
-    )
+    for text in ("above: b", "+0.50000", "10,240", "<code>settings.precision</code>"):
+        assert text in page
     for heading in ("Against a", "All figures", "Curves", "Audit", "What differed"):
         assert f"<h2>{heading}</h2>" in page
     assert "http-equiv" not in page and 'content="7"' in page_of(runs, tmp_path, every=7)
     for step in runs[1].steps[9::10]:
         step |= {"gap/loss": 0.001, "gap/cosine": 0.99}
-    assert "The gap to BF16" not in page and "The gap to BF16" in page_of(runs, tmp_path), (
-        "where one was measured"
-    )
+    assert "The gap to BF16" not in page
+    assert "The gap to BF16" in page_of(runs, tmp_path), "the gap was measured"
 
 
-def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
+def test_names_from_a_run_are_never_markup(tmp_path):
     name = "<img onerror=alert(1)>&amp;"
     runs = [
         trained(tmp_path / name),
@@ -94,23 +89,20 @@ def test_names_from_a_run_are_text_in_the_page_and_no_markup(tmp_path):
     ]
     Report.over(runs).write(tmp_path / "page.html")
     page = (tmp_path / "page.html").read_text()
-    assert (
-        "<script>alert" not in page
-        and "<img onerror" not in page
-        and "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
-    )
+    assert "<script>alert" not in page and "<img onerror" not in page
+    assert "&lt;img onerror=alert(1)&gt;&amp;amp;" in page
     drawn = [trace.name for trace in curves_figure(Report.over(runs).comparison).data]
-    one = {"layers": [name], "steps": [1], "values": np.zeros((1, 1))}
-    heat = heat_figure({name: {("underflow", name): one}})
+    heat_map = {"layers": [name], "steps": [1], "values": np.zeros((1, 1))}
+    heat = heat_figure({name: {("underflow", name): heat_map}})
     drawn += [
         *heat.data[0].y,
         heat.layout.annotations[0].text,
         heat.layout.updatemenus[0].buttons[0].label,
     ]
-    assert not any("<" in each for each in drawn), "plotly reads some HTML in names"
+    assert not any("<" in text for text in drawn), "plotly reads some HTML in names"
 
 
-def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps_differ(tmp_path):
+def test_curves_are_drawn_by_step_or_by_tokens_if_steps_differ(tmp_path):
     runs = two_runs(tmp_path)
     figure = curves_figure(Report.over(runs).comparison)
     minus = [
@@ -119,13 +111,13 @@ def test_what_is_drawn_are_the_runs_own_figures_by_step_or_by_tokens_where_steps
         if trace.legendgroup == "b" and len(trace.y) and trace.y[0] == pytest.approx(0.5)
     ]
     assert len(minus) == 1 and minus[0].x.tolist() == list(range(1, 101))
-    assert sum(each.showlegend for each in figure.data) == 2, "each run once, for all of its curves"
+    assert sum(trace.showlegend for trace in figure.data) == 2, "one entry for each run"
     larger = trained(tmp_path / "larger", LONG, "batch.tokens=8192")
     figure = curves_figure(Report.over([runs[0], larger], ["batch.tokens"]).comparison)
     assert [trace.x[0] for trace in figure.data[:2]] == [4096, 8192]
 
 
-def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_text(tmp_path):
+def test_any_run_has_a_loss_plot_and_a_page(tmp_path):
     for name, losses in LOSSES.items():
         run = trained(
             tmp_path / f"cost $2^4$ and $x {name}",
@@ -135,12 +127,12 @@ def test_any_run_has_a_picture_and_a_page_alone_beside_another_and_beside_other_
         )
         assert shows(COLOUR, picture_of_run(run)) or losses[0] is None
         other = trained(tmp_path / f"other {name}", (4.0, 3.0, 2.0))
-        text = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
-        assert "</html>" in page_of([other, run, text], tmp_path, "data")
+        on_other_data = trained(tmp_path / f"t {name}", losses, fingerprint="cd")
+        assert "</html>" in page_of([other, run, on_other_data], tmp_path, "data")
     assert "</html>" in page_of([run], tmp_path, "data")
 
 
-def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_two(tmp_path):
+def test_heat_maps_have_shares_by_layer_and_step_and_scales_as_log2(tmp_path):
     operand = {
         "layer": "model.layers.3.self_attn.q_proj",
         "operand": "input",
@@ -154,10 +146,9 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
     path = run / "fp8_statistics.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 10, "oper')
     maps = heat_maps(path)
-    assert maps["underflow", "input"]["steps"] == [1, 9] and maps["underflow", "input"][
-        "layers"
-    ] == [operand["layer"]]
-    assert maps["underflow", "input"]["values"].tolist() == [[0.25, 0.5]]
+    underflow = maps["underflow", "input"]
+    assert underflow["steps"] == [1, 9] and underflow["layers"] == [operand["layer"]]
+    assert underflow["values"].tolist() == [[0.25, 0.5]]
     np.testing.assert_equal(maps["scale", "input"]["values"], [[-1.0, np.nan]])
     assert not heat_maps(tmp_path / "none")
     figure = heat_figure({"run": maps})
@@ -166,7 +157,7 @@ def test_heat_maps_hold_each_layers_share_at_its_step_and_scales_as_powers_of_tw
     assert "quantization" in pictures(Report.over([read_run(run)]).comparison)
 
 
-def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed_each(tmp_path):
+def test_an_audit_of_several_phases_shows_precisions_and_engines(tmp_path):
     low = {
         "precision": "nvfp4",
         "effective": "delayed",
@@ -184,24 +175,20 @@ def test_an_audit_of_several_phases_stands_there_by_its_steps_with_what_computed
     }
     run = trained(tmp_path / "run", (4.0, 3.0, 2.5, 2.25), SCHEDULE, audit=audit)
     page = page_of([run], tmp_path)
-    assert (
-        "delayed (emulation): 3 linears in delayed, 1 linear in bf16 (head)" in page
-        and "bf16 (torch 9)" in page
-    )
+    assert "delayed (emulation): 3 linears in delayed, 1 linear in bf16 (head)" in page
+    assert "bf16 (torch 9)" in page
 
 
-def test_what_differed_has_each_value_and_the_runs_that_have_it(tmp_path):
+def test_differing_settings_have_each_value_with_its_runs(tmp_path):
     runs = two_runs(tmp_path)
     runs.append(trained(tmp_path / "c", LONG, "weights=bf16", SCHEDULE))
     runs[2].environment["git"] = {"commit": "ab" * 20}
-    differing = what_differs(Report.over(runs).comparison)
+    differing = differing_values(Report.over(runs).comparison)
     assert differing["settings.precision"] == {
         "bf16": "a",
         "delayed": "b",
         "nvfp4 to 50 %, then bf16": "c",
     }
-    assert (
-        differing["settings.weights"] == {"fp32": "a, b", "bf16": "c"}
-        and "settings.name" not in differing
-    )
+    assert differing["settings.weights"] == {"fp32": "a, b", "bf16": "c"}
+    assert "settings.name" not in differing
     assert differing["environment.git.commit"] == {"None": "a, b", "ababababab": "c"}

@@ -1,4 +1,4 @@
-"""A search in phases over runs that are finished already: what is measured for real is in tests/launcher/test_matrix_run.py."""
+"""A search in phases over runs that are already finished, without training."""
 
 from __future__ import annotations
 
@@ -40,17 +40,21 @@ def phases_file(small_recipe: dict[str, Any], tmp_path: Path) -> Callable[..., P
     return write
 
 
-def test_cells_too_short_to_be_timed_are_refused_before_the_first_is_run(phases_file, capsys):
+def test_cells_too_short_to_measure_are_refused_before_any_run(phases_file, capsys):
     path = phases_file(LOSS, {"name": "short", "axes": {"train.steps": [12, 4]}})
-    for asked in ([], ["--dry-run"]):
-        assert main(["phases", str(path), *asked]) == 2
+    for options in ([], ["--dry-run"]):
+        assert main(["phases", str(path), *options]) == 2
         assert re.search(r"phase short, cell steps=4: .*`train\.steps`", capsys.readouterr().err)
     assert not (path.parent / "tune").exists()
 
 
 @pytest.fixture
 def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., None]:
-    """Leave what a finished run of a phase leaves, with this speed, on the cells that were `chosen` before."""
+    """Return a function that writes a finished run of a phase.
+
+    Its arguments are the number of the phase, the cell, its speed, and the best cells of the phases
+    before.
+    """
 
     def leave(number: int, name: str, speed: float, *before: str, **last_step: Any) -> None:
         search = load_phases(tmp_path / "phases.yaml", [])
@@ -69,7 +73,7 @@ def finish(phases_file: Callable[..., Path], tmp_path: Path) -> Callable[..., No
 
 
 def lines_of(out: str) -> dict[str, list[str]]:
-    """The last table, by cell."""
+    """Return the rows of the last table by cell."""
     table = out[out.rindex("| phase |") :]
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
@@ -79,7 +83,7 @@ def lines_of(out: str) -> dict[str, list[str]]:
     return {row[1]: row for row in rows}
 
 
-def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_the_last(
+def test_phases_build_on_the_best_cell_until_one_gains_nothing(
     phases_file, finish, capsys, tmp_path
 ):
     path = phases_file(BATCH, LAST, LOSS, {"name": "never", "axes": {"loss.chunk": [7]}})
@@ -89,40 +93,42 @@ def test_each_phase_stands_on_the_best_before_and_the_first_without_a_gain_is_th
     finish(3, "chunk=256", 301.0, "microbatch=8", "microbatch=4-gradient_checkpointing=full")
     assert main(["phases", str(path)]) == 0
     out = capsys.readouterr().out
-    found = lines_of(out)
-    assert (
-        found["microbatch=8"][2] == "200"
-        and found["microbatch=4-gradient_checkpointing=full"][2] == "300"
-    )
-    assert found["microbatch=4-gradient_checkpointing=full"][-1] == "**best**"
+    rows = lines_of(out)
+    best = rows["microbatch=4-gradient_checkpointing=full"]
+    assert rows["microbatch=8"][2] == "200" and best[2] == "300"
+    assert best[-1] == "**best**"
     assert "the fastest of phase loss gains +0.3%" in out
-    assert (
-        out.rstrip()
-        .partition("train_accelerate.py ")[2]
-        .startswith(
-            f"{tmp_path}/recipe.yaml batch.microbatch=4 model.gradient_checkpointing=full\n"
-        )
-    ), "the last phase's microbatch replaces the first's, and what gained nothing is left out"
+    _, _, arguments = out.partition("train_accelerate.py ")
+    expected = f"{tmp_path}/recipe.yaml batch.microbatch=4 model.gradient_checkpointing=full\n"
+    assert arguments.startswith(expected), (
+        "the last phase's microbatch replaces the first's, and a phase without a gain adds nothing"
+    )
     assert "**best**" in (tmp_path / "tune" / "phases.md").read_text()
 
 
 @pytest.mark.parametrize(
-    ("last_step", "says"),
+    ("last_step", "reason"),
     [
         ({"loss": None}, "no finite loss from step 12 on"),
-        ({"skipped": True}, "a step was left out"),
+        ({"skipped": True}, "a step was skipped"),
         ({"halted": "the gradient norm is nan. The weights are"}, "was halted at step 12"),
     ],
 )
-def test_an_unstable_cell_is_not_the_best_however_fast(
-    last_step, says, phases_file, finish, capsys
-):
+def test_an_unstable_cell_is_never_the_best(last_step, reason, phases_file, finish, capsys):
     path = phases_file(BATCH)
     finish(1, "microbatch=1", 100.0)
     finish(1, "microbatch=8", 900.0, **last_step)
     assert main(["phases", str(path)]) == 0
-    found = lines_of(capsys.readouterr().out)
-    assert found["microbatch=1"][-1] == "**best**" and says in found["microbatch=8"][-1]
+    rows = lines_of(capsys.readouterr().out)
+    assert rows["microbatch=1"][-1] == "**best**" and reason in rows["microbatch=8"][-1]
+
+
+def test_the_command_keeps_the_overrides_of_the_command_line(phases_file):
+    search = load_phases(phases_file(BATCH), ["seed=7", "optimizer.betas=[0.9,0.9]"])
+    [matrix] = search.check()
+    search.chosen = [Measured("batch", matrix.cells[0], {}, "")]
+    command = search.report().splitlines()[-1]
+    assert "seed=7 'optimizer.betas=[0.9,0.9]' batch.microbatch=1" in command
 
 
 @pytest.mark.parametrize(

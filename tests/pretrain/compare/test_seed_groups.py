@@ -1,4 +1,4 @@
-"""Runs of several seeds: which belong together, what the report and a matrix say of them, and what does not count."""
+"""Comparisons over seeds: groups, verdicts, and runs that do not count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tests.pretrain.compare.made_runs import make_run, rows_of, trained
 def seeded(
     path: Path, seed: int, above: float, *settings: str, steps: int = 100, **keywords: Any
 ) -> Path:
-    """A run of 100 steps, evaluated every 10, that ends `above` the baseline's loss of 2 + seed / 100."""
+    """Write a run of 100 steps that is evaluated every 10 steps.
+
+    Its held-out loss ends `above` the baseline's loss of 2 + seed / 100.
+    """
     make_run(
         path,
         [3.0] * steps,
@@ -30,7 +33,8 @@ def seeded(
         held_out=False,
         **keywords,
     )
-    lines, packs = [], {"held_out_packs": 3 if "evaluate.packs=3" in settings else 4}
+    lines = []
+    packs = {"held_out_packs": 3 if "evaluate.packs=3" in settings else 4}
     for step in range(10, steps + 1, 10):
         loss = 2 + seed / 100 + above + (0.3 if step < 100 else 0.0)
         lines.append(
@@ -47,12 +51,16 @@ def seeded(
     return path
 
 
-ABOVE = {1: 0.001, 2: 0.003, 3: 0.002}  # nats, by seed
+# Nats above the baseline by seed.
+ABOVE = {1: 0.001, 2: 0.003, 3: 0.002}
 
 
 @pytest.fixture
 def folders(tmp_path: Path) -> list[Path]:
-    """Three seeds of BF16, of FP8 a little above it and of emulated NVFP4 far above it, and one BF16 run once more."""
+    """Three seeds of BF16, FP8 and emulated NVFP4, and a repeated BF16 run.
+
+    FP8 ends a little above BF16, and NVFP4 far above it.
+    """
     runs = [seeded(tmp_path / f"bf16-seed={seed}", seed, 0.0) for seed in ABOVE]
     runs += [
         seeded(tmp_path / f"delayed-seed={seed}", seed, above, "precision=delayed")
@@ -72,23 +80,22 @@ def folders(tmp_path: Path) -> list[Path]:
     return [*runs, seeded(tmp_path / "bf16_again-seed=2", 2, -0.0005)]
 
 
-def over(folders: list[Path], **how: Any) -> SeedComparison:
-    return SeedComparison.over([read_run(path) for path in folders], **how)
+def over(folders: list[Path]) -> SeedComparison:
+    return SeedComparison.over([read_run(path) for path in folders])
 
 
-def test_runs_that_differ_in_seed_and_names_alone_are_a_group_and_a_repeat_is_another(
-    folders: list[Path],
-):
-    groups = {name: [*runs] for name, runs in grouped([read_run(path) for path in folders]).items()}
+def test_runs_that_differ_in_seed_are_a_group_and_repeats_another(folders: list[Path]):
+    runs = [read_run(path) for path in folders]
+    groups = {name: list(by_seed) for name, by_seed in grouped(runs).items()}
     three = [1, 2, 3]
     assert groups == {"bf16": three, "delayed": three, "nvfp4": three, "bf16_again": [2]}
 
 
-def test_what_computed_the_products_and_options_of_a_precision_make_other_groups(tmp_path: Path):
+def test_the_engine_and_options_of_a_precision_separate_groups(tmp_path: Path):
     delayed = [("a", ()), ("b", ("fp8_config.margin=1",))]
     runs = [
-        trained(tmp_path / f"{n}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *more)
-        for n, more in delayed
+        trained(tmp_path / f"{name}-seed1", (3.0,) * 4, "seed=1", "precision=delayed", *options)
+        for name, options in delayed
     ]
     runs.append(
         trained(
@@ -100,65 +107,62 @@ def test_what_computed_the_products_and_options_of_a_precision_make_other_groups
         )
     )
     assert [*grouped(runs)] == ["a", "b", "c"]
-    others = [(1, "fp8_config.margin=1"), (2, "data.packs=elsewhere")]
     plain = [
-        trained(tmp_path / "p" / f"run-seed{n}", (3.0,) * 4, f"seed={n}", other)
-        for n, other in others
+        trained(tmp_path / "p" / f"run-seed{seed}", (3.0,) * 4, f"seed={seed}", setting)
+        for seed, setting in ((1, "fp8_config.margin=1"), (2, "data.packs=elsewhere"))
     ]
     assert len(grouped(plain)) == 1, (
-        "BF16 has no use for options of FP8, and packs are what their fingerprint says"
+        "BF16 ignores options of FP8, and the fingerprint identifies packs"
     )
 
 
-def test_the_report_answers_over_seeds_before_it_shows_any_run(
-    folders: list[Path], tmp_path: Path, capsys
-):
+def test_the_report_shows_the_answer_over_seeds_first(folders: list[Path], tmp_path: Path, capsys):
     page = tmp_path / "out" / "report.html"
     assert main(["report", *map(str, folders), "--out", str(page)]) == 0
     printed = capsys.readouterr().out
     verdicts = "equivalent: delayed; worse by more than the margin: nvfp4; 1 seed: no interval"
     assert printed.startswith(f"Against bf16 over 3 seeds, within 0.3 %: {verdicts}")
-    rows, half = rows_of(printed), 4.303 * 0.001 / math.sqrt(3)  # Student's t of two degrees
+    rows = rows_of(printed)
+    half = 4.303 * 0.001 / math.sqrt(3)  # Student's t with two degrees of freedom
     assert rows["bf16"][0][:2] == ["3", "2.0200 (sd 0.0100)"]
     assert rows["delayed"][0][2:6] == ["+0.0020", f"{half:.4f}", "+0.10%", "equivalent"]
     assert rows["nvfp4"][0][2:5] == ["+0.1020", f"{half:.4f}", "+5.05%"]
     assert rows["delayed"][1] == ["+0.0010", "+0.0030", "+0.0020"], "seed by seed"
     assert "delayed-seed=1" in rows
-    assert (
-        page.read_text().index("Over seeds") < page.read_text().index("All figures")
-        and "+5.05%" in page.read_text()
-    )
+    text = page.read_text()
+    assert text.index("Over seeds") < text.index("All figures") and "+5.05%" in text
 
 
-def test_what_is_no_end_does_not_count_and_is_noted(folders: list[Path], tmp_path: Path):
+def test_runs_without_a_valid_end_do_not_count_and_are_noted(folders: list[Path], tmp_path: Path):
     unfinished = seeded(tmp_path / "current-seed=1", 1, 0.0, "precision=current", steps=50)
-    lost = make_run(
+    failed = make_run(
         tmp_path / "mxfp8-seed=1", [3.0, None], "seed=1", "train.steps=100", "precision=mxfp8"
     )
     sound = seeded(tmp_path / "mxfp8-seed=2", 2, -1.0, "precision=mxfp8")
     late = seeded(tmp_path / "late-seed=1", 1, 0.0, "precision=block")
     lines = (late / "metrics.jsonl").read_text().splitlines()
-    # the last step is done, its evaluation is not
+    # Remove the evaluation of the last step.
     (late / "metrics.jsonl").write_text("\n".join(lines[:-1]) + "\n")
     other = seeded(tmp_path / "other-seed=1", 1, 0.0, "precision=block", "evaluate.packs=3")
-    compared = over([*folders, unfinished, lost, sound, late, other])
-    verdicts = {each.name: each.verdict for each in compared.results}
+    comparison = over([*folders, unfinished, failed, sound, late, other])
+    verdicts = {group.name: group.verdict for group in comparison.results}
     assert verdicts["current"] == verdicts["late"] == verdicts["other"] == "no seed in common"
     assert verdicts["mxfp8"] == "broke off: 1 run of 2" and verdicts["delayed"] == "equivalent"
-    assert compared.results[5].difference is None, "no mean without the run that broke off"
-    assert {"current-seed=1", "mxfp8-seed=1"} <= {
-        name for why, names in compared.left_out.items() for name in names if "no end" in why
-    }
-    assert [names for why, names in compared.left_out.items() if "not evaluated" in why] == [
-        ["late-seed=1"]
-    ]
-    assert [names for why, names in compared.left_out.items() if "other text" in why] == [
-        ["other-seed=1"]
-    ]
+    assert comparison.results[5].difference is None, "no mean without the failed run"
+
+    def excluded(reason: str) -> list[str]:
+        """Return the runs that are excluded for this reason."""
+        return [
+            name for text, names in comparison.excluded.items() for name in names if reason in text
+        ]
+
+    assert {"current-seed=1", "mxfp8-seed=1"} <= set(excluded("have not finished"))
+    assert excluded("not evaluated") == ["late-seed=1"]
+    assert excluded("other data") == ["other-seed=1"]
 
 
-def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: Path):
-    """Where losses fall, a branch of few steps must not seem better than the run that it left."""
+def test_without_held_out_losses_the_last_training_losses_are_compared(tmp_path: Path):
+    """If losses fall, a branch of few steps must not seem better than the run it branched from."""
     falling = [4.0 - step / 100 for step in range(100)]
     runs = [
         trained(
@@ -167,21 +171,19 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
             f"seed={seed}",
             f"precision={name}",
             held_out=False,
-            begins=first,
+            first_step=first_step,
         )
-        for name, losses, first in (
-            ("bf16", falling, 0),
-            ("delayed", [loss + 0.5 for loss in falling[70:]], 70),
+        for name, losses, first_step in (
+            ("bf16", falling, 1),
+            ("delayed", [loss + 0.5 for loss in falling[70:]], 71),
         )
         for seed in (1, 2, 3)
     ]
-    compared = SeedComparison.over(runs)
-    assert not compared.held_out
-    assert compared.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
+    comparison = SeedComparison.over(runs)
+    assert not comparison.held_out
+    assert comparison.results[1].difference.by_seed == pytest.approx({1: 0.5, 2: 0.5, 3: 0.5})
     rows = rows_of("\n".join(Report.over(runs).tables()))
-    assert any("(last 64)" in text for text in rows["bf16-seed1"][0]), (
-        "and it says of how many steps a loss is"
-    )
+    assert any("(last 64)" in text for text in rows["bf16-seed1"][0]), "the number of steps"
     other = trained(
         tmp_path / "other",
         [2.0] * 4,
@@ -190,35 +192,31 @@ def test_without_held_out_loss_the_last_training_losses_are_compared(tmp_path: P
         held_out=False,
         fingerprint="ef56",
     )
-    [(why, names)] = SeedComparison.over([*runs[:3], *runs[4:], other]).left_out.items()
-    assert "other text" in why and names == ["other"]
+    [(reason, names)] = SeedComparison.over([*runs[:3], *runs[4:], other]).excluded.items()
+    assert "other data" in reason and names == ["other"]
 
 
-def test_seeds_are_compared_where_the_baseline_has_several_and_other_groups_stand_beside_it(
-    folders: list[Path],
-):
+def test_seeds_are_compared_if_the_baseline_has_several(folders: list[Path]):
     runs = [read_run(path) for path in folders]
-    assert (
-        Report.over([runs[0], runs[3]]).seeds is None
-        and Report.over(runs[:3], ["seed"]).seeds is None
-    )
+    assert Report.over([runs[0], runs[3]]).seeds is None
+    assert Report.over(runs[:3], ["seed"]).seeds is None, "there is no other group"
+    folder = folders[0].parent / "rate-seed=1"
+    other_rate = read_run(seeded(folder, 1, 0.0, "optimizer.learning_rate=0.5"))
     with pytest.raises(InputError, match=r"optimizer\.learning_rate"):
-        Report.over(
-            [
-                *runs,
-                read_run(
-                    seeded(folders[0].parent / "rate-seed=1", 1, 0.0, "optimizer.learning_rate=0.5")
-                ),
-            ]
-        )
+        Report.over([*runs, other_rate])
 
 
 def test_a_branch_without_a_step_of_the_baseline_has_no_difference(tmp_path: Path):
     settings = (("train.steps=100",), ("train.steps=300", "train.begin_with=x")) * 2
     runs = [
         make_run(
-            tmp_path / f"{n}", [2.0] * 100, f"seed={n // 2}", *s, held_out=False, begins=n % 2 * 200
+            tmp_path / f"{place}",
+            [2.0] * 100,
+            f"seed={place // 2}",
+            *overrides,
+            held_out=False,
+            first_step=place % 2 * 200 + 1,
         )
-        for n, s in enumerate(settings)
+        for place, overrides in enumerate(settings)
     ]
-    assert [each.verdict for each in over(runs).results] == ["baseline", "no step in common"]
+    assert [group.verdict for group in over(runs).results] == ["baseline", "no step in common"]

@@ -1,3 +1,5 @@
+"""Console output: one line per step, its means, and robustness against any text."""
+
 from __future__ import annotations
 
 import io
@@ -29,15 +31,16 @@ def record(step: int = 120, **changes) -> dict:
     } | changes
 
 
-def written(act, total_steps: int = 2776, encoding: str = "utf-8", **parts) -> str:
+def output_of(act, total_steps: int = 2776, encoding: str = "utf-8") -> str:
+    """Return the output of `act`, which is called with a Console."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
-    act(Console(total_steps, stream=stream, **parts))
+    act(Console(total_steps, stream=stream))
     stream.flush()
     return stream.buffer.getvalue().decode(encoding)
 
 
 def test_a_step_is_one_line_that_labels_each_figure():
-    line = written(lambda console: console.step(record()))
+    line = output_of(lambda console: console.step(record()))
     assert line.count("\n") == 1
     labelled = {
         "step": "120/2776",
@@ -50,10 +53,10 @@ def test_a_step_is_one_line_that_labels_each_figure():
     for label, figure in labelled.items():
         assert re.search(rf"{label} +{re.escape(figure)}", line)
     assert "47.5k tok/s" in line and "80.9 GiB" in line
-    assert "… left" in line, "only the first step has run: nobody knows the time that is left"
+    assert "… left" in line, "after the first step the time left is unknown"
 
 
-def test_a_line_is_the_mean_of_all_steps_since_the_one_before():
+def test_a_line_has_the_means_since_the_last_line():
     def act(console):
         for step in range(1, 9):
             slow = 3.0 if step == 2 else 1.0
@@ -70,41 +73,36 @@ def test_a_line_is_the_mean_of_all_steps_since_the_one_before():
             }
             console.step(record(step, **rates, **changes), show=step % 4 == 0)
 
-    first, second = written(act, total_steps=8).splitlines()
-    # 4 steps of 100 tokens in 100, 300, 100 and 100 ms
+    first, second = output_of(act, total_steps=8).splitlines()
+    # Four steps of 100 tokens in 100, 300, 100 and 100 ms.
     assert re.search(
-        r"step 4/8 .*loss  2\.5000   lr 4\.00e-03   grad +4 +667 tok/s   MFU 26\.7 % \(ours\) .* 10\.0 %",
+        r"step 4/8 .*loss  2\.5000   lr 4\.00e-03   grad +4 +667 tok/s   "
+        r"MFU 26\.7 % \(ours\) .* 10\.0 %",
         first,
     )
     assert re.search(
-        r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad +8 +1\.00k tok/s   MFU 40\.0 % \(ours\) .* 10\.0 %",
+        r"step 8/8 .*loss  6\.5000   lr 8\.00e-03   grad +8 +1\.00k tok/s   "
+        r"MFU 40\.0 % \(ours\) .* 10\.0 %",
         second,
     )
 
 
 @given(value=st.floats(min_value=0) | st.just(math.nan))
-def test_any_figure_makes_a_line(value):
-    assert "nan" in written(lambda console: console.step(record(loss=math.nan)))
-    assert (
-        written(
-            lambda console: console.step(
-                record(loss=value, gradient_norm=value, tokens_per_second=value)
-            )
-        ).count("\n")
-        == 1
-    )
+def test_any_values_make_one_line(value):
+    assert "nan" in output_of(lambda console: console.step(record(loss=math.nan)))
+    changes = {"loss": value, "gradient_norm": value, "tokens_per_second": value}
+    assert output_of(lambda console: console.step(record(**changes))).count("\n") == 1
 
 
 @given(prompt=st.text(), text=st.text())
 def test_no_sample_can_move_the_cursor_or_fail_on_an_ascii_log(prompt, text):
     for encoding in ("utf-8", "ascii"):
-        for line in written(lambda console: console.sample(prompt, text), encoding=encoding).split(
-            "\n"
-        ):
+        output = output_of(lambda console: console.sample(prompt, text), encoding=encoding)
+        for line in output.split("\n"):
             assert all(char.isprintable() for char in line)
 
 
-def test_a_reader_that_went_away_ends_the_output_and_not_the_run():
+def test_a_closed_pipe_ends_the_output_but_not_the_run():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w", encoding="utf-8") as stream:
         console = Console(2776, stream=stream)

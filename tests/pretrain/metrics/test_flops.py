@@ -1,4 +1,4 @@
-"""FLOPs against closed forms written out by hand, and against the products that torch counts while a small model trains."""
+"""FLOPs compared with values derived by hand and with the products that torch counts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TINY = {
 }
 
 
-def test_weights_in_no_known_product_are_named() -> None:
+def test_weights_outside_of_recognized_products_are_listed() -> None:
     model = on_meta(
         {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4, "vocab_size": 96}
     )
@@ -34,10 +34,8 @@ def test_weights_in_no_known_product_are_named() -> None:
         TINY
         | {"model_type": "hunyuan_v1_moe", "num_experts": 4, "moe_topk": [2, 2], "head_dim": 16}
     )
-    assert (
-        all(".experts." in name for name in ModelFlops.of(by_layer).uncounted)
-        and ModelFlops.of(by_layer).uncounted
-    )
+    uncounted = ModelFlops.of(by_layer).uncounted
+    assert uncounted and all(".experts." in name for name in uncounted)
 
 
 COUNTED_BY_TORCH = [
@@ -80,10 +78,11 @@ COUNTED_BY_TORCH = [
 
 
 @pytest.mark.parametrize("values", COUNTED_BY_TORCH, ids=lambda values: values["model_type"])
-def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(
+def test_counts_equal_the_products_that_torch_counts(
     values: dict,
 ) -> None:
-    values, tokens = dict(values), 24
+    values = dict(values)
+    tokens = 24
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(values.pop("model_type"), **values),
         attn_implementation="eager",
@@ -93,16 +92,20 @@ def test_counts_agree_with_the_products_that_torch_sees_in_forward_and_backward(
     assert not flops.uncounted
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.arange(tokens)[None], use_cache=False).logits.sum().backward()
-    mm, addmm, bmm = torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm
-    seen = counter.get_flop_counts()
-    # Some versions of transformers make the rotary angles by an outer product, which is none of the model's matrices.
-    angles = sum(counts.get(bmm, 0) for name, counts in seen.items() if name.endswith("rotary_emb"))
-    assert seen["Global"][mm] + seen["Global"].get(addmm, 0) == flops.per_token_matrix * tokens
+    aten = torch.ops.aten
+    counted = counter.get_flop_counts()
+    matrix = counted["Global"][aten.mm] + counted["Global"].get(aten.addmm, 0)
+    assert matrix == flops.per_token_matrix * tokens
+    # Some versions of transformers compute rotary angles by an outer product, which belongs to no
+    # matrix of the model.
+    angles = sum(
+        counts.get(aten.bmm, 0) for name, counts in counted.items() if name.endswith("rotary_emb")
+    )
     # Eager attention also computes the half that causality masks.
-    assert seen["Global"][bmm] - angles == 2 * flops.per_squared_length * tokens**2
+    assert counted["Global"][aten.bmm] - angles == 2 * flops.per_squared_length * tokens**2
 
 
-# Every definition against figures worked out by hand for three models; docs/planning.md shows the arithmetic
+# All definitions compared with values derived by hand. docs/planning.md shows the arithmetic.
 
 MODELS = {
     "GPT-2 124M": {"model_type": "gpt2"},
@@ -121,15 +124,17 @@ MODELS = {
 
 LENGTHS = {"GPT-2 124M": 1024, "Qwen3-1.7B": 4096, "Llama-3.1-8B": 8192}
 
-# By hand. GPT-2: 12 layers, h 768, MLP 3072, 50,257 tokens, 1,024 positions; 124,439,808 parameters, 38,597,376 of them token and
-# 786,432 position embeddings. Matrices of a layer 4 h^2 + 8 h^2 = 7,077,888.
-# Qwen3: a layer 2048 (2048 + 1024 + 1024) + 2048^2 + 3 * 2048 * 6144 = 50,331,648; 1,720,574,976, of them 311,164,928 embedded.
+# GPT-2 has 12 layers, h 768, MLP 3072, 50,257 tokens, 1,024 positions and 124,439,808 parameters:
+# 38,597,376 token embeddings, 786,432 position embeddings, and 4 h^2 + 8 h^2 = 7,077,888 per layer.
+# Qwen3 has 1,720,574,976 parameters: 311,164,928 embeddings, and per layer
+# 2048 (2048 + 1024 + 1024) + 2048^2 + 3 * 2048 * 6144 = 50,331,648.
 BY_HAND = {
     "GPT-2 124M": {
         "ours": 6 * (12 * 7_077_888 + 38_597_376) + 6 * 12 * 768 * 1024,
         "palm": 6 * 85_056_000 + 113_246_208,
         "nanogpt": 6 * 123_653_376 + 113_246_208,
-        # 8 h^2 + 4 T h = 7,864,320; MLP 4 h 3072 = 9,437,184; two LayerNorms 4 h = 3,072, the last one 2 h = 1,536
+        # Attention 8 h^2 + 4 T h = 7,864,320; MLP 4 h 3072 = 9,437,184; two LayerNorms
+        # 4 h = 3,072; the last LayerNorm 2 h = 1,536.
         "combined_formula": 3 * (12 * (7_864_320 + 9_437_184 + 3_072) + 1_536 + 77_194_752),
         "component_summation_v2025": 3
         * (12 * (7_864_320 + 9_437_184 + 3_072) + 1_536 + 77_194_752),
@@ -139,7 +144,8 @@ BY_HAND = {
         "ours": 10_322_706_432 + 6 * 28 * 2048 * 4096,
         "palm": 6 * 1_409_410_048 + 2_818_572_288,
         "nanogpt": 6 * 1_720_574_976 + 2_818_572_288,
-        # 6 h^2 + 4 T h = 58,720,256; MLP 6 h 6144 = 75,497,472; rotation 4 h = 8,192; norms 3 h = 6,144 and 1.5 h = 3,072
+        # Attention 6 h^2 + 4 T h = 58,720,256; MLP 6 h 6144 = 75,497,472; rotation 4 h = 8,192;
+        # norms 3 h = 6,144; the last norm 1.5 h = 3,072.
         "combined_formula": 3
         * (28 * (58_720_256 + 75_497_472 + 8_192 + 6_144) + 3_072 + 622_329_856),
         "component_summation_v2025": 3
@@ -155,14 +161,15 @@ def counts() -> dict[str, ModelFlops]:
 
 
 @pytest.mark.parametrize("name", BY_HAND)
-def test_each_definition_gives_what_was_worked_out_by_hand(
+def test_each_definition_gives_the_value_derived_by_hand(
     name: str, counts: dict[str, ModelFlops]
 ) -> None:
-    found = {key: per_token(counts[name], LENGTHS[name]) for key, per_token in FORMULAS.items()}
-    assert found == {key: pytest.approx(value, rel=1e-12) for key, value in BY_HAND[name].items()}
+    computed = {key: formula(counts[name], LENGTHS[name]) for key, formula in FORMULAS.items()}
+    expected = {key: pytest.approx(value, rel=1e-12) for key, value in BY_HAND[name].items()}
+    assert computed == expected
 
 
-def test_the_page_shows_the_figures_of_the_code(counts: dict[str, ModelFlops]) -> None:
+def test_planning_md_shows_the_values_of_the_code(counts: dict[str, ModelFlops]) -> None:
     page = (Path(__file__).parents[3] / "docs/planning.md").read_text(encoding="utf-8")
     for key, per_token in FORMULAS.items():
         (row,) = re.findall(rf"^\| `{key}` \|(.*)\|$", page, re.MULTILINE)
@@ -179,39 +186,28 @@ def test_the_command_prints_every_definition_for_each_length(
     AutoConfig.for_model(**MODELS["Qwen3-1.7B"]).save_pretrained(folder)
     assert main(["flops", str(folder), "--length", "1024", "4096"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    (ours,) = [line.split("|")[2:4] for line in lines if line.startswith("| ours ")]
-    assert [cell.split()[:2] for cell in ours] == [["10.68", "GFLOP"], ["11.73", "GFLOP"]]
+    (cells,) = [line.split("|")[2:4] for line in lines if line.startswith("| ours ")]
+    assert [cell.split()[:2] for cell in cells] == [["10.68", "GFLOP"], ["11.73", "GFLOP"]]
     assert all(sum(line.startswith(f"| {key} ") for line in lines) == 1 for key in FORMULAS)
 
-    # 11.73 GFLOP x 100,000 of the 8 x 2,250 TFLOP/s of eight B200s; of one H200 with 989.5 too much.
-    assert (
-        main(
-            [
-                "flops",
-                str(folder),
-                "--length",
-                "4096",
-                "--tokens-per-second",
-                "100000",
-                "--on",
-                "8xB200",
-            ]
-        )
-        == 0
-    )
+    # 11.73 GFLOP x 100,000 tokens/s is 6.5 % of the 8 x 2,250 TFLOP/s of eight B200s, and more than
+    # the 989.5 TFLOP/s of one H200.
+    command = ["flops", str(folder), "--length", "4096", "--tokens-per-second", "100000"]
+    assert main([*command, "--on", "8xB200"]) == 0
     assert "MFU 6.5 %" in capsys.readouterr().out
-    assert main(["flops", str(folder), "--length", "4096", "--tokens-per-second", "100000"]) == 0
+    assert main(command) == 0
     text = capsys.readouterr().out
     assert "MFU 118.6 %" in text and "more than 1 x H200 can compute" in text
 
 
 @pytest.mark.parametrize(
-    ("model_type", "said"),
+    ("model_type", "missing"),
     [("mamba", "heads"), ("gemma3n_text", "feed_forward"), ("gemma4_text", "head_dim")],
 )
-def test_a_model_without_equal_layers_of_attention_is_refused_in_a_line(
-    model_type: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_model_without_equal_attention_layers_is_refused(
+    model_type: str, missing: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     AutoConfig.for_model(model_type).save_pretrained(tmp_path)
     assert main(["flops", str(tmp_path)]) == 2
-    assert re.search(f"is not of equal layers with attention: .*{said}", capsys.readouterr().err)
+    message = capsys.readouterr().err
+    assert re.search(f"does not have equal layers with attention: .*{missing}", message)

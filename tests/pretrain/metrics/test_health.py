@@ -1,3 +1,5 @@
+"""Health checks: when a step is skipped, rolled back, stopped or warned about."""
+
 from __future__ import annotations
 
 import json
@@ -19,11 +21,12 @@ def health(**settings) -> Health:
     return Health(HealthSettings(**settings))
 
 
-def fed(losses, **settings) -> Health:
-    watched = health(**settings)
+def health_after(losses, **settings) -> Health:
+    """Return a Health that has checked steps with these losses and accepted them all."""
+    checked = health(**settings)
     for step, loss in enumerate(losses, start=1):
-        assert watched.check(step, float(loss), 1.0) == UPDATE
-    return watched
+        assert checked.check(step, float(loss), 1.0) == UPDATE
+    return checked
 
 
 def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
@@ -31,47 +34,41 @@ def noisy(level: float, steps: int, noise: float, seed: int = 0) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("loss", "norm", "said"),
+    ("loss", "norm", "message"),
     [(math.nan, 1.0, "loss is nan"), (2.0, math.inf, "gradient norm is inf")],
 )
-def test_a_figure_that_is_not_finite_stops_the_run_and_says_what_to_change(loss, norm, said):
+def test_a_value_that_is_not_finite_stops_the_run_with_a_remedy(loss, norm, message):
     decision = health().check(812, loss, norm, can_go_back=True)
-    assert (
-        decision.action == "stop"
-        and said in decision.reason
-        and "weights are those of step 811" in decision.reason
-    )
+    assert decision.action == "stop"
+    assert message in decision.reason and "weights are those of step 811" in decision.reason
     assert "optimizer.learning_rate" in decision.remedy and "health.on_nan" in decision.remedy
     assert "resume from an earlier checkpoint" in decision.remedy
-    assert "start again" in health().check(2, math.nan, 1.0).remedy, (
-        "where there is no checkpoint yet"
-    )
+    assert "start again" in health().check(2, math.nan, 1.0).remedy, "there is no checkpoint yet"
 
 
 @pytest.mark.parametrize("key", ["on_nan", "on_spike"])
-def test_a_rollback_is_wanted_so_often_only_and_only_with_a_checkpoint(key):
-    losses = noisy(2, 40, 0.1)
-    watched = fed(losses, **{key: "rollback"})
+def test_rollbacks_are_limited_and_need_a_checkpoint(key):
+    checked = health_after(noisy(2, 40, 0.1), **{key: "rollback"})
     bad = math.nan if key == "on_nan" else 9.0
-    assert "no checkpoint yet" in watched.check(41, bad, 1.0).reason
+    assert "no checkpoint yet" in checked.check(41, bad, 1.0).reason
     for done in range(3):
-        decision = watched.check(41, bad, 1.0, can_go_back=True)
+        decision = checked.check(41, bad, 1.0, can_go_back=True)
         assert decision.action == "rollback"
-        watched.state = HealthState(**json.loads(json.dumps(asdict(watched.state))))
-        watched.state.rollbacks = done + 1
-    stop = watched.check(41, bad, 1.0, can_go_back=True)
+        checked.state = HealthState(**json.loads(json.dumps(asdict(checked.state))))
+        checked.state.rollbacks = done + 1
+    stop = checked.check(41, bad, 1.0, can_go_back=True)
     assert stop.action == "stop" and "3 times already" in stop.reason
 
 
 @pytest.mark.parametrize(("key", "bad"), [("on_spike", 4.0), ("on_nan", math.nan)])
-def test_steps_that_are_left_out_never_become_usual_and_are_so_many_in_a_row_only(key, bad):
-    watched = fed(noisy(2, 100, 0.05), **{key: "skip"})
-    before = watched.state.losses
-    decisions = [watched.check(101 + i, bad, 1.0) for i in range(CONSECUTIVE_SKIPS + 1)]
-    assert [each.action for each in decisions] == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
-    assert (
-        "weights are those of step 100" in decisions[-1].reason and watched.state.losses == before
-    )
+def test_skipped_losses_are_not_recorded_and_skips_in_a_row_are_limited(key, bad):
+    checked = health_after(noisy(2, 100, 0.05), **{key: "skip"})
+    before = checked.state.losses
+    decisions = [checked.check(101 + i, bad, 1.0) for i in range(CONSECUTIVE_SKIPS + 1)]
+    actions = [decision.action for decision in decisions]
+    assert actions == ["skip"] * CONSECUTIVE_SKIPS + ["stop"]
+    assert "weights are those of step 100" in decisions[-1].reason
+    assert checked.state.losses == before
 
 
 @given(
@@ -84,48 +81,45 @@ def test_steps_that_are_left_out_never_become_usual_and_are_so_many_in_a_row_onl
 def test_training_from_scratch_raises_no_alarm(start, end, time_scale, noise, seed):
     steps = np.arange(400)
     curve = end + (start - end) * np.exp(-steps / time_scale)
-    fed(curve + np.random.default_rng(seed).normal(0, noise, len(steps)), on_spike="stop")
+    health_after(curve + np.random.default_rng(seed).normal(0, noise, len(steps)), on_spike="stop")
 
 
 @given(
     losses=st.lists(st.floats(0.5, 12) | st.just(math.nan), min_size=1, max_size=260),
     cut=st.integers(0, 259),
 )
-def test_a_run_resumed_from_its_json_state_judges_every_step_as_the_unbroken_run(losses, cut):
-    def judge(watched, first, some):
-        return [watched.check(step, loss, 1.0) for step, loss in enumerate(some, first)]
+def test_a_resumed_run_decides_like_an_uninterrupted_one(losses, cut):
+    def decide(checked, first_step, losses):
+        return [checked.check(step, loss, 1.0) for step, loss in enumerate(losses, first_step)]
 
     cut = min(cut, len(losses))
-    unbroken, first, resumed = (health(on_nan="skip") for _ in range(3))
-    expected = judge(unbroken, 0, losses)
-    got = judge(first, 0, losses[:cut])
-    resumed.state = HealthState(**json.loads(json.dumps(asdict(first.state), allow_nan=False)))
-    got += judge(resumed, cut, losses[cut:])
-    assert got == expected
-    assert resumed.state == unbroken.state
+    uninterrupted = health(on_nan="skip")
+    expected = decide(uninterrupted, 0, losses)
+    stopped = health(on_nan="skip")
+    decisions = decide(stopped, 0, losses[:cut])
+    resumed = health(on_nan="skip")
+    resumed.state = HealthState(**json.loads(json.dumps(asdict(stopped.state), allow_nan=False)))
+    decisions += decide(resumed, cut, losses[cut:])
+    assert decisions == expected
+    assert resumed.state == uninterrupted.state
 
 
-def test_lost_updates_and_a_step_without_labels_are_told_once():
-    watched = health()
-    told = [
-        list(watched.warnings_of(step, 0.2, tokens, {}))
-        for step, tokens in ((1, 5), (2, 0), (3, 0))
-    ]
-    assert [len(each) for each in told] == [1, 1, 0]
-    assert (
-        "20.0 %" in told[0][0]
-        and "weights: bf16_exact" in told[0][0]
-        and "batch.tokens" in told[1][0]
-    )
+def test_lost_updates_and_a_step_without_labels_are_warned_of_once():
+    checked = health()
+    (lost,) = checked.warnings_of(1, 0.2, 5, {})
+    (unlabelled,) = checked.warnings_of(2, 0.2, 0, {})
+    assert list(checked.warnings_of(3, 0.2, 0, {})) == []
+    assert "20.0 %" in lost and "weights: bf16_exact" in lost
+    assert "batch.tokens" in unlabelled
 
 
-def test_a_step_without_labels_tells_nothing_of_which_loss_is_usual():
-    watched, other = health(on_spike="warn"), health(on_spike="warn")
+def test_the_loss_of_a_step_without_labels_is_not_recorded():
+    labelled = health(on_spike="warn")
+    mixed = health(on_spike="warn")
     for step in range(1, 41):
-        watched.check(step, 3.0 + step % 2 / 10, 1.0)
-        other.check(step, 3.0 + step % 2 / 10, 1.0)
-        assert other.check(step, 0.0, 0.0, labelled=False).reason is None
-    assert other.state == watched.state
-    assert other.check(41, 0.0, float("nan"), labelled=False) == watched.check(
-        41, 0.0, float("nan")
-    ), "a gradient may break"
+        labelled.check(step, 3.0 + step % 2 / 10, 1.0)
+        mixed.check(step, 3.0 + step % 2 / 10, 1.0)
+        assert mixed.check(step, 0.0, 0.0, labelled=False).reason is None
+    assert mixed.state == labelled.state
+    decision = mixed.check(41, 0.0, math.nan, labelled=False)
+    assert decision == labelled.check(41, 0.0, math.nan), "its gradient is checked"

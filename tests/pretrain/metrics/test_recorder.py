@@ -1,3 +1,5 @@
+"""Step records, summaries and gradient statistics."""
+
 from __future__ import annotations
 
 import statistics
@@ -44,7 +46,7 @@ def flops() -> ModelFlops:
     )
 
 
-def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
+def test_rates_cover_the_complete_step_and_all_devices(flops):
     clock = Clock()
     recorder = Recorder(
         pack_length=512, flops=flops, peak_tflops=2.0, device=CPU, world_size=4, clock=clock
@@ -53,21 +55,21 @@ def test_the_rates_are_those_of_the_whole_step_over_all_devices(flops):
         clock.now += 0.5
     record = recorder.finish(**figures(), skipped=False)
     assert record["step_ms"] == 500 and record["tokens_per_second"] == 8192
-    # By hand: a forward product takes 2 FLOPs a weight, backward twice that; attention 6 L Q a squared length.
+    # Products take 2 FLOPs per weight in forward and 4 in backward, attention 6 L Q per squared
+    # length.
     weights = 2 * (64 * 64 * 2 + 64 * 32 * 2 + 3 * 64 * 128) + 64 * 512
     by_hand = (6 * weights * 4096 + 6 * 2 * 64 * 1_000_000) / 0.5 / 4 / 1e12
-    assert record["tflops"] == pytest.approx(by_hand) and record["mfu_bf16_peak"] == pytest.approx(
-        by_hand / 2.0
-    )
+    assert record["tflops"] == pytest.approx(by_hand)
+    assert record["mfu_bf16_peak"] == pytest.approx(by_hand / 2.0)
     assert record["skipped"] is False and record["samples_per_second"] == 4096 / 512 / 0.5
     assert record["calculation_method"] in FORMULAS
     assert record["flops_per_token"] == pytest.approx(record["tflops"] * 1e12 * 0.5 * 4 / 4096)
-    # a model without learned positions, two layers, queries of 64
+    # The model has no learned positions, two layers, and queries of width 64.
     by_nanogpt = 6 * flops.parameters + 12 * 2 * 64 * 512
     assert record["mfu_nanogpt"] == pytest.approx(by_nanogpt * 4096 / 0.5 / 4 / 2.0e12)
 
 
-def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops):
+def test_a_record_has_exactly_the_documented_keys(flops):
     def keys(**parts):
         recorder = Recorder(pack_length=512, device=CPU, **parts)
         with recorder.step():
@@ -84,16 +86,17 @@ def test_the_object_has_the_keys_that_metrics_jsonl_promises_and_no_others(flops
         "step_ms",
         "data_wait_ms",
         "tokens_per_second",
+        "samples_per_second",
     ]
-    always += ["samples_per_second"]
-    end, counted = ["memory_gib", "recompiles"], ["flops_per_token", "calculation_method", "tflops"]
+    end = ["memory_gib", "recompiles"]
+    counted = ["flops_per_token", "calculation_method", "tflops"]
     assert keys(flops=None, peak_tflops=None) == [*always, *end]
     assert keys(flops=flops, peak_tflops=None) == [*always, *counted, *end]
     with_peak = [*counted, "peak_tflops", "mfu_bf16_peak", "mfu_nanogpt"]
     assert keys(flops=flops, peak_tflops=989.0) == [*always, *with_peak, *end]
 
 
-def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals():
+def test_medians_exclude_the_first_two_steps_and_totals_include_them():
     steps = []
     for step in range(1, 101):
         ms = (100.0 + step % 7) * (50 if step <= 2 else 1)
@@ -119,11 +122,10 @@ def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals()
     ]
     result = summary([*steps[:50], evaluations[0], *steps[50:], evaluations[1]])
     assert result["steps"] == 100 and result["tokens"] == 409_600 and result["epoch"] == 10.0
-    assert result["step_ms"] == statistics.median(r["step_ms"] for r in steps[2:])
-    assert result["data_wait_share"] == pytest.approx(
-        98 * 0.5 / sum(r["step_ms"] for r in steps[2:])
-    )
-    assert result["hours"] == pytest.approx(sum(r["step_ms"] for r in steps) / 3.6e6)
+    milliseconds = [record["step_ms"] for record in steps]
+    assert result["step_ms"] == statistics.median(milliseconds[2:])
+    assert result["data_wait_share"] == pytest.approx(98 * 0.5 / sum(milliseconds[2:]))
+    assert result["hours"] == pytest.approx(sum(milliseconds) / 3.6e6)
     assert result["loss"] == 4.0 and result["loss_at_end"] == pytest.approx(4.315)
     assert (
         result["held_out_loss"] == 3.0 and result["memory_gib"] == 3.0 and result["recompiles"] == 1
@@ -135,43 +137,41 @@ def test_a_summary_leaves_the_first_two_steps_out_of_medians_and_in_the_totals()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("same", [1, 4])
-def test_they_are_those_of_all_values_together(dtype: torch.dtype, same: int) -> None:
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_statistics_are_those_of_all_values_of_a_layer(dtype: torch.dtype, ranks: int) -> None:
     model = nn.Module()
-    model.embed, model.norm = nn.Embedding(7, 4), nn.LayerNorm(4)
+    model.embed = nn.Embedding(7, 4)
+    model.norm = nn.LayerNorm(4)
     model.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 4)) for _ in range(12))
     generator = torch.Generator().manual_seed(3)
     for number, parameter in enumerate(model.to(dtype).parameters()):
         parameter.grad = (
             torch.randn(parameter.shape, generator=generator) * 10.0 ** (-number % 5) + 0.01
         ).to(dtype)
-    layers, of_as_many = (
-        [f"layers.{number}" for number in range(12)],
-        SimpleNamespace(reduce=lambda table, reduction: table * same),
-    )
-    found = gradient_statistics(model, layers, of_as_many)
+    layers = [f"layers.{number}" for number in range(12)]
+    # All ranks have the same gradient.
+    accelerator = SimpleNamespace(reduce=lambda table, reduction: table * ranks)
+    result = gradient_statistics(model, layers, accelerator)
     for layer in [*layers, "embed", "norm"]:
         values = np.concatenate(
             [p.grad.double().numpy().ravel() for p in model.get_submodule(layer).parameters()]
         )
-        assert found[f"grad_mean/{layer}"] == pytest.approx(
-            values.mean(), rel=1e-5, abs=1e-7 * np.abs(values).max()
-        )
-        assert found[f"grad_std/{layer}"] == pytest.approx(values.std(), rel=1e-5)
-    assert len(found) == 2 * 14
+        tolerance = 1e-7 * np.abs(values).max()
+        expected_mean = pytest.approx(values.mean(), rel=1e-5, abs=tolerance)
+        assert result[f"grad_mean/{layer}"] == expected_mean
+        assert result[f"grad_std/{layer}"] == pytest.approx(values.std(), rel=1e-5)
+    assert len(result) == 2 * 14
 
 
-def test_shards_of_a_gradient_count_as_the_whole_one() -> None:
-    """Each rank has a part of a parameter and says how many values that are; the others' sums come with the exchange."""
+def test_shards_of_a_gradient_are_summed_over_ranks() -> None:
+    """This rank has half of a parameter. The sums of the other half come from the reduction."""
     model = nn.Linear(6, 8, bias=False)
     model.weight.grad = torch.arange(48.0).view(8, 6)
-    rest = torch.arange(48.0, 96.0)
-    theirs = torch.tensor([[rest.sum(), rest.square().sum(), 48.0]], dtype=torch.float64)
-    found = gradient_statistics(
-        model, [], SimpleNamespace(reduce=lambda table, reduction: table + theirs)
-    )
-    whole = np.arange(96.0)
-    assert found == {
-        "grad_mean/": pytest.approx(whole.mean()),
-        "grad_std/": pytest.approx(whole.std()),
+    remote = torch.arange(48.0, 96.0)
+    remote_sums = torch.tensor([[remote.sum(), remote.square().sum(), 48.0]], dtype=torch.float64)
+    accelerator = SimpleNamespace(reduce=lambda table, reduction: table + remote_sums)
+    values = np.arange(96.0)
+    assert gradient_statistics(model, [], accelerator) == {
+        "grad_mean/": pytest.approx(values.mean()),
+        "grad_std/": pytest.approx(values.std()),
     }

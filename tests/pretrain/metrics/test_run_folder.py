@@ -1,4 +1,4 @@
-"""The run folder's small files; its lock between processes is in tests/multi."""
+"""The recorded environment of a run. tests/multi tests the lock of the folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def test_the_environment_names_versions_and_settings_but_not_the_host():
     import torch
 
     environment = describe_environment({"mixed_precision": "bf16"})
-    # a build may add a suffix of its own: +cu130
+    # The version of the module may have a suffix such as +cu130.
     assert torch.__version__.startswith(environment["packages"]["torch"])
     assert environment["accelerate"] == {"mixed_precision": "bf16"}
     assert len(environment["gpus"]) == torch.cuda.device_count()

@@ -1,4 +1,4 @@
-"""The last screen of a run, against the files that it is made from."""
+"""Run records and the final screen, from files of a run folder."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def evaluation(step: int) -> dict[str, Any]:
     }
 
 
-def test_the_last_screen_names_what_came_out_how_fast_and_where_it_lies(tmp_path: Path) -> None:
+def test_the_last_screen_shows_results_speed_and_files(tmp_path: Path) -> None:
     folder = tmp_path / "small-bf16-fp32"
     (folder / "final").mkdir(parents=True)
     title, rows = screen(
@@ -70,9 +70,7 @@ def test_the_last_screen_names_what_came_out_how_fast_and_where_it_lies(tmp_path
     assert f"python -m pretrain report {folder}" in rows["compare it"]
 
 
-def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it_was_measured() -> (
-    None
-):
+def test_a_held_out_loss_is_from_after_the_first_step_and_names_its_step() -> None:
     steps = [step(number) for number in range(1, 4)]
     lines = {
         "start": [evaluation(0), *steps],
@@ -83,11 +81,11 @@ def test_a_held_out_loss_is_that_of_the_run_and_says_after_which_of_its_steps_it
         name: RunRecord(Path(), {}, {}, metrics, summary(metrics))
         for name, metrics in lines.items()
     }
-    assert "held_out_loss" not in runs["start"].summary, "the model was another one then"
+    assert "held_out_loss" not in runs["start"].summary, "it was measured before training"
     assert (runs["earlier"].when_evaluated, runs["end"].when_evaluated) == (" (step 2)", "")
 
 
-def test_a_damaged_line_is_one_message_with_the_file_and_the_line(tmp_path: Path) -> None:
+def test_a_damaged_line_is_reported_with_file_and_line(tmp_path: Path) -> None:
     screen(tmp_path / "run", [step(1)])
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "tokens"\n')
@@ -95,7 +93,7 @@ def test_a_damaged_line_is_one_message_with_the_file_and_the_line(tmp_path: Path
         read_metrics(tmp_path / "run")
 
 
-def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path: Path) -> None:
+def test_a_step_without_labels_counts_neither_as_loss_nor_as_failure(tmp_path: Path) -> None:
     blank = {"loss": None, "unlabelled": True}
     screen(tmp_path / "run", [step(1), step(2, **blank), step(3, loss=2.0), step(4, **blank)])
     run = read_run(tmp_path / "run")
@@ -103,8 +101,8 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
         run.summary["loss_at_end"] == pytest.approx((2.999 + 2.0) / 2) and "loss" not in run.summary
     )
     assert not run.broke_off
-    screen(tmp_path / "lost", [step(1), step(2, loss=None), step(3, **blank)])
-    assert read_run(tmp_path / "lost").broke_off, "a null without its reason was no number"
+    screen(tmp_path / "failed", [step(1), step(2, loss=None), step(3, **blank)])
+    assert read_run(tmp_path / "failed").broke_off, "null without `unlabelled` was NaN"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,7 @@ def test_a_step_without_labels_pulls_no_mean_down_and_is_no_divergence(tmp_path:
         ({}, (1, "CPU")),
     ],
 )
-def test_what_a_run_trained_on_is_called_alike_everywhere(
+def test_devices_are_counted_and_named(
     environment: dict[str, Any], devices: tuple[int, str]
 ) -> None:
     assert RunRecord(Path(), {}, environment, [], {}).devices == devices

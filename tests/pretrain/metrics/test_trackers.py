@@ -1,4 +1,4 @@
-"""`metrics.jsonl` holds every step once; services of accelerate's get what they can show, and cost the training nothing."""
+"""`metrics.jsonl` has every step once, and failing trackers do not end a training."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ numbers = st.floats() | st.integers(-(2**53), 2**53) | st.none() | st.booleans()
         )
     )
 )
-def test_what_is_logged_is_read_back_with_null_for_what_is_no_number(records, tmp_path_factory):
+def test_logged_values_are_read_back_with_null_for_nan_and_infinity(records, tmp_path_factory):
     def expected(value):
         if isinstance(value, float) and not math.isfinite(value):
             return None
@@ -64,7 +64,8 @@ def test_what_is_logged_is_read_back_with_null_for_what_is_no_number(records, tm
     tracker.start()
     for values in records:
         tracker.log(values)
-    # Before `finish`: a kill must not lose a line that was logged. Only line feeds end a line, whatever the strings hold.
+    # Read before `finish`, because a kill must not lose a logged line. Only line feeds end a line,
+    # whatever the strings contain.
     assert [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]] == [
         expected(values) for values in records
     ]
@@ -72,12 +73,10 @@ def test_what_is_logged_is_read_back_with_null_for_what_is_no_number(records, tm
 
 
 @given(steps=st.integers(1, 30), resumed=st.integers(0, 30), cut=st.integers(0, 60))
-def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(
-    steps, resumed, cut, tmp_path_factory
-):
+def test_a_killed_and_resumed_run_has_every_step_once(steps, resumed, cut, tmp_path_factory):
     resumed = min(resumed, steps)
     path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
-    whole = [
+    complete = [
         item
         for step in range(1, 31)
         for item in ([record(step), evaluation(step)] if step % 5 == 0 else [record(step)])
@@ -90,15 +89,15 @@ def test_a_killed_run_that_resumes_ends_with_every_step_exactly_once(
             tracker.log(item)
         tracker.finish()
 
-    run([item for item in whole if item["step"] <= steps], 0)
-    # The kill falls inside the line of the next step, or at most back to the last line the checkpoint needs.
+    run([item for item in complete if item["step"] <= steps], 0)
+    # The kill interrupts the line of the next step.
     with path.open("ab") as file:
         file.write((json.dumps(record(steps + 1)) + "\n").encode()[:cut])
-    run([item for item in whole if item["step"] > resumed], resumed)
-    assert lines(path) == whole
+    run([item for item in complete if item["step"] > resumed], resumed)
+    assert lines(path) == complete
 
 
-def test_a_tracker_whose_package_is_missing_is_refused_and_the_package_named():
+def test_a_missing_package_of_a_tracker_is_named():
     with pytest.raises(InputError, match=r"'comet_ml'.*pip install comet-ml"):
         check_trackers(LogSettings(trackers=["comet_ml"]))
 
@@ -108,7 +107,7 @@ def state() -> None:
     PartialState()  # accelerate's trackers ask it whether this is the main process
 
 
-def test_tensorboard_gets_the_numbers_by_our_names_and_by_the_fields(tmp_path, state):
+def test_tensorboard_gets_numbers_under_both_names(tmp_path, state):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     trackers = trackers_of(["tensorboard"], tmp_path)
@@ -119,7 +118,7 @@ def test_tensorboard_gets_the_numbers_by_our_names_and_by_the_fields(tmp_path, s
     trackers.log({"step": 2, "event": "samples", "samples": [{"prompt": "The ", "text": "end"}]})
     trackers.finish()
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(each.step, each.value) for each in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.0), (2, 1.0)]
     assert (
         events.Scalars("throughput_per_sec")[0].value == 1001.0
         and events.Scalars("held_out_loss")[0].step == 2
@@ -128,10 +127,10 @@ def test_tensorboard_gets_the_numbers_by_our_names_and_by_the_fields(tmp_path, s
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 2, 2]
 
 
-def test_wandb_goes_on_with_the_run_that_it_began(tmp_path, state, monkeypatch):
+def test_wandb_resumes_its_run(tmp_path, state, monkeypatch):
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
-    import wandb  # not above: nine tests of ten do without
+    import wandb  # slow, and only this test needs it
 
     ids = []
     for resumed_step in (0, 2):
@@ -141,7 +140,8 @@ def test_wandb_goes_on_with_the_run_that_it_began(tmp_path, state, monkeypatch):
         for step in (1, 2):
             trackers.log(record(resumed_step + step))
         trackers.finish()
-    wandb.teardown()  # or the next run in this process has this one's environment
+    # Otherwise the next run in this process inherits the environment of this one.
+    wandb.teardown()
     assert ids[0] == ids[1] == json.loads((tmp_path / "trackers.json").read_text())["run"]
     assert len(list((tmp_path / "wandb").glob(f"offline-run-*/run-{ids[0]}.wandb"))) == 2
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
@@ -161,7 +161,7 @@ def test_mlflow_without_a_server_writes_below_the_current_folder(tmp_path, state
 
 
 class Failing(GeneralTracker):
-    """A service that is away from the second step on."""
+    """A tracker that fails from the second step on."""
 
     name = "failing"
     requires_logging_directory = False
@@ -173,7 +173,7 @@ class Failing(GeneralTracker):
     def start(self) -> None: ...
 
     def store_init_configuration(self, values: dict) -> None:
-        assert values["optimizer.betas"] == "[0.9, 0.95]", "scalars alone"
+        assert values["optimizer.betas"] == "[0.9, 0.95]", "only scalars"
 
     error: Exception
 
@@ -182,15 +182,15 @@ class Failing(GeneralTracker):
             raise self.error
 
 
-class OwnError(Exception):
-    """An error of a service that is neither OSError nor ValueError nor RuntimeError."""
+class TrackerError(Exception):
+    """An exception class that only this tracker raises."""
 
 
 SECRETS = "no route to http://us:secret@host/api?token=secret&run=1 (Caused by x)"
 
 
-@pytest.mark.parametrize("error", [ConnectionError, KeyError, OwnError])
-def test_a_service_that_fails_costs_one_warning(error, tmp_path, state, monkeypatch, caplog):
+@pytest.mark.parametrize("error", [ConnectionError, KeyError, TrackerError])
+def test_a_failing_tracker_causes_one_warning(error, tmp_path, state, monkeypatch, caplog):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
     monkeypatch.setattr(Failing, "error", error(SECRETS), raising=False)
     trackers = trackers_of(["failing"], tmp_path)
@@ -205,8 +205,8 @@ def test_a_service_that_fails_costs_one_warning(error, tmp_path, state, monkeypa
     assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [1, 2, 3]
 
 
-def test_a_service_that_does_not_start_is_refused_with_its_name(tmp_path, state, monkeypatch):
+def test_a_tracker_that_does_not_start_is_named(tmp_path, state, monkeypatch):
     monkeypatch.setitem(LOGGER_TYPE_TO_CLASS, "failing", Failing)
     trackers = trackers_of(["failing"], tmp_path)
-    with pytest.raises(InputError, match="failing does not start: AssertionError: scalars alone"):
+    with pytest.raises(InputError, match="failing does not start: AssertionError: only scalars"):
         trackers.start({"optimizer": {"betas": 0.9}})

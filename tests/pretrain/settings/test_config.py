@@ -1,4 +1,4 @@
-"""Recipes: what is read, what overrides what, and what of it is the identity of a training."""
+"""Recipes: loading, overrides, run folders, and the identity of a training."""
 
 from __future__ import annotations
 
@@ -27,10 +27,13 @@ def write(tmp_path: Path, values: dict | str) -> Path:
     return path
 
 
-def test_overrides_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
+def test_overrides_precede_the_file_and_the_file_precedes_defaults(tmp_path: Path) -> None:
     path = write(tmp_path, {**SMALLEST, "weights": "bf16", "batch": {"tokens": 4096}})
-    over = "train.tokens=5 batch.tokens=4 batch.tokens=8_192 optimizer.learning_rate=1e-4 train.epochs=2 data.text=1"
-    recipe = load_recipe(path, over.split())
+    overrides = (
+        "train.tokens=5 batch.tokens=4 batch.tokens=8_192 optimizer.learning_rate=1e-4 "
+        "train.epochs=2 data.text=1"
+    )
+    recipe = load_recipe(path, overrides.split())
     assert (
         recipe.weights,
         recipe.batch.tokens,
@@ -38,10 +41,12 @@ def test_overrides_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> 
         recipe.data.text,
     ) == ("bf16", 8192, 1e-4, "1")
     assert recipe.optimizer.clip == 1.0
-    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0), "a horizon replaces the others"
+    assert (recipe.train.steps, recipe.train.epochs) == (None, 2.0), (
+        "setting one horizon drops the others"
+    )
 
 
-def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path) -> None:
+def test_a_recipe_overrides_its_base_key_by_key(tmp_path: Path) -> None:
     (tmp_path / "bases").mkdir()
     shape = {"config": {"model_type": "qwen3", "hidden_size": 64}}
     root = {
@@ -69,10 +74,10 @@ def test_a_recipe_builds_on_another_key_by_key_and_goes_before_it(tmp_path: Path
     recipe = load_recipe(path, ["optimizer.eps=1e-7"])
     assert (recipe.name, recipe.optimizer.clip, recipe.optimizer.eps) == ("middle", 3.0, 1e-7)
     assert recipe.model.config == {"model_type": "gpt2"}, (
-        "as a whole: other architectures have other keys"
+        "replaced, not merged: other architectures have other keys"
     )
     assert (recipe.train.steps, recipe.train.tokens) == (None, 5_000_000), (
-        "a horizon replaces the base's"
+        "a horizon drops the base's horizon"
     )
     assert recipe.schedule.warmup == 4 and "base" not in resolved(recipe)
 
@@ -103,18 +108,16 @@ def parts_of(recipe: Recipe) -> list[dict]:
     ],
     ids=str,
 )
-def test_a_runs_config_as_a_recipe_or_as_a_base_is_the_same_training(
-    data: dict, tmp_path: Path
-) -> None:
+def test_a_runs_config_is_a_recipe_of_the_same_training(data: dict, tmp_path: Path) -> None:
     recipe = load_recipe(write(tmp_path, {**SMALLEST, "data": data}))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(resolved(recipe)))
     again = load_recipe(tmp_path / "config.yaml")
     assert resolved(again) == resolved(recipe) and parts_of(again) == parts_of(recipe)
-    onto = load_recipe(
+    derived = load_recipe(
         write(tmp_path, {"base": "config.yaml", "name": "other", "data": {"packs": "elsewhere"}}),
         ["seed=2"],
     )
-    assert resolved(onto)["data"] == resolved(recipe)["data"] | {"packs": "elsewhere"}
+    assert resolved(derived)["data"] == resolved(recipe)["data"] | {"packs": "elsewhere"}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +181,7 @@ def test_the_run_folder_is_named_from_the_recipe(
         (["precision=bf16"], ["fp8_config.scope=linear+head"], ["weights=bf16"]),
     ],
 )
-def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(
+def test_the_identity_depends_only_on_what_is_trained(
     common: list[str], same: list[str], other: list[str], tmp_path: Path
 ) -> None:
     def identity(*overrides: str, data: str = "fingerprint") -> dict:
@@ -189,10 +192,10 @@ def test_the_identity_changes_with_the_training_and_not_with_how_it_is_run(
     assert identity(data="other") != identity()
 
 
-def test_settings_are_read_as_a_sweeps_agent_writes_them_and_name_the_run_folder(
+def test_overrides_of_a_sweep_agent_are_read_and_name_the_run_folder(
     tmp_path: Path,
 ) -> None:
-    """W&B's agent puts `--` before each; the shipped sweep gives each trial a folder of its own."""
+    """W&B's agent writes --key=value. The shipped sweep gives each trial its own folder."""
     sweep = yaml.safe_load((RECIPES / "sweeps/smoke.yaml").read_text())
     trial = ["--optimizer.learning_rate=3e-05", "--optimizer.weight_decay=0.1"]
     fixed = [text for text in sweep["command"] if "=" in text]

@@ -1,5 +1,7 @@
-"""What accelerate's own code makes of its files, the variables of a process: of precision nothing is left for accelerate to act
-on, and topology trains as it should, with a notice where that takes one, or is refused at once.
+"""Precision and topology of accelerate configurations.
+
+accelerate's own code turns the files into environment variables. The launcher must remove the
+variables of the precision, and correct or refuse a topology that would not train as intended.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ SMALLEST = {
 
 @pytest.fixture(autouse=True)
 def clean(monkeypatch: pytest.MonkeyPatch) -> None:
-    # without a library for FP8 it stops
+    # Without an FP8 library, accelerate refuses to launch.
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     for key in list(os.environ):
         if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_", "MASTER_")):
@@ -42,24 +44,24 @@ def clean(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def environment(tmp_path: Path) -> Any:
-    """The variables that `accelerate launch` gives a process on a CPU for an `fp8_config`."""
-    asked = {"distributed_type": "NO", "use_cpu": True, "mixed_precision": "fp8"}
-    return lambda **fp8_config: written(tmp_path, 1, **asked, fp8_config=fp8_config)
+    """Return a function from an `fp8_config` to the variables of `accelerate launch` on a CPU."""
+    file = {"distributed_type": "NO", "use_cpu": True, "mixed_precision": "fp8"}
+    return lambda **fp8_config: launch_variables(tmp_path, 1, **file, fp8_config=fp8_config)
 
 
 def recipe_with(**values: Any) -> Recipe:
     return parse(Recipe, SMALLEST | values, "recipe.yaml")
 
 
-def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]]:
-    """The precision and the `fp8_config` of a recipe, without the options that are None."""
+def resolve(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]]:
+    """Return the resolved precision and `fp8_config` of a recipe, without options that are None."""
     recipe = with_precision(recipe_with(**values), environ)
     return recipe.precision, {
         key: value for key, value in recipe.fp8_config.model_dump().items() if value is not None
     }
 
 
-# What is asked for
+# The requested precision
 
 
 @pytest.mark.parametrize(
@@ -70,7 +72,8 @@ def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
         ({"ACCELERATE_MIXED_PRECISION": "BF16"}, "bf16"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_RECIPE": "block"}, "block"),
         ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "delayed"),
-        # Left over in a shell: without `mixed_precision: fp8` it asks for nothing, but accelerate would convert all the same.
+        # Variables left over in a shell. accelerate would convert the model although
+        # `mixed_precision` is not fp8.
         (
             {
                 "ACCELERATE_MIXED_PRECISION": "bf16",
@@ -81,13 +84,13 @@ def settled(environ: dict[str, str], **values: Any) -> tuple[str, dict[str, Any]
         ),
     ],
 )
-def test_the_named_precision_is_read_and_its_variables_are_taken_away(
+def test_the_requested_precision_is_read_and_its_variables_are_removed(
     environ: dict[str, str], name: str
 ) -> None:
-    others = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "FP8_BACKEND": "mine"}
-    environ = others | environ
+    unrelated = {"PATH": "/bin", "ACCELERATE_USE_CPU": "true", "FP8_BACKEND": "mine"}
+    environ = unrelated | environ
     assert take_requested_precision(environ)[0].name == name
-    assert environ == others
+    assert environ == unrelated
 
 
 def test_every_key_of_a_file_arrives(environment: Any) -> None:
@@ -101,41 +104,44 @@ def test_every_key_of_a_file_arrives(environment: Any) -> None:
         "disable_rht": True,
         "disable_stochastic_rounding": False,
     }
-    assert settled(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
+    assert resolve(environment(recipe="nvfp4", **given)) == ("nvfp4", given)
     delayed = {
         "fp8_format": "E4M3",
         "margin": 2,
         "amax_history_len": 16,
         "amax_compute_algo": "max",
     }
-    _, fp8_config = settled(environment(recipe="delayed", **delayed))
+    _, fp8_config = resolve(environment(recipe="delayed", **delayed))
     assert {key: fp8_config[key] for key in delayed} == delayed
 
 
-def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(
+def test_accelerates_defaults_count_only_if_the_precision_has_the_key(
     environment: Any,
 ) -> None:
-    _, delayed = settled(environment(recipe="delayed"))
-    # accelerate's word; a file that means `max` says so
+    _, delayed = resolve(environment(recipe="delayed"))
+    # accelerate's default. A file that wants `max` must set it.
     assert delayed["amax_compute_algo"] == "most_recent"
-    # as if it had not been written
-    _, block = settled(environment(recipe="block", fp8_format="HYBRID"))
+    # Ignored, as if the file did not have the key.
+    _, block = resolve(environment(recipe="block", fp8_format="HYBRID"))
     assert not {"fp8_format", "margin"} & block.keys()
-    _, chosen_here = settled({}, precision="delayed")
-    assert chosen_here["amax_compute_algo"] == "max"
+    _, without_a_file = resolve({}, precision="delayed")
+    assert without_a_file["amax_compute_algo"] == "max"
 
 
 @pytest.mark.parametrize(
-    ("fp8_config", "says"),
+    ("fp8_config", "message"),
     [
         (
             {"recpie": "nvfp4"},
             r"`fp8_config.recpie`: unknown key; did you mean `fp8_config.recipe`\?",
         ),
         ({"recipe": "mxfp"}, r"`fp8_config.recipe`: .*'mxfp8'.* 'mxfp'"),
-        ({"recipe": "bf16"}, r"`fp8_config.recipe: bf16` is no FP8; set `mixed_precision: bf16`"),
+        (
+            {"recipe": "bf16"},
+            r"`fp8_config.recipe: bf16` is not a quantized precision; set `mixed_precision: bf16`",
+        ),
         ({"fp8_format": "E5M2"}, r"`fp8_config.fp8_format`: .*'HYBRID' or 'E4M3'"),
-        ({"interval": 4}, r"`fp8_config.interval: 4` has no effect; leave it out"),
+        ({"interval": 4}, r"`fp8_config.interval: 4` has no effect; remove it"),
         (
             {"override_linear_precision": [False, True, False]},
             r"override_linear_precision.* has no effect; .*keep_bf16_layers",
@@ -158,34 +164,38 @@ def test_what_accelerate_fills_in_counts_only_where_the_recipe_has_such_a_key(
         ),
     ],
 )
-def test_a_mistake_in_a_file_is_named_with_its_key_and_a_remedy(
-    fp8_config: dict, says: str, environment: Any
+def test_a_mistake_in_a_file_is_reported_with_its_key_and_a_remedy(
+    fp8_config: dict, message: str, environment: Any
 ) -> None:
-    with pytest.raises(InputError, match=rf"^accelerate configuration: .*{says}"):
+    with pytest.raises(InputError, match=rf"^accelerate configuration: .*{message}"):
         take_requested_precision(environment(**fp8_config))
 
 
-def test_accelerates_own_switch_for_mxfp8_is_taken(environment: Any) -> None:
+def test_accelerates_switch_for_mxfp8_is_accepted(environment: Any) -> None:
     file = {"backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E4M3"}
-    precision, fp8_config = settled(environment(**file))
+    precision, fp8_config = resolve(environment(**file))
     assert (precision, fp8_config["fp8_format"]) == ("mxfp8", "E4M3")
-    assert settled(environment(use_mxfp8_block_scaling=False))[0] == "delayed"
+    assert resolve(environment(use_mxfp8_block_scaling=False))[0] == "delayed"
 
 
 @pytest.mark.parametrize("fp8_config", [{"recipe": "mxfp8"}, {"use_mxfp8_block_scaling": True}])
-def test_mxfp8_does_not_become_hybrid_by_a_missing_key(fp8_config: dict, environment: Any) -> None:
+def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(
+    fp8_config: dict, environment: Any
+) -> None:
     with pytest.raises(InputError, match=r"may be accelerate's default .* set `fp8_format: E4M3`"):
-        settled(environment(**fp8_config))
+        resolve(environment(**fp8_config))
     for number_format in ("HYBRID", "E4M3"):
-        ours = settled(environment(**fp8_config), fp8_config={"fp8_format": number_format})
-        assert (ours[0], ours[1]["fp8_format"]) == ("mxfp8", number_format)
-    assert settled(environment(**fp8_config), precision="bf16")[0] == "bf16"
+        precision, settings = resolve(
+            environment(**fp8_config), fp8_config={"fp8_format": number_format}
+        )
+        assert (precision, settings["fp8_format"]) == ("mxfp8", number_format)
+    assert resolve(environment(**fp8_config), precision="bf16")[0] == "bf16"
 
 
-# What the recipe file and the command line make of it
+# The recipe and the accelerate configuration together
 
 
-def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -> None:
+def test_the_recipe_overrides_the_accelerate_file_key_by_key(environment: Any) -> None:
     environ = environment(
         recipe="delayed",
         margin=2,
@@ -193,8 +203,8 @@ def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -
         scope="linear+head",
         keep_bf16_layers={"first": 1, "last": 2},
     )
-    ours = {"margin": 3, "keep_bf16_layers": {"first": 0}, "amax_compute_algo": "max"}
-    precision, fp8_config = settled(environ, fp8_config=ours)
+    in_recipe = {"margin": 3, "keep_bf16_layers": {"first": 0}, "amax_compute_algo": "max"}
+    precision, fp8_config = resolve(environ, fp8_config=in_recipe)
     assert precision == "delayed"
     assert (
         fp8_config["margin"],
@@ -208,13 +218,11 @@ def test_the_recipes_own_keys_go_before_the_files_one_by_one(environment: Any) -
 
 
 @pytest.mark.parametrize("name", ["fp32", "bf16", "current", "nvfp4"])
-def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_options(
-    name: str, environment: Any
-) -> None:
+def test_another_precision_inherits_common_keys_but_no_options(name: str, environment: Any) -> None:
     environ = environment(
         recipe="delayed", margin=2, fp8_format="E4M3", scope="linear+head", on_unsupported="emulate"
     )
-    precision, fp8_config = settled(environ, precision=name)
+    precision, fp8_config = resolve(environ, precision=name)
     assert precision == name
     assert (fp8_config["scope"], fp8_config["on_unsupported"]) == ("linear+head", "emulate")
     defaults = dict(PRECISIONS[name].options)
@@ -223,21 +231,21 @@ def test_another_precision_takes_over_where_and_how_but_not_the_other_recipes_op
 
 
 @pytest.mark.parametrize("name", PRECISIONS)
-def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(
+def test_a_resolved_recipe_is_independent_of_the_accelerate_file(
     name: str, environment: Any, tmp_path: Path
 ) -> None:
-    own = {"scope": "linear+head", "keep_bf16_layers": {"first": 1}}
+    in_recipe = {"scope": "linear+head", "keep_bf16_layers": {"first": 1}}
     first = with_precision(
-        recipe_with(precision=name, fp8_config=own), environment(recipe="delayed", margin=3)
+        recipe_with(precision=name, fp8_config=in_recipe), environment(recipe="delayed", margin=3)
     )
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(resolved(first)))
-    others = [
+    environments = [
         {},
         {"ACCELERATE_MIXED_PRECISION": "bf16"},
         environment(recipe="mxfp8", scope="linear+head", fp8_format="E4M3"),
     ]
-    others.append(
+    environments.append(
         environment(
             recipe="delayed",
             margin=7,
@@ -245,17 +253,17 @@ def test_a_settled_recipe_written_out_means_the_same_under_any_configuration(
             backend="emulation",
         )
     )
-    for environ in others:
+    for environ in environments:
         assert with_precision(load_recipe(path), environ) == first
 
 
-# What accelerate would do
+# accelerate's own conversion
 
 
-def test_accelerate_lets_a_model_alone_once_its_variables_are_taken_away(
+def test_accelerate_does_not_convert_once_its_variables_are_removed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If it ever lets a model alone by itself, this module can go."""
+    """If accelerate ever stops converting models by itself, launch.py is not needed any more."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
 
     def prepared() -> torch.nn.Module:
@@ -276,8 +284,8 @@ def test_accelerate_lets_a_model_alone_once_its_variables_are_taken_away(
 
 # Topology
 
-# What its questions come to where each is answered with the default, but for one: true for
-# fsdp_cpu_ram_efficient_loading, which is corrected.
+# Answers of `accelerate config` if each question is answered with the default, except
+# fsdp_cpu_ram_efficient_loading, whose default is true and is corrected.
 COMMON = {
     "compute_environment": "LOCAL_MACHINE",
     "use_cpu": False,
@@ -313,8 +321,13 @@ def mesh(replicas: int, shards: int, **sizes: int) -> dict[str, int]:
     return {f"parallelism_config_{key}": size for key, size in given.items()}
 
 
-def written(folder: Path, processes: int, *, machines: int = 1, **answers: Any) -> dict[str, str]:
-    """The variables of one of `processes` on one of `machines`, under the file with these answers."""
+def launch_variables(
+    folder: Path, processes: int, *, machines: int = 1, **answers: Any
+) -> dict[str, str]:
+    """Return the variables of one process, launched with a file of these answers.
+
+    There are `processes` in total on `machines`.
+    """
     path = folder / "default_config.yaml"
     values = {key: value for key, value in COMMON.items() if key != "compute_environment"} | {
         "num_machines": machines
@@ -333,15 +346,19 @@ def written(folder: Path, processes: int, *, machines: int = 1, **answers: Any) 
     return environment_under(["--config_file", str(path)]) | ({} if alone else group)
 
 
-def settle(environ: dict[str, str], *, has_gpu: bool = True) -> Launch:
+def correct(environ: dict[str, str], *, has_gpu: bool = True) -> Launch:
+    """Correct `environ` as the launcher does."""
     take_requested_precision(environ)
     return with_topology(environ, has_gpu=has_gpu)
 
 
-PLAIN, DDP, SHARDED = "one process", "DDP", "FSDP2"
+PLAIN = "one process"
+DDP = "DDP"
+SHARDED = "FSDP2"
 
 
 def topology(environ: dict[str, str]) -> str:
+    """Return the topology that accelerate will train with."""
     if environ.get("ACCELERATE_USE_FSDP") == "true":
         return SHARDED
     return DDP if "WORLD_SIZE" in environ else PLAIN
@@ -406,8 +423,8 @@ def test_a_file_that_accelerate_writes_trains(
     notice: str,
     tmp_path: Path,
 ) -> None:
-    environ = written(tmp_path, processes, **answers)
-    launch = settle(environ)
+    environ = launch_variables(tmp_path, processes, **answers)
+    launch = correct(environ)
     assert (topology(environ), launch.replicas) == (becomes, replicas)
     assert len(launch.notices) == bool(notice) and notice in "".join(launch.notices)
     assert (
@@ -426,10 +443,10 @@ def test_a_file_that_accelerate_writes_trains(
         } == {"false"}
 
 
-def test_one_line_names_all_keys_without_effect(tmp_path: Path) -> None:
-    asked = fsdp(fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=True)
-    asked |= {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
-    (notice,) = settle(written(tmp_path, 4, **asked)).notices
+def test_one_notice_names_all_keys_without_effect(tmp_path: Path) -> None:
+    answers = fsdp(fsdp_forward_prefetch=True, fsdp_cpu_ram_efficient_loading=True)
+    answers |= {"dynamo_config": {"dynamo_backend": "INDUCTOR"}}
+    (notice,) = correct(launch_variables(tmp_path, 4, **answers)).notices
     names = ("dynamo_config", "fsdp_forward_prefetch", "fsdp_cpu_ram_efficient_loading")
     assert all(f"`{name}`" in notice for name in names)
 
@@ -438,9 +455,9 @@ def ddp(mesh: dict[str, int]) -> dict[str, Any]:
     return {"distributed_type": "MULTI_GPU", "parallelism_config": mesh}
 
 
-def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> None:
+def test_gradient_accumulation_of_accelerate_is_reset_with_a_notice() -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
-    (notice,) = settle(environ).notices
+    (notice,) = correct(environ).notices
     assert "`batch.tokens`" in notice and environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "1"
 
 
@@ -458,16 +475,16 @@ def test_accumulation_that_a_command_asks_for_is_said_to_have_no_effect() -> Non
         ({"mixed_precision": "fp16", "distributed_type": "MULTI_GPU"}, "mixed_precision: fp16"),
     ],
 )
-def test_what_cannot_be_put_right_is_one_message(
+def test_a_topology_that_cannot_be_corrected_is_one_message(
     answers: dict[str, Any], key: str, tmp_path: Path
 ) -> None:
-    environ = written(tmp_path, 4, **answers)
+    environ = launch_variables(tmp_path, 4, **answers)
     with pytest.raises(InputError, match=f"^accelerate configuration: .*{key}"):
-        settle(environ)
+        correct(environ)
 
 
-def test_fp8_as_accelerate_writes_it_is_delayed_scaling_with_its_history(tmp_path: Path) -> None:
-    """Its questions call two options by names that its launcher does not know, and the launcher fills in others."""
+def test_the_fp8_file_of_accelerate_config_is_delayed_scaling(tmp_path: Path) -> None:
+    """`accelerate config` writes two options by names that `accelerate launch` does not know."""
     fp8 = {
         "backend": "TE",
         "use_autocast_during_eval": False,
@@ -480,18 +497,18 @@ def test_fp8_as_accelerate_writes_it_is_delayed_scaling_with_its_history(tmp_pat
         "amax_compute_algorithm": "max",
         "override_linear_precision": (False, False, False),
     }
-    environ = written(
+    environ = launch_variables(
         tmp_path, 4, distributed_type="MULTI_GPU", mixed_precision="fp8", fp8_config=fp8
     )
     precision, settings = take_requested_precision(environ)
     assert (precision.name, settings.amax_history_len) == ("delayed", 16)
 
 
-def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_path: Path) -> None:
-    """As torchrun starts them, or a file for GPUs on a machine without. On several machines one may just have lost its GPUs."""
+def test_processes_of_a_machine_without_a_gpu_train_on_its_cpu(tmp_path: Path) -> None:
+    """With several machines nothing is corrected: one of them may have lost its GPUs."""
     for machines, on_cpu in ((1, True), (2, False)):
-        environ = written(tmp_path, 4, machines=machines, distributed_type="MULTI_GPU")
-        launch = settle(environ, has_gpu=False)
+        environ = launch_variables(tmp_path, 4, machines=machines, distributed_type="MULTI_GPU")
+        launch = correct(environ, has_gpu=False)
         assert (environ.get("ACCELERATE_USE_CPU") == "true") == on_cpu == bool(launch.notices)
 
 
@@ -499,8 +516,9 @@ def test_processes_without_a_gpu_train_on_the_cpu_of_their_machine_together(tmp_
     ("reshard", "fits", "left"),
     [(True, False, "true"), (False, False, "false"), ("auto", True, "true")],
 )
-def test_auto_is_for_the_plan_and_hidden_from_accelerate(
+def test_reshard_auto_is_for_the_plan_and_hidden_from_accelerate(
     reshard: Any, fits: bool, left: str, tmp_path: Path
 ) -> None:
-    launch = settle(environ := written(tmp_path, 4, **fsdp(fsdp_reshard_after_forward=reshard)))
+    environ = launch_variables(tmp_path, 4, **fsdp(fsdp_reshard_after_forward=reshard))
+    launch = correct(environ)
     assert launch.gathers_as_fits == fits and environ["FSDP_RESHARD_AFTER_FORWARD"].lower() == left
