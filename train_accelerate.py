@@ -17,7 +17,7 @@ import gc
 import os
 import signal
 import sys
-from contextlib import closing, nullcontext
+from contextlib import closing
 from functools import partial
 from typing import Any
 
@@ -60,6 +60,7 @@ from pretrain.run import (
     plan_command,
     recording,
     resume,
+    resume_point,
     saving,
     startup,
     streaming,
@@ -105,10 +106,7 @@ def launch(arguments: argparse.Namespace) -> int:
     console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
-    with (
-        distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder,
-        streaming.packing_stream(job, accelerator) if job.data.stream else nullcontext(),
-    ):
+    with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
     distributed.end_processes(accelerator)  # nothing refers to the run any more
     # The status that a shell reports for a process that a signal ended.
@@ -125,7 +123,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
         if run is None:
             return 0
         with closing(run.checkpoints):
-            if run.is_first_start and job.recipe.model.weights_source is not None:
+            if run.is_new and job.recipe.model.weights_source is not None:
                 evaluate.evaluate_once(run)  # the loss before the first step
                 run.best = None  # the untrained model is no candidate for the best checkpoint
             stopped_by = train(run)
@@ -195,11 +193,12 @@ def build(
     Raises TrainingHalted if parity fails.
     """
     require_shared(folder.path)
-    job, checkpoints, source = resume.where_to_resume(
+    job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
     if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
         return None
+    streaming.start_stream(job, source, folder, accelerator)  # packs are made while the run trains
     assembly = assemble(job, accelerator, console)
     saving.check_disk_space(job, assembly, checkpoints, source)
     health = Health(job.recipe.health)
@@ -209,7 +208,6 @@ def build(
             state, notes = resume.restore(source, checkpoints, job, assembly, health)
     else:
         state = TrainState(steps=job.plan.steps)
-        resume.begin_stream(None, job)
     if job.plan.microbatch is None:  # `auto`
         resumed = source.record if source else None
         with console.progress("finding the microbatch"):
@@ -227,7 +225,7 @@ def build(
         checkpoints=checkpoints,
         constants=saving.run_constants(job, source, accelerator),
         state=state,
-        is_first_start=source is None or source.begins,
+        is_new=source is None or source.is_branch,
         resumed_step=state.step,
         has_masks=job.data.has_masks,
         health=health,
@@ -244,11 +242,10 @@ def build(
             profiles=arguments.profile,
         ),
         console=console,
-        stream=job.data.stream,
     )
     if source:
         resume.resume_precision(run, source)
-    parity = startup.find_parity(run) if job.recipe.parity and run.is_first_start else []
+    parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
     recording.introduce(run, notes)
     run.best = evaluate.best_so_far(run)
     startup.require_parity(run, parity)
@@ -266,13 +263,8 @@ def train(run: Run) -> int:
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            if run.stream:
-                streaming.tell_stream(run, run.stream)
             batches = run.job.batches(run.accelerator, run.state.shift)
-            with (
-                batches.steps(*run.state.data_steps) as steps,
-                run.stream.waiting() if run.stream else nullcontext(),
-            ):
+            with batches.steps(*run.state.data_steps) as steps:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by
@@ -287,14 +279,13 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     """
     recipe = run.job.recipe
     state = run.state
-    reason_to_stop = partial(saving.stop_code, run, steps, stop)
+    stop_code = partial(saving.stop_code, run, steps, stop)
     while not state.finished:
         with run.observers.step(state.step + 1) as watch, run.recorder.step():
-            if run.stream and (reason := streaming.wait_for_packs(run, steps, reason_to_stop)):
-                return saving.save_and_stop(run, reason, steps)
+            code = streaming.wait_for_packs(run, steps, stop_code)
+            if code:
+                return saving.save_and_stop(run, code, steps)
             figures, decision = train_step(run, next(steps), watch)
-        if run.stream:
-            streaming.tell_stream(run, run.stream)
         recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
@@ -314,7 +305,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         if is_evaluated:
             evaluate.evaluate(run)
         run.checkpoints.settle()
-        code = distributed.largest_over_ranks(run.accelerator, reason_to_stop())
+        code = distributed.largest_over_ranks(run.accelerator, stop_code())
         if code:
             return saving.save_and_stop(run, code, steps)
         if (is_saved or evaluate.is_best(run)) and not state.finished:

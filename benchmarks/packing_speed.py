@@ -37,7 +37,8 @@ from tokenizers import Tokenizer
 from benchmarks.machine import measured_on
 from foundation.files import write_json
 from packing.pack import Layout, best_fit, materialise, truncate
-from packing.prepare import prepare, usable_cores
+from packing.pack_maker import usable_cores
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.tokenizer import train_tokenizer
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from demo.corpus import standard_library, write_corpus
 from foundation.errors import InputError
 from foundation.units import duration
-from packing.prepare import usable_cores
+from packing.pack_maker import usable_cores
 from pretrain.settings.config import load_recipe, run_dir_of
 from pretrain.settings.recipe import Recipe
 

@@ -205,3 +205,23 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield has_locks
+
+
+def is_locked(path: Path) -> bool:
+    """Return whether a process holds the lock file `path`.
+
+    It takes the lock for a moment, which another process may notice. On a file system without
+    locks, return True.
+    """
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        return True
+    return False

@@ -1,1 +1,1 @@
-"""Text to packs to batches: all that happens between a document on disk and the tensors of a training step."""
+"""Text to packs to batches: from documents on the disk to the tensors of a training step."""

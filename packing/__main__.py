@@ -1,8 +1,10 @@
-"""`python -m packing`: learn a tokenizer, prepare packs from text, look at packs.
+"""`python -m packing`: train a tokenizer, prepare packs from text, show packs.
 
     python -m packing tokenizer my_text --vocabulary 8192 --out my_tokenizer
     python -m packing prepare recipes/smoke.yaml data.length=1024
-    python -m packing prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B data.packs=packs/corpus
+    python -m packing prepare data.source=corpus.jsonl data.tokenizer=Qwen/Qwen3-0.6B \
+        data.packs=packs/corpus
+    python -m packing follow my.yaml
     python -m packing inspect packs/corpus --index 0
 
 Exit status: 0 done, 2 something given cannot be used (one message says what), 130 interrupted.
@@ -13,7 +15,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,19 +26,21 @@ from foundation.progress import Progress, say
 from foundation.reading import load_with_bases
 from foundation.settings import Settings, parse, set_value, value_from_text
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Packs, Split
-from packing.prepare import check_counts, prepare, summary
+from packing.chunks import Counts, read_chunk, require_documents
+from packing.follow import follow
+from packing.prepare import prepare, summary
 from packing.records import TextTemplate
 from packing.settings import DataSettings
-from packing.sources import Counts, open_source, read_chunk
+from packing.sources import open_source
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
-# characters that a tokenizer is learnt from: more do not make better words, and take memory
+# Most characters to train a tokenizer on. More take memory and do not make better tokens.
 _MOST_TEXT = 10**9
 
 
 class _Recipe(Settings):
-    """What `prepare` reads of a recipe; the rest is the trainer's."""
+    """The section of a recipe that these commands read."""
 
     UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md has other trainers' names"
 
@@ -45,7 +48,7 @@ class _Recipe(Settings):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status."""
+    """Run one command and return its exit status."""
 
     def run() -> None:
         options = _parser().parse_args(arguments)
@@ -59,17 +62,19 @@ def _parser() -> CommandParser:
     parser.remedy = (
         "settings are key=value before all options, as data.source=my_text; --help lists these"
     )
-    commands = parser.add_subparsers(required=True, metavar="tokenizer | prepare | inspect")
+    commands = parser.add_subparsers(
+        required=True, metavar="tokenizer | prepare | follow | inspect"
+    )
 
     tokenizer = commands.add_parser(
-        "tokenizer", help="learn a byte-level BPE; its end-of-text token, id 0, closes documents"
+        "tokenizer", help="train a byte-level BPE; its end-of-text token, id 0, ends documents"
     )
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
     tokenizer.add_argument(
-        "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, as data.text=body"
+        "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, such as data.text=body"
     )
     tokenizer.add_argument(
-        "--vocabulary", type=int, required=True, metavar="N", help="bytes included"
+        "--vocabulary", type=int, required=True, metavar="N", help="number of tokens, with bytes"
     )
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument(
@@ -77,23 +82,35 @@ def _parser() -> CommandParser:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="as <|im_start|>; repeatable",
+        help="such as <|im_start|>; repeatable",
     )
-    tokenizer.set_defaults(run=_learn_tokenizer)
+    tokenizer.set_defaults(run=_train_tokenizer)
 
     prepare = commands.add_parser(
-        "prepare", help="tokenise text and pack it; goes on where it stopped"
+        "prepare", help="tokenise and pack text; continues after an interruption"
     )
     prepare.add_argument(
         "recipe",
         nargs="*",
-        help="RECIPE.yaml, whose data section counts, then key=value to override it",
+        help="RECIPE.yaml, of which the data section is read, then key=value over it",
     )
     prepare.set_defaults(run=_prepare)
 
-    inspect = commands.add_parser("inspect", help="show Arrow, MDS or token .bin packs")
+    follow = commands.add_parser(
+        "follow", help="pack a stream while a run trains on it (data.streaming)"
+    )
+    follow.add_argument("recipe", nargs="*", help="as for prepare")
+    follow.add_argument(
+        "--parent",
+        type=int,
+        metavar="PROCESS",
+        help="end with this parent process instead of the run; the launcher sets it",
+    )
+    follow.set_defaults(run=_follow)
+
+    inspect = commands.add_parser("inspect", help="describe Arrow, MDS or token .bin packs")
     inspect.add_argument("path", type=Path)
-    inspect.add_argument("--index", type=int, help="also show the text of this training pack")
+    inspect.add_argument("--index", type=int, help="also print the text of this training pack")
     inspect.add_argument(
         "--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)"
     )
@@ -102,24 +119,29 @@ def _parser() -> CommandParser:
     return parser
 
 
-def _learn_tokenizer(options: argparse.Namespace) -> None:
-    named = [
-        f"data.source={options.source}",
-        f"data.packs={options.out}",
-        f"data.tokenizer={options.out}",
-    ]
-    settings, out = _data_settings([*named, *options.settings]), options.out
+# ── tokenizer ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _train_tokenizer(options: argparse.Namespace) -> None:
+    """Train a tokenizer on a source and save it in a new folder."""
+    out = options.out
+    keys = [f"data.source={options.source}", f"data.packs={out}", f"data.tokenizer={out}"]
+    settings = _data_settings([*keys, *options.settings])
     if out.exists():
         raise InputError(
-            f"--out {out}: exists already and is never written over; name another folder or move it away"
+            f"--out {out}: exists already and is never written over; "
+            "name another folder or move it away"
         )
     if settings.messages or settings.input_ids:
         raise InputError(
-            "command line: a tokenizer is learnt from `data.text`; name a column of text, or a template of columns"
+            "command line: a tokenizer is trained on `data.text`; "
+            "name a column of text, or a template of columns"
         )
-    if options.vocabulary <= (fixed := 257 + len(options.special)):
+    fixed = 257 + len(options.special)
+    if options.vocabulary <= fixed:
         raise InputError(
-            f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and --special; ask for more"
+            f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and "
+            "--special; set a larger number"
         )
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
@@ -129,38 +151,53 @@ def _learn_tokenizer(options: argparse.Namespace) -> None:
         counts = Counts()
         with Progress("learning", "characters") as line:
             for chunk in source.chunks():
-                texts, left_out = read_chunk(chunk, template, settings.on_bad_line == "skip")
+                texts, of_chunk = read_chunk(chunk, template, settings.on_bad_line == "skip")
                 yield from texts
-                counts += left_out + Counts(documents=len(texts))
+                counts += of_chunk + Counts(documents=len(texts))
                 line.update(sum(map(len, texts)))
                 if line.n >= _MOST_TEXT:
                     return
-        check_counts(settings, counts)
+        require_documents(settings, counts)
 
     tokenizer = train_tokenizer(texts(), options.vocabulary, options.special)
     save_tokenizer(tokenizer, out)
     print(f"{out}: byte-level BPE, {tokenizer.get_vocab_size():,} tokens")
 
 
+# ── prepare and follow ────────────────────────────────────────────────────────────────────────────
+
+
 def _prepare(options: argparse.Namespace) -> None:
+    """Prepare packs and print their folder."""
     print(prepare(_data_settings(options.recipe)))
 
 
-def _data_settings(arguments: Sequence[str]) -> DataSettings:
-    """Returns the settings of the data section: defaults, over them a recipe's, then key=value."""
-    recipe = arguments[0] if arguments and "=" not in arguments[0] else None
-    data: dict[str, Any] = {}
-    if recipe and Path(recipe).is_dir():
+def _follow(options: argparse.Namespace) -> None:
+    """Make the parts of a stream until the run that reads it has ended."""
+    settings = _data_settings(options.recipe)
+    if settings.stream is None:
         raise InputError(
-            f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... and data.packs=..."
+            "data.streaming: is not a mapping, so no packs are made while a run trains; set it, as "
+            "in data.streaming.disk_gb=20, or use prepare"
         )
-    for path, own in load_with_bases(recipe) if recipe else ():
-        if not isinstance(section := own.get("data") or {}, dict):
-            raise InputError(
-                f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}"
-            )
-        data |= section
-    for key, _, value in (text.partition("=") for text in arguments[bool(recipe) :]):
+    prepare(settings)
+    say(f"{settings.packs}: making parts ahead of the run that reads them")
+    follow(settings, options.parent)
+    say(f"{settings.packs}: the run has ended")
+
+
+def _data_settings(arguments: Sequence[str]) -> DataSettings:
+    """Return the settings of a recipe's data section with key=value arguments over them.
+
+    The recipe is the first argument, unless that is a key=value too.
+    """
+    data: dict[str, Any] = {}
+    recipe = None
+    if arguments and "=" not in arguments[0]:
+        recipe, *arguments = arguments
+        data = _data_of_recipe(recipe)
+    for argument in arguments:
+        key, _, value = argument.partition("=")
         if not key.startswith("data."):
             raise InputError(
                 f"command line: {key}: prepare takes the keys of data only, as in data.length=1024"
@@ -169,34 +206,54 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     return parse(_Recipe, {"data": data}, recipe or "command line").data
 
 
+def _data_of_recipe(recipe: str) -> dict[str, Any]:
+    """Return the data section of a recipe, laid over the sections of its bases."""
+    if Path(recipe).is_dir():
+        raise InputError(
+            f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... "
+            "and data.packs=..."
+        )
+    data: dict[str, Any] = {}
+    for path, content in load_with_bases(recipe):
+        section = content.get("data") or {}
+        if not isinstance(section, dict):
+            raise InputError(
+                f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}"
+            )
+        data |= section
+    return data
+
+
+# ── inspect ───────────────────────────────────────────────────────────────────────────────────────
+
+
 def _inspect(options: argparse.Namespace) -> None:
-    wanted = (
-        _decoded(_open_splits(options.path)["train"], options.index, options.tokenizer)
-        if options.index is not None
-        else ()
-    )
-    for line in chain(_described(options.path, options.verify), wanted):
+    """Describe packs, and print the text of one."""
+    packs = None if options.index is None else _open_splits(options.path)["train"]
+    for line in _described(options.path, options.verify):
         print(line)
+    if packs is not None:
+        for line in _decoded(packs, options.index, options.tokenizer):
+            print(line)
 
 
 def _open_splits(path: Path) -> dict[Split, Packs]:
-    """The splits that the packs at `path` have of their own. InputError where nothing there can be read as packs."""
-    length = (
-        None
-        if path.is_dir() and not any(path.glob("*.bin"))
-        else DataSettings.model_fields["length"].default
-    )
+    """Return the splits of the packs at `path`. Raise InputError if there are no packs."""
+    length = None
+    # Token .bin files do not record the length of a pack.
+    if not path.is_dir() or any(path.glob("*.bin")):
+        length = DataSettings.model_fields["length"].default
     return {split: open_split() for split, open_split in find_splits(path, length).items()}
 
 
 def _described(path: Path, verify: bool) -> Iterator[str]:
-    """Lines that describe the packs at `path`: a folder of packs, one of several sources, or a stream's, with parts."""
-    if not (path / MANIFEST).is_file() and (
-        inside := sorted(file.parent for file in path.rglob(MANIFEST))
-    ):
-        for each in inside:
-            yield from _described(each, verify)
-        return
+    """Yield lines that describe the packs at `path`, or all packs in this folder."""
+    if not (path / MANIFEST).is_file():
+        folders = sorted(file.parent for file in path.rglob(MANIFEST))
+        for folder in folders:
+            yield from _described(folder, verify)
+        if folders:
+            return
     splits = _open_splits(path)
     first = splits["train"]
     yield f"{path}: {type(first).__name__} of {first.length:,} tokens"
@@ -214,31 +271,29 @@ def _described(path: Path, verify: bool) -> Iterator[str]:
 
 
 def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
-    """The text of one pack, each document under a line of its own; the ids where no tokenizer is named or lies with the packs."""
+    """Yield the text of each document of a pack, or its ids if there is no tokenizer."""
     if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
-    stored = [
-        file
-        for folder in (packs.path, packs.path.parent / FIRST)
-        if (file := folder / "tokenizer.json").is_file()
-    ]
-    tokenizer = (
-        load_tokenizer(tokenizer_name or str(stored[0])).tokenizer
-        if tokenizer_name or stored
-        else None
-    )
-    pack, ends = packs[index], np.cumsum(packs[index].lengths).tolist()
-    for begin, end in zip([0, *ends], ends, strict=False):
-        yield f"──── document at {begin:,} · {end - begin:,} tokens ".ljust(100, "─")
-        shown = {"": pack.input_ids[begin:end]}
+    if tokenizer_name is None:
+        for folder in (packs.path, packs.path.parent / FIRST):
+            if (folder / "tokenizer.json").is_file():
+                tokenizer_name = str(folder / "tokenizer.json")
+                break
+    tokenizer = load_tokenizer(tokenizer_name).tokenizer if tokenizer_name else None
+
+    def text_of(ids: np.ndarray) -> str:
+        if tokenizer is None:
+            return " ".join(map(str, ids))
+        return tokenizer.decode(ids, skip_special_tokens=False)
+
+    pack = packs[index]
+    ends = np.cumsum(pack.lengths).tolist()
+    for start, end in zip([0, *ends], ends, strict=False):
+        yield f"──── document at {start:,} · {end - start:,} tokens ".ljust(100, "─")
+        ids = pack.input_ids[start:end]
+        yield text_of(ids)
         if pack.trained is not None:
-            shown["[trained on] "] = shown[""][pack.trained[begin:end]]
-        for what, ids in shown.items():
-            yield what + (
-                tokenizer.decode(ids, skip_special_tokens=False)
-                if tokenizer
-                else " ".join(map(str, ids))
-            )
+            yield f"[trained on] {text_of(ids[pack.trained[start:end]])}"
     if ends[-1] < packs.length:
         yield f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─")
 

@@ -1,11 +1,12 @@
-"""What a pack is, and packs in Arrow files beside a manifest that knows them all.
+"""Define a pack, and write and read packs in Arrow files.
 
-    packs.json                settings, statistics and tokenizer of the packs, and every file with its size and SHA-256
-    train/data-00000.arrow    an Arrow stream of record batches, a row a pack
-    held_out/...              where a part of the text is set apart
-    tokenizer.json            and whatever else travels with the packs
+    packs.json                settings, statistics, tokenizer, and the size and SHA-256 of each file
+    train/data-00000.arrow    an Arrow stream of record batches, one row for each pack
+    held_out/...              if a share of the text is held out
+    tokenizer.json            and other files that belong to the packs
 
-Both sides use pyarrow alone: a memory-mapped record batch is already a NumPy array. `datasets.Dataset.from_file` reads each file.
+Writer and reader use pyarrow alone: a memory-mapped record batch already is a NumPy array.
+`datasets.Dataset.from_file` reads each file, too.
 """
 
 from __future__ import annotations
@@ -33,9 +34,8 @@ Split = Literal["train", "held_out"]
 
 IGNORE = -100  # the label of a token without a loss, which torch's and transformers' losses skip
 MANIFEST = "packs.json"
-# in the folder of a stream: the packs that stay, to look at and to evaluate on
-FIRST = "part-00000000"
-SHARD_BYTES = 512 * 2**20  # of a file, after which another begins
+FIRST = "part-00000000"  # the part of a stream that stays on the disk
+SHARD_BYTES = 512 * 2**20  # size of a file after which a new one starts
 _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 
 
@@ -43,41 +43,47 @@ _REMEDY = "prepare the packs again, or fetch them again if they were copied"
 class Pack:
     """One row of training data, always `length` tokens wide."""
 
-    # [length] uint32; a read-only view into the file where the format allows it
-    input_ids: np.ndarray
+    input_ids: np.ndarray  # [length] uint32; a read-only view into the file if possible
     lengths: np.ndarray  # [documents] int32, in order; the tokens after their sum are padding
-    # position of the first token in its document; > 0 where it goes on from another pack
+    # Position of the first token in its document. Above 0 if the document started in another pack.
     first_position: int = 0
-    # [length] bool: which tokens are to be learnt, each as the label of the token before it; None: all
+    # [length] bool: which tokens have a loss as the label of the token before; None: all of them.
     trained: np.ndarray | None = None
 
 
 class Packs:
-    """Random access to the packs of one split, of any format. Threads may share one."""
+    """The packs of one split, in any format, by index. Threads may share an object."""
 
     path: Path
-    length: int
-    # sha256 hex of what a model would see, in order: equal fingerprints mean equal training data
+    length: int  # tokens of a pack
+    # SHA-256 of all that a model sees, in order. Equal fingerprints mean equal training data.
     fingerprint: str
-    # name, fingerprint, vocab_size, bos_id, eos_id, pad_id, where the format knows them
+    # name, fingerprint, vocab_size, bos_id, eos_id and pad_id, as far as the format records them
     tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Pack:
-        """Pack `index` of 0 .. len - 1; IndexError outside. Formats give views of files, so what is not looked at is not read."""
+        """Return pack `index` of 0 to len - 1. Raise IndexError outside of it.
+
+        Most formats return views into files, so bytes are read when they are used.
+        """
         raise NotImplementedError
 
     def verify(self) -> None:
-        """Hash every file, also those checked before; InputError names the first that is not what its writer recorded."""
+        """Hash every file again.
+
+        Raises InputError with the first file that is not as its writer recorded it.
+        """
 
 
 class JoinedPacks(Packs):
-    """The packs of several others, one after another."""
+    """The packs of several stores, one store after another."""
 
     def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
-        self.path, self.joined = path, joined
+        self.path = path
+        self.joined = joined
         self._starts = [0, *accumulate(map(len, joined))]
 
     def __len__(self) -> int:
@@ -89,14 +95,17 @@ class JoinedPacks(Packs):
 
 
 def checked_index(index: int, count: int) -> int:
-    """`index` itself; IndexError unless it lies in 0 .. count - 1. Negative ones are refused: they hide arithmetic mistakes."""
+    """Return `index`. Raise IndexError unless it is one of 0 to count - 1.
+
+    Negative indices are refused: they hide arithmetic mistakes.
+    """
     if not 0 <= index < count:
         raise IndexError(f"pack {index} of {count}")
     return index
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The content of packs.json, which is what was written, by its checksum; else InputError."""
+    """Return the content of packs.json. Raise InputError if its checksum does not fit."""
     file = path / MANIFEST
     manifest = load_object(file, _REMEDY)
     if manifest.pop("checksum", None) != hash_of(manifest):
@@ -107,25 +116,29 @@ def read_manifest(path: Path) -> dict[str, Any]:
 class PackWriter(AbstractContextManager):
     """Writes a folder of packs that is either complete or absent.
 
-    Everything goes to a hidden `folder` beside `path`, which `finish` completes, flushes and renames to `path`. Leaving the block
-    without `finish` removes it. Further files in it travel with the packs. One writer a path at a time.
+    Everything goes to a hidden `folder` beside `path`. `finish` completes and flushes it, and
+    renames it to `path`. Leaving the block without `finish` removes it. Other files in `folder`
+    belong to the packs, too. A path may have one writer at a time.
     """
 
     def __init__(self, path: Path, length: int) -> None:
-        self.path = Path(os.path.realpath(path))  # packs may lie on a large disk, and a link here
+        # `path` may be a link to a folder on a larger disk.
+        self.path = Path(os.path.realpath(path))
         self.length = length
         self.folder = self.path.with_name(f".{self.path.name}.partial")
-        # what a killed writer left; nothing there was ever complete
-        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed writer
         self.folder.mkdir(parents=True)
         self._splits: dict[Split, _SplitWriter] = {}
 
     def __exit__(self, *exception: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)  # already renamed away where `finish` ran
+        shutil.rmtree(self.folder, ignore_errors=True)  # It is gone if `finish` has renamed it.
 
     def add(self, split: Split, *packs: Pack) -> None:
-        """Append packs as one record batch, which must fit in memory; thousands of small ones would open slowly. Each pack of a
-        split has a mask (`trained`), or none has."""
+        """Append packs as one record batch, which must fit in memory.
+
+        Thousands of small batches would open slowly. Either all packs of a split have a mask
+        (`trained`), or none has.
+        """
         if split not in self._splits:
             masked = packs[0].trained is not None
             self._splits[split] = _SplitWriter(self.folder / split, self.length, masked=masked)
@@ -138,11 +151,15 @@ class PackWriter(AbstractContextManager):
         statistics: dict[str, Any],
         tokenizer: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Complete the folder, move it to `path` and return the manifest, which packs.json holds. All three dicts are JSON-able.
-        Raises InputError if no training pack was written, OSError where `path` is there and no empty folder."""
+        """Complete the folder, move it to `path`, and return the manifest that packs.json holds.
+
+        The arguments are recorded in the manifest and must be JSON-able. Raises InputError if no
+        training pack was written, and OSError if `path` exists and is not an empty folder.
+        """
         if "train" not in self._splits:
             raise InputError(
-                f"{self.path}: no training pack was made; the source holds no text, or all of it is held out"
+                f"{self.path}: no training pack was made; the source holds no text, or all of it "
+                "is held out"
             )
         splits = {
             name: self._splits[name].finish()
@@ -158,7 +175,7 @@ class PackWriter(AbstractContextManager):
             "splits": splits,
             "files": [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()],
         }
-        # as it will be read back, so that the checksum fits
+        # The checksum is of the values as JSON gives them back.
         manifest = json.loads(json.dumps(manifest, default=str))
         text = json.dumps(manifest | {"checksum": hash_of(manifest)}, indent=1, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -169,14 +186,18 @@ class PackWriter(AbstractContextManager):
 
 
 class _SplitWriter:
-    """The files of one split, and what the manifest says of them."""
+    """Writes the files of one split, and returns their part of the manifest."""
 
     def __init__(self, folder: Path, length: int, *, masked: bool) -> None:
         folder.mkdir()
-        self.folder, self.length, self.masked = folder, length, masked
-        self.packs = self.documents = self.tokens = 0
+        self.folder = folder
+        self.length = length
+        self.masked = masked
+        self.packs = 0
+        self.documents = 0
+        self.tokens = 0
         self.shards: list[Path] = []
-        # by column: batches must not change the fingerprint
+        # A hash for each column, so that batches do not change the fingerprint.
         self.hashes = [hashlib.sha256() for _ in range(4 + masked)]
         self.stream: pa.ipc.RecordBatchStreamWriter | None = None
 
@@ -184,25 +205,23 @@ class _SplitWriter:
         ids = np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False)
         lengths = np.concatenate([pack.lengths for pack in packs]).astype(np.int32, copy=False)
         offsets = np.append(0, np.cumsum([len(pack.lengths) for pack in packs])).astype(np.int32)
-        firsts = np.array([pack.first_position for pack in packs], np.int32)
-        masks = (
-            [np.packbits(np.stack([pack.trained for pack in packs]), axis=1, bitorder="little")]
-            if self.masked
-            else []
-        )
-        for hasher, column in zip(
-            self.hashes, (ids, lengths, np.diff(offsets), firsts, *masks), strict=True
-        ):
+        first_positions = np.array([pack.first_position for pack in packs], np.int32)
+        hashed = [ids, lengths, np.diff(offsets), first_positions]
+        columns = {
+            "input_ids": _rows(ids),
+            "lengths": pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
+            "first_position": pa.array(first_positions),
+        }
+        if self.masked:  # one bit for each token
+            masks = np.stack([pack.trained for pack in packs])
+            bits = np.packbits(masks, axis=1, bitorder="little")
+            hashed.append(bits)
+            columns["trained"] = _rows(bits)
+        for hasher, column in zip(self.hashes, hashed, strict=True):
             hasher.update(column)
         self.packs += len(packs)
         self.documents += len(lengths)
         self.tokens += int(lengths.sum(dtype=np.int64))
-        columns = {
-            "input_ids": _rows(ids),
-            "lengths": pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
-            "first_position": pa.array(firsts),
-            **({"trained": _rows(masks[0])} if masks else {}),  # a bit a token
-        }
         batch = pa.record_batch(columns)
         if self.stream is None:
             self.shards.append(self.folder / f"data-{len(self.shards):05d}.arrow")
@@ -213,7 +232,7 @@ class _SplitWriter:
             self._close_shard()
 
     def finish(self) -> dict[str, Any]:
-        """Returns the split's part of the manifest."""
+        """Return the split's part of the manifest."""
         if self.stream is not None:
             self._close_shard()
         content = {
@@ -234,9 +253,10 @@ class _SplitWriter:
 
 
 class ArrowPacks(Packs):
-    """One split of a folder that PackWriter wrote, memory-mapped. InputError where a file is missing, truncated or damaged.
+    """One split of a folder that PackWriter wrote, memory-mapped.
 
-    The fingerprint covers tokens, lengths, positions, masks and their order, but not how they are sharded.
+    Raises InputError if a file is missing, truncated or damaged. The fingerprint covers tokens,
+    lengths, positions, masks and their order, but not the cut into files.
     """
 
     def __init__(self, path: Path, split: Split = "train") -> None:
@@ -261,14 +281,12 @@ class ArrowPacks(Packs):
         number = bisect_right(self._starts, checked_index(index, len(self))) - 1
         ids, lengths, offsets, first_positions, *masks = self._batches[number]
         row = index - self._starts[number]
-        mask = (
-            np.unpackbits(masks[0][row], count=self.length, bitorder="little").view(np.bool_)
-            if masks
-            else None
-        )
-        return Pack(
-            ids[row], lengths[offsets[row] : offsets[row + 1]], int(first_positions[row]), mask
-        )
+        trained = None
+        if masks:
+            bits = np.unpackbits(masks[0][row], count=self.length, bitorder="little")
+            trained = bits.view(np.bool_)
+        document_lengths = lengths[offsets[row] : offsets[row + 1]]
+        return Pack(ids[row], document_lengths, int(first_positions[row]), trained)
 
     def verify(self) -> None:
         check_files(
@@ -276,8 +294,11 @@ class ArrowPacks(Packs):
         )
 
     def _map(self, path: Path) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yields for each record batch, as views of the file: ids [rows, length], lengths, offsets [rows + 1], first positions
-        and, with masks, their bits [rows, bytes]."""
+        """Yield the columns of each record batch, as views into the file.
+
+        These are ids [rows, length], document lengths, offsets [rows + 1] of a row's lengths, first
+        positions [rows] and, for packs with masks, their bits [rows, bytes].
+        """
         with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
             for ids, lengths, first_positions, *masks in (batch.columns for batch in stream):
                 yield (
@@ -290,7 +311,7 @@ class ArrowPacks(Packs):
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """Returns what the manifest records of a finished file."""
+    """Return the manifest's entry for a complete file."""
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
@@ -302,12 +323,15 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
 
 
 def _rows(values: np.ndarray) -> pa.Array:
-    """Returns an array of lists over the memory of `values`, which are 2-dimensional."""
+    """Return an array of lists over the memory of `values`, which have two dimensions."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
-    """Returns the array's own memory as numpy sees it. (`to_numpy` does, and imports pandas where it is installed.)"""
+    """Return the memory of an array as a NumPy array.
+
+    `to_numpy` does the same, but imports pandas if that is installed.
+    """
     return np.frombuffer(
         array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8
     )

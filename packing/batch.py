@@ -1,7 +1,8 @@
-"""Packs to the tensors of a step: every batch has the same shapes, whatever documents it holds.
+"""Build the tensors of a step from packs. Every batch has the same shapes, whatever it holds.
 
-A microbatch is several packs laid end to end in one row of T = microbatch * length tokens. `cu_seqlens`, the offsets of the
-documents, says which tokens may attend to each other; `labels` are shifted and masked already.
+A microbatch is several packs laid end to end in one row of T = microbatch * length tokens.
+`cu_seqlens`, the offsets of the documents, decides which tokens may attend to each other. `labels`
+are already shifted and masked.
 """
 
 from __future__ import annotations
@@ -26,44 +27,45 @@ from packing.order import Order, spread
 
 T = TypeVar("T")
 
-# The number of offsets is rounded up to a multiple of this, so that it is not a new number in every microbatch. Padding to the
-# worst case instead (1,024 slots for 165 documents) costs 10 % of an H200's training speed: empty documents are not free.
+# The number of offsets is rounded up to a multiple of this, so that it is not new in every
+# microbatch. Padding to the worst case (1,024 slots for 165 documents) costs 10 % of an H200's
+# training speed: empty documents are not free.
 OFFSETS_MULTIPLE = 16
-_AHEAD = 2  # results that a thread builds before they are asked for
+_AHEAD = 2  # results that a thread builds in advance
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """The input of one forward and backward pass; T = packs * length. All tensors lie on the CPU, pinned if asked for."""
+    """The input of one forward and backward pass; T = packs * length. Tensors are on the CPU."""
 
     input_ids: Tensor  # [1, T] int64
-    # [1, T] int64, from 0 in each document, or from first_position in a pack's first
+    # [1, T] int64, from 0 in each document, but from first_position in the first one of a pack
     position_ids: Tensor
     labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
     # [bucket] int32: 0, the end of each document, then T up to the bucket's size
     cu_seqlens: Tensor
-    # the pack length, which bounds every document; constant, since every other value would
-    # recompile
+    # The pack length, which bounds every document. It is constant: another value would recompile.
     max_seqlen: int
     valid_tokens: int  # labels that are not IGNORE
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One rank's microbatches of one step, and totals over all ranks. Every rank has equally many microbatches.
+    """One rank's microbatches of a step, and totals over all ranks.
 
-    The totals need no communication: every rank reads the document lengths of all the step's packs, but tokens of its own only.
+    Every rank has the same number of microbatches. The totals need no communication: every rank
+    reads the document lengths of all packs of the step, but only its own tokens.
     """
 
     microbatches: list[Microbatch]  # of this rank
-    tokens: int  # over all ranks, padding included: packs * length
-    valid_tokens: int  # over all ranks; the loss is divided by this, never by a microbatch's count
-    # Over all ranks, of real documents, for the FLOPs of attention; attention over padding is not useful work.
+    tokens: int  # over all ranks, with padding: packs * length
+    valid_tokens: int  # over all ranks; the loss is divided by it
+    # Over all ranks, for the FLOPs of attention. Attention over padding is not useful work.
     sum_squared_lengths: int
-    epoch: float  # epochs consumed once this step is done
-    # Once the step is done: epochs and share of each of several sources, and the place in a stream.
+    epoch: float  # epochs after this step
+    # After this step: epochs and share of each of several sources, and the part of a stream.
     sources: dict[str, float] = field(default_factory=dict)
-    places: range = range(0)  # of the step's packs in the stream, over all ranks
+    places: range = range(0)  # places of the step's packs in the stream, over all ranks
 
 
 def build_microbatch(
@@ -71,13 +73,14 @@ def build_microbatch(
 ) -> Microbatch:
     """Lay packs of one length end to end.
 
-    The last token of a pack has no label. The last one of a document has none with `mask_boundaries`, and else predicts the next
-    document's first. Tokens that are not to be learnt (`Pack.trained`) are no labels, nor is padding at a pack's end, which is a
-    document of its own to attention.
+    The last token of a pack has no label. The last token of a document has none with
+    `mask_boundaries`; otherwise it predicts the first token of the next document. Tokens without a
+    loss (`Pack.trained`) and padding are no labels. Padding at the end of a pack is a document of
+    its own for attention.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
-    # Documents and padding tails cover the microbatch without a gap.
+    # Documents and padding cover the microbatch without a gap.
     tails = [length - int(pack.lengths.sum()) for pack in packs]
     parts = [
         np.append(pack.lengths, tail) if tail else pack.lengths
@@ -93,16 +96,15 @@ def build_microbatch(
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
-    for begin, pack in zip(range(0, total, length), packs, strict=True):
+    for start, pack in zip(range(0, total, length), packs, strict=True):
         if pack.trained is not None:
-            labels[begin : begin + length - 1][~pack.trained[1:]] = IGNORE
+            labels[start : start + length - 1][~pack.trained[1:]] = IGNORE
     for end, tail in zip(range(length, total + 1, length), tails, strict=True):
-        if tail:  # from the last real token on, which would have to guess padding
+        if tail:  # The last real token would have to predict padding, so it has no label either.
             labels[end - min(tail + 1, length) : end] = IGNORE
 
-    offsets = np.full(
-        -(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE, total, dtype=np.int32
-    )
+    bucket = -(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE
+    offsets = np.full(bucket, total, dtype=np.int32)
     offsets[0] = 0
     offsets[1 : len(ends) + 1] = ends
     return Microbatch(
@@ -121,7 +123,7 @@ def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
 
 
 def sum_of_squares(lengths: np.ndarray) -> int:
-    """Sum of squared document lengths, which causal attention's cost is proportional to."""
+    """Return the sum of squared document lengths. The cost of causal attention is proportional."""
     lengths = lengths.astype(np.int64)
     return int(lengths @ lengths)
 
@@ -129,35 +131,42 @@ def sum_of_squares(lengths: np.ndarray) -> int:
 def count_valid_tokens(
     lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool
 ) -> int:
-    """Labels of a pack with these document lengths, without building it: every token to be learnt is one but for the first of
-    each document, or of the pack."""
+    """Return the number of labels of a pack with these document lengths.
+
+    Every trained token is a label, except the first one of each document, or of the pack without
+    `mask_boundaries`.
+    """
     real = int(lengths.sum())
+    firsts_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
     if trained is None:
-        return real - len(lengths) if mask_boundaries else max(real - 1, 0)
-    firsts = (
-        np.cumsum(lengths) - lengths
-        if mask_boundaries
-        else np.zeros(min(len(lengths), 1), np.int64)
-    )
+        return real - firsts_count
+    firsts = (np.cumsum(lengths) - lengths)[:firsts_count]
     return int(np.count_nonzero(trained[:real]) - np.count_nonzero(trained[firsts]))
 
 
 class Prefetch(AbstractContextManager, Iterator[T]):
-    """Iterates over build(n) for the numbers given, in order; a thread (numpy releases the interpreter lock) builds ahead.
+    """Iterates over build(n) for the given numbers, in order. A thread builds ahead.
 
-    An exception of `build` is raised by the `next` that would have returned its result, and ends the iteration. `close`, leaving
-    a `with` block and iterating to the end all return once the thread has ended; what was not consumed is dropped.
+    NumPy releases the interpreter lock meanwhile. An exception of `build` is raised by the `next`
+    that would have returned its result, and ends the iteration. Closing, leaving the `with` block
+    and iterating to the end return when the thread has ended. Results that remain are dropped.
     """
 
-    def __init__(self, build: Callable[[int], T], numbers: Iterable[int], pin_memory: bool) -> None:
-        # how long the last `next` waited for its result, and `ready` before it
-        self.data_wait_ms = 0.0
-        self._waited_ms = 0.0  # by `ready`, since then
+    def __init__(
+        self,
+        build: Callable[[int], T],
+        numbers: Iterable[int],
+        pin_memory: bool,
+        stop_waiting: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Start to build. `close` calls `stop_waiting`, to end a `build` that waits for packs."""
+        self.data_wait_ms = 0.0  # time that the last `next`, and `ready` before it, have waited
+        self._waited_ms = 0.0  # time that `ready` has waited since then
         self._build = build
         self._numbers = iter(numbers)
+        self._stop_waiting = stop_waiting
         setup = None
-        # pinning goes through a thread's device, and by default every rank would take memory of the
-        # first
+        # Pinning uses the device of a thread, which by default is the first one for every rank.
         if pin_memory:
             setup = partial(
                 torch.accelerator.set_device_index, torch.accelerator.current_device_index()
@@ -174,16 +183,18 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         )
 
     def ready(self, seconds: float) -> bool:
-        """Returns whether `next` would return, or raise, at once; waits for that, so many seconds at most."""
+        """Wait at most `seconds`. Return whether `next` would then return, or raise, at once."""
         started = time.perf_counter()
-        done = not self._pending or bool(wait(islice(self._pending, 1), seconds).done)
+        is_ready = not self._pending or bool(wait(islice(self._pending, 1), seconds).done)
         self._waited_ms += (time.perf_counter() - started) * 1e3
-        return done
+        return is_ready
 
     @property
     def failure(self) -> BaseException | None:
-        """What `next` would raise at once; None where it would not, or where that is not known yet."""
-        return self._pending[0].exception() if self._pending and self._pending[0].done() else None
+        """The exception that `next` would raise at once, or None."""
+        if self._pending and self._pending[0].done():
+            return self._pending[0].exception()
+        return None
 
     def __next__(self) -> T:
         if not self._pending:
@@ -191,21 +202,20 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             raise StopIteration
         started = time.perf_counter()
         future = self._pending.popleft()
-        failed = future.exception() is not None  # waits
-        self.data_wait_ms, self._waited_ms = (
-            self._waited_ms + (time.perf_counter() - started) * 1e3,
-            0.0,
-        )
-        if failed:
+        has_failed = future.exception() is not None  # This waits for the result.
+        self.data_wait_ms = self._waited_ms + (time.perf_counter() - started) * 1e3
+        self._waited_ms = 0.0
+        if has_failed:
             self.close()
         else:
             self._submit(1)
         return future.result()
 
     def close(self) -> None:
-        """Drop what was not consumed and wait for the thread to end; closing twice is harmless."""
+        """Drop the remaining results and wait for the thread to end. Closing twice is harmless."""
         self._numbers = iter(())
         self._pending.clear()
+        self._stop_waiting()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def __exit__(self, *exception: object) -> None:
@@ -214,20 +224,20 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """How packs become the microbatches of one rank."""
+    """The rule that turns packs into the microbatches of one rank."""
 
     microbatch: int  # packs in one forward pass
     rank: int
     world_size: int
     mask_boundaries: bool
     pin_memory: bool = False
-    # if given, a token id beyond it is an InputError instead of a crash on the device
+    # A larger token id raises InputError. On a device it would crash.
     vocab_size: int | None = None
-    # if given, so is a document that goes on from another pack beyond so many positions
+    # A document that was cut between packs raises InputError beyond this number of positions.
     positions: int | None = None
 
     def build(self, packs: Packs, indices: Sequence[int]) -> Microbatch:
-        """The microbatch of these packs, filled up with blank ones: without documents and labels."""
+        """Return the microbatch of these packs, filled up with blank ones without documents."""
         chosen = [read_pack(packs, index, self.vocab_size, self.positions) for index in indices]
         blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
         chosen += [blank] * (self.microbatch - len(chosen))
@@ -236,8 +246,10 @@ class Batching:
         )
 
     def evaluation(self, packs: Packs, limit: int | None = None) -> Prefetch[Microbatch]:
-        """This rank's part of one pass over all packs, or over the first `limit` packs, in order. Every rank gets equally many
-        microbatches, so that none waits for another in a collective."""
+        """Return this rank's part of one pass over the packs, or over the first `limit` ones.
+
+        Every rank gets the same number of microbatches, so that none waits in a collective.
+        """
         count = len(packs) if limit is None else min(limit, len(packs))
 
         def build(turn: int) -> Microbatch:
@@ -252,27 +264,29 @@ class Batching:
 class BatchStream(Batching):
     """The batches of one rank, by step number.
 
-    `step(n)` is a pure function, so a run that resumes at step n gets the tensors that the uninterrupted one had. Where a step's
-    packs do not fill the microbatches of all ranks, blank ones do: nothing in them is a label, so losses and gradients are those
-    of the packs alone. A step has a pack for each rank at least, so every rank has one in its first microbatch.
+    `step(n)` is a pure function: a run that resumes at step n gets the tensors of the uninterrupted
+    run. If the packs of a step do not fill the microbatches of all ranks, blank packs do. They have
+    no labels, so they change neither losses nor gradients. A step has at least one pack for each
+    rank, so every rank has one in its first microbatch.
     """
 
     packs: Packs
     order: Order
 
     def step(self, number: int) -> StepBatches:
-        """The batches of step `number`, counted from 0."""
+        """Return the batches of step `number`, counted from 0."""
         indices = self.order.packs_of_step(number).tolist()
         packs = [self.packs[index] for index in indices]
         squares = [sum_of_squares(pack.lengths) for pack in packs]
         microbatches = -(-len(indices) // (self.world_size * self.microbatch))
         blanks = self.world_size * microbatches * self.microbatch - len(indices)
-        # Blanks cost nothing, so they are dealt last, to the lightest microbatches; one of blanks alone ends its rank's.
-        mine = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
+        # Blank packs cost nothing, so they go last, to the lightest microbatches. A microbatch of
+        # blank packs alone comes last on its rank.
+        of_rank = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
             microbatches=[
-                self.build(self.packs, [indices[i] for i in places if i < len(indices)])
-                for places in mine
+                self.build(self.packs, [indices[i] for i in members if i < len(indices)])
+                for members in of_rank
             ],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(
@@ -286,26 +300,34 @@ class BatchStream(Batching):
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
-        """Steps `start` to `stop` (exclusive), built ahead by a thread. Use it in a `with` block, or iterate to the end."""
-        return Prefetch(self.step, range(start, stop), self.pin_memory)
+        """Return steps `start` to `stop` (exclusive), which a thread builds ahead.
+
+        Use it in a `with` block, or iterate to the end.
+        """
+        return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
 
 
 def read_pack(
     packs: Packs, index: int, vocab_size: int | None, positions: int | None = None
 ) -> Pack:
-    """Pack `index`. InputError where it holds a token id that a model of `vocab_size` (None: not known) does not have, or where
-    its first document goes on beyond so many `positions`."""
+    """Return pack `index`.
+
+    Raises InputError if a token id is not below `vocab_size`, or if the first document reaches
+    beyond `positions`. None means that any is accepted.
+    """
     pack = packs[index]
-    if vocab_size is not None and (highest := int(pack.input_ids.max())) >= vocab_size:
-        raise InputError(
-            f"{packs.path}: pack {index} holds token id {highest}, and the model has {vocab_size} ids; take its own tokenizer"
-        )
-    if (
-        positions
-        and len(pack.lengths)
-        and (end := pack.first_position + int(pack.lengths[0])) > positions
-    ):
-        raise InputError(
-            f"{packs.path}: pack {index} goes on to position {end - 1:,}, the model knows {positions:,}; let positions restart"
-        )
+    if vocab_size is not None:
+        highest = int(pack.input_ids.max())
+        if highest >= vocab_size:
+            raise InputError(
+                f"{packs.path}: pack {index} holds token id {highest}, and the model has "
+                f"{vocab_size} ids; take its own tokenizer"
+            )
+    if positions and len(pack.lengths):
+        end = pack.first_position + int(pack.lengths[0])
+        if end > positions:
+            raise InputError(
+                f"{packs.path}: pack {index} goes on to position {end - 1:,}, the model knows "
+                f"{positions:,}; let positions restart"
+            )
     return pack

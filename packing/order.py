@@ -1,9 +1,10 @@
-"""Which packs make step n, and which rank computes which of them: pure functions, so that resuming needs a number.
+"""Decide which packs form a step, and which rank computes which of them, by pure functions.
 
-The stream of packs is endless. Each place in it belongs to one of the sources, by their shares of the tokens, and each source
-goes through its packs epoch after epoch, in another order each time. An epoch's order is a permutation that gives the pack at
-place i directly. So nothing is replayed or saved, and every number of processes sees the same packs. The integer arithmetic is
-written out here, since a library's random generator may change between versions.
+The stream of packs is endless. Each place in it belongs to one of the sources, by their shares of
+the tokens. Each source goes through its packs epoch after epoch, in another order each time. An
+epoch's order is a permutation that gives the pack at place i directly. So a run resumes by the
+number of its step, and any number of processes sees the same packs. The integer arithmetic is
+written out, since the random generator of a library may change between versions.
 """
 
 from __future__ import annotations
@@ -19,132 +20,141 @@ from foundation.errors import InputError
 from foundation.files import hash_of
 from packing.arrow import ArrowPacks, JoinedPacks, Packs
 
-# With eight rounds over 6 bits or more, every order of up to 8 packs is as frequent as any other, by a chi-square test of 20,000
-# seeds. Over 4 bits it is not, even with twelve rounds.
+# With eight rounds over 6 bits or more, all orders of up to 8 packs are equally frequent, by a
+# chi-square test of 20,000 seeds. Over 4 bits they are not, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
 _SAMPLED_PACKS = 1000
-_PARTS = 1 << 24  # shares are rounded to 1 / this; with it places of up to 2^39 packs fit 64 bits
+# Shares are rounded to multiples of 1 / _PARTS. Then places of up to 2^39 packs fit 64 bits.
+_PARTS = 1 << 24
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Returns the indices of all of `count` packs or, where they are more, of `most` that are spread evenly over them."""
+    """Return the indices of `count` packs, or of `most` evenly spread ones if there are more."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Which places of the endless stream of packs belong to which source."""
+    """The rule that assigns each place in the endless stream of packs to one source."""
 
-    names: tuple[str, ...]  # ("",): a single source, without a name
+    names: tuple[str, ...]  # ("",) for a single source
     counts: tuple[int, ...]  # packs of each source
-    weights: tuple[float, ...]  # share of the tokens that each source shall have; 1 together
-    # real tokens in a pack of each source, without padding, on average
-    tokens_per_pack: tuple[float, ...]
+    weights: tuple[float, ...]  # intended share of each source in the tokens; their sum is 1
+    tokens_per_pack: tuple[float, ...]  # mean tokens in a pack of each source, without padding
 
     @classmethod
     def alone(cls, count: int) -> Mixture:
-        """One source with `count` packs."""
+        """Return the mixture of one source with `count` packs."""
         return cls(("",), (count,), (1.0,), (1.0,))
 
     @property
     def share_of_packs(self) -> list[float]:
-        """Each source's share of all packs, which sum to 1: its share of the tokens, divided by how full its packs are."""
+        """Share of each source in the packs: its share of the tokens, over the tokens of a pack.
+
+        The shares sum to 1.
+        """
         packs = [
             weight / tokens
             for weight, tokens in zip(self.weights, self.tokens_per_pack, strict=True)
         ]
-        return [each / sum(packs) for each in packs]
+        return [count / sum(packs) for count in packs]
 
     def packs_before(self, places: np.ndarray | int) -> list[np.ndarray]:
-        """Returns for each source how many of the packs before each of `places` are of it; int64, the shape of `places`."""
-        left, packs, shares = np.asarray(places, np.int64), [], self.share_of_packs
+        """Return, for each source, how many of the packs before `places` belong to it.
+
+        Each array is int64 and has the shape of `places`.
+        """
+        left = np.asarray(places, np.int64)
+        shares = self.share_of_packs
+        packs = []
         for number, share in enumerate(shares):
-            # out of `_PARTS` that no source before takes; the last takes all
+            # A rate of the places that earlier sources leave. The last source takes all of them.
             rate = round(_PARTS * share / sum(shares[number:]))
             packs.append(left * rate // _PARTS)
             left = left - packs[-1]
         return packs
 
     def epochs(self, place: int) -> dict[str, float]:
-        """Returns how often each source has been gone through before `place`."""
+        """Return the epochs of each source before `place`."""
+        packs = self.packs_before(place)
         return {
-            name: int(n) / count
-            for name, n, count in zip(
-                self.names, self.packs_before(place), self.counts, strict=True
-            )
+            name: int(done) / count
+            for name, done, count in zip(self.names, packs, self.counts, strict=True)
         }
 
     def shares(self, place: int) -> dict[str, float]:
-        """The share of the tokens before `place` that came from each source; the weights themselves before the first."""
+        """Return the share of each source in the tokens before `place`, or its weight for none."""
         tokens = [
-            int(n) * each
-            for n, each in zip(self.packs_before(place), self.tokens_per_pack, strict=True)
+            int(packs) * per_pack
+            for packs, per_pack in zip(self.packs_before(place), self.tokens_per_pack, strict=True)
         ]
-        return dict(
-            zip(
-                self.names,
-                (each / sum(tokens) for each in tokens) if any(tokens) else self.weights,
-                strict=True,
-            )
-        )
+        shares = [count / sum(tokens) for count in tokens] if any(tokens) else self.weights
+        return dict(zip(self.names, shares, strict=True))
 
 
 @dataclass(frozen=True)
 class Order:
     """The endless stream of packs, cut into steps. Packs are numbered one source after another.
 
-    Nothing is dropped or repeated within an epoch of a source: a step goes on with the next epoch's first packs.
+    Nothing is dropped or repeated within an epoch of a source. A step that reaches the end of an
+    epoch continues with the first packs of the next one.
     """
 
     mixture: Mixture
     packs_per_step: int
     seed: int
-    # packs by which step 0 is further on in the stream; below 0 after steps that were smaller
+    # Offset of step 0 in the stream, in packs. Negative if earlier steps were smaller.
     shift: int = 0
 
     def places_of_step(self, step: int) -> range:
-        """The places in the stream of step `step`, from 0."""
+        """Return the places of step `step`, counted from 0, in the stream."""
         first = step * self.packs_per_step + self.shift
         return range(first, first + self.packs_per_step)
 
     def packs_of_step(self, step: int) -> np.ndarray:
-        """Indices of the packs that step `step` trains on; [packs_per_step] int64, in stream order."""
+        """Return the indices of a step's packs, in stream order: [packs_per_step] int64."""
         places = np.array(self.places_of_step(step), np.int64)
-        before, after = self.mixture.packs_before(places), self.mixture.packs_before(places + 1)
+        before = self.mixture.packs_before(places)
+        after = self.mixture.packs_before(places + 1)
         packs = np.empty_like(places)
         for number in range(len(before)):
-            own = np.flatnonzero(after[number] > before[number])
-            packs[own] = self.packs_of_source(number, before[number][own])
+            of_source = np.flatnonzero(after[number] > before[number])
+            packs[of_source] = self.packs_of_source(number, before[number][of_source])
         return packs
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """The packs that come at `places`, ascending int64, of the stream of source `number` alone."""
+        """Return the packs at `places`, ascending int64, of the stream of source `number` alone."""
         key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
-        # sources of equal size must not go through their packs in the same order
+        # Sources of equal size must not go through their packs in the same order.
         if self.mixture.names != ("",):
             key = splitmix64(splitmix64(key + np.uint64(number)))
         count = self.mixture.counts[number]
         epoch, within = np.divmod(places, count)
-        # Mixing the seed before the epoch is added keeps (seed 0, epoch 1) and (seed 1, epoch 0) apart.
-        return sum(self.mixture.counts[:number]) + permute(
-            within, count, splitmix64(key + epoch.astype(np.uint64))
-        )
+        first = sum(self.mixture.counts[:number])
+        # The seed is mixed before the epoch is added. So (seed 0, epoch 1) differs from (1, 0).
+        return first + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
+
+    def stop_waiting(self) -> None:
+        """Stop a thread that waits for packs of this order. Packs that exist are not waited for."""
 
     def epoch_of(self, step: int) -> float:
-        """Packs consumed when `step` starts, by how many there are. The epochs of several sources differ: `figures`."""
+        """Return the number of packs before `step` over the number of packs in all sources.
+
+        The epochs of several sources differ; see `figures`.
+        """
         return self.places_of_step(step).start / sum(self.mixture.counts)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Epochs and share of the tokens of each of several sources once `step` steps are done, for metrics."""
+        """Return metrics after `step` steps: epochs and share of the tokens of each source."""
         if self.mixture.names == ("",):
             return {}
         place = self.places_of_step(step).start
-        epochs, shares = self.mixture.epochs(place), self.mixture.shares(place)
+        epochs = self.mixture.epochs(place)
+        shares = self.mixture.shares(place)
         return {
-            f"{figure}/{name}": of[name]
-            for figure, of in (("epoch", epochs), ("share", shares))
-            for name in epochs
+            **{f"epoch/{name}": epoch for name, epoch in epochs.items()},
+            **{f"share/{name}": share for name, share in shares.items()},
         }
 
 
@@ -154,40 +164,43 @@ class MixedPacks(JoinedPacks):
     def __init__(
         self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]
     ) -> None:
+        """Raise InputError if two sources were made with different tokenizers."""
         super().__init__(path, list(parts.values()))
-        self.parts, self.weights = dict(parts), {name: weights[name] for name in parts}
+        self.parts = dict(parts)
+        self.weights = {name: weights[name] for name in parts}
         self.length = self.joined[0].length
-        known = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
-        self.tokenizer = (known or self.joined)[0].tokenizer  # MDS and token .bin know none
-        if other := next(
-            (
-                packs
-                for packs in known
-                if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]
-            ),
-            None,
-        ):
-            raise InputError(
-                f"{other.path}: made with another tokenizer than {known[0].path}; prepare them with the same"
-            )
+        # MDS and token .bin do not record their tokenizer.
+        recorded = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
+        self.tokenizer = (recorded or self.joined)[0].tokenizer
+        for packs in recorded:
+            if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]:
+                raise InputError(
+                    f"{packs.path}: made with another tokenizer than {recorded[0].path}; "
+                    "prepare them with the same"
+                )
         content = [
             [name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()
         ]
         self.fingerprint = hash_of(content)
 
     def mixture(self) -> Mixture:
-        counts, tokens = tuple(map(len, self.joined)), tuple(map(_tokens_of, self.joined))
+        """Return the rule that mixes these sources."""
+        counts = tuple(map(len, self.joined))
+        tokens = tuple(map(_tokens_of, self.joined))
         return Mixture(tuple(self.parts), counts, tuple(self.weights.values()), tokens)
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """The order in which a run trains on prepared `packs`, its step 0 `shift` packs further on."""
+    """Return the order of prepared `packs` in a training; see `Order`."""
     mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
     return Order(mixture, packs_per_step, seed, shift)
 
 
 def _tokens_of(packs: Packs) -> float:
-    """How many real tokens a pack has on average; where packs do not record their number, 1,000 of the packs are counted."""
+    """Return the mean number of tokens in a pack, without padding.
+
+    If the packs do not record it, 1,000 of them are counted.
+    """
     if isinstance(packs, ArrowPacks):
         return packs.tokens / len(packs)
     return float(
@@ -198,12 +211,15 @@ def _tokens_of(packs: Packs) -> float:
 def spread(
     costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int
 ) -> list[list[list[int]]]:
-    """Deal packs out to ranks and microbatches, equally many each, so that their costs are even; [rank][microbatch] -> indices.
+    """Distribute packs over ranks and microbatches evenly, by count and by cost.
 
-    A pack's cost is the sum of its squared document lengths, to which its attention's is proportional; all else is equal.
-    Longest processing time first (Graham 1969) with equal counts: the costliest remaining pack goes to the microbatch with the
-    least cost that still has room. Microbatches of similar cost then run at the same time on all ranks, the costliest of them on
-    the rank with the least so far. Ties go to the lower index.
+    The result has the indices of packs by rank and microbatch. The cost of a pack is the sum of its
+    squared document lengths: the cost of attention is proportional to it, and all else is equal.
+
+    Longest processing time first (Graham 1969) with equal counts: the costliest remaining pack goes
+    to the cheapest microbatch that has room. Then microbatches of similar cost run at the same time
+    on all ranks, the costliest of them on the rank with the least cost so far. Ties go to the lower
+    index.
     """
     bins = ranks * microbatches
     room = len(costs) // bins
@@ -231,13 +247,15 @@ def spread(
 
 
 def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """The values at `places` of the pseudo-random permutation of range(size) that `key` selects; int64, the shape of `places`.
+    """Return the values at `places` of the pseudo-random permutation of range(size) for `key`.
 
-    A Feistel network is a bijection of the b-bit numbers whatever its round function; b is the smallest that covers `size`. A
-    value outside range(size) goes through the network again until it falls inside ("cycle walking", Black and Rogaway 2002),
-    which keeps the bijection and takes at most 2 passes on average for any size above 32. The round function is splitmix64's.
+    `places` are integers in range(size). `key` is an integer, or an array with a key for each
+    place. The result is int64 and has the shape of `places`.
 
-    places: integers in range(size). key: an integer, or an array of the shape of `places` with a key for each.
+    A Feistel network is a bijection of the b-bit numbers for any round function; b is the smallest
+    number of bits that covers `size`. A value outside range(size) goes through the network again
+    until it falls inside ("cycle walking", Black and Rogaway 2002). That keeps the bijection, and
+    takes at most 2 passes on average for sizes above 32. The round function is splitmix64's.
     """
     value = np.asarray(places, dtype=np.uint64)
     keys = np.broadcast_to(np.asarray(key).astype(np.uint64), value.shape)
@@ -251,7 +269,7 @@ def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """Eight rounds on the upper and lower half of `bits` bits; of an odd number, the lower half has one more."""
+    """Apply eight Feistel rounds to numbers of `bits` bits. The lower half has an odd bit."""
     upper_bits = np.uint64(bits // 2)
     lower_bits = np.uint64(bits - bits // 2)
     one = np.uint64(1)
@@ -263,12 +281,15 @@ def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _mix(half: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """The round function: 64 bits that depend on half a value, on the key and on the round's number."""
+    """Return the round function's 64 bits of half a value, the key and the round's number."""
     return splitmix64(keys ^ splitmix64(half + np.uint64(number << 40)))
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """Returns one output of splitmix64 for each uint64 state, a bijection (Steele, Lea and Flood 2014; Vigna's constants)."""
+    """Return one output of splitmix64 for each uint64 state; a bijection.
+
+    Steele, Lea and Flood 2014, with Vigna's constants.
+    """
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,12 +1,8 @@
-"""What a record becomes by the `data` settings, and its ids: a text, a chat, or the tokens that it holds already.
+"""Turn a record into a document and its token ids: a text, a chat, or tokens that it already holds.
 
-Each of the three classes has the `columns` that it reads, `fill`, which makes a document of a record with all of them (something
-false where there is none; ValueError for a malformed record), and `encode`, which gives the ids of documents, [tokens] uint32,
-those that are not to be learnt with `UNTRAINED`, and leaves out documents without any to learn.
-
-Chats are written out by a chat template: Jinja, which transformers runs in a sandbox (and without loading torch). There is no
-clock: a template that asks for today's date would make other packs every day. Those that first look whether there is a clock, as
-Llama's, use the date that they name instead.
+A chat template writes a chat. Templates are Jinja, which transformers runs in a sandbox (without
+loading torch). They have no clock: a template that asks for today's date would make other packs
+every day. Templates that check for a clock first, such as Llama's, use the date in their text.
 """
 
 from __future__ import annotations
@@ -30,13 +26,15 @@ from packing.settings import DataSettings
 from packing.token_columns import LABELS, TOKEN_COLUMNS, number_documents, trained_tokens
 from packing.tokenizer import REMEDY, TextTokenizer, file_of, without_nulls
 
-# a bit in the id of a token that is not to be learnt, until it is in a pack
+# Bit in the id of a token without a loss. Packs have a mask instead.
 UNTRAINED = np.uint32(1 << 31)
-CHAT_TEMPLATE = "chat_template.jinja"  # its file, beside a tokenizer.json
-# an undefined name; `+` leaves a line break behind it
+CHAT_TEMPLATE = "chat_template.jinja"  # name of its file, beside a tokenizer.json
+# The name is undefined. `+` keeps a line break behind the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 # From the role of a message to the role that a template takes.
@@ -54,39 +52,53 @@ _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}  # read with 
 _SYSTEM_COLUMNS = ("system", "system_prompt")  # a chat's first message
 _OTHER_ANSWER = "PLACEHOLDER"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# What a template can end with: its own refusal, or a chat of another shape.
+# Errors of a template: it refuses a chat, or the chat has another shape.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
 
 
 class Records:
-    """Makes documents of records, by their columns."""
+    """Base class of the rules that turn a record into a document."""
 
-    columns: tuple[str, ...]  # that a record must have
-    others: tuple[str, ...] = ()  # that have an effect if a record has them
+    columns: tuple[str, ...]  # columns that a record must have
+    optional: tuple[str, ...] = ()  # columns that are read if a record has them
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value and no effect."""
-        return {name for name, value in record.items() if value is not None} - {
-            *self.columns,
-            *self.others,
-        }
+        names = {name for name, value in record.items() if value is not None}
+        return names - {*self.columns, *self.optional}
+
+    def fill(self, record: dict[str, Any]) -> Any:
+        """Return the document of a record that has all `columns`, or a false value if it is empty.
+
+        Raises ValueError if the record is malformed.
+        """
+        raise NotImplementedError
+
+    def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[np.ndarray]:
+        """Yield the token ids of each document: [tokens] uint32.
+
+        Tokens without a loss have the bit `UNTRAINED`. A document without a token to train on is
+        skipped.
+        """
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TextTemplate(Records):
-    """Makes a text of a record: from one column, or by a template such as "{title}\\n\\n{body}".
+    """Reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
-    Null and NaN count as no text. Numbers are written out. Lists, mappings and bytes are refused:
-    they would stand there as Python writes them.
+    Null and NaN count as no text. Numbers are written out. Lists, mappings and bytes are refused,
+    since they would appear in Python's notation.
     """
 
     columns: tuple[str, ...]
     pieces: tuple[tuple[str, str | None], ...]  # literal text, then a column
-    end: tuple[int, ...] = ()  # ids that come after each text
+    end: tuple[int, ...] = ()  # ids behind each text
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
+        """Return the template for the value of `data.text`. Raise InputError if it is malformed."""
         if "{" not in text and "}" not in text:
             return cls((text,), (("", text),), end)
         with refusing(
@@ -98,33 +110,31 @@ class TextTemplate(Records):
             if any(form or conversion for _, _, form, conversion in parsed):
                 raise ValueError("a column is written as it is, without a format")
         pieces = tuple((literal, name) for literal, name, _, _ in parsed)
-        return cls(
-            tuple(dict.fromkeys(name for _, name in pieces if name is not None)), pieces, end
-        )
+        columns = tuple(dict.fromkeys(name for _, name in pieces if name is not None))
+        return cls(columns, pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:
-        # NaN, which is no number equal to itself, is a null that a table wrote as one.
-        missing = {
-            column
-            for column in self.columns
-            if record[column] is None or record[column] != record[column]
-        }
-        values = {column: "" if column in missing else record[column] for column in self.columns}
+        values = {}
+        for column in self.columns:
+            value = record[column]
+            # A table may hold a null as NaN, which does not equal itself.
+            is_null = value is None or value != value
+            values[column] = "" if is_null else value
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):
                 raise ValueError(
-                    f"`{column}` holds {type(value).__name__}: data.messages reads chats, data.input_ids ids"
+                    f"`{column}` holds {type(value).__name__}: data.messages reads chats, "
+                    "data.input_ids ids"
                 )
         if all(value == "" for value in values.values()):
             return ""
         text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
-        # raises for half a surrogate pair (`\ud800`), which JSON can hold and no tokenizer takes
+        # JSON can hold half a surrogate pair (`\ud800`), which no tokenizer takes. This raises.
         text.encode()
         return text
 
     def encode(self, tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
-        """A text without tokens of its own is left out: many tokenizers give none for blanks."""
-        # computes no character offsets
+        # Many tokenizers give no tokens for blanks. The fast method computes no offsets.
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             if ids := encoding.ids:
                 yield np.array([*ids, *self.end], np.uint32)
@@ -132,21 +142,23 @@ class TextTemplate(Records):
 
 @dataclass(frozen=True)
 class ChatColumns(Records):
-    """Makes a chat of a record, from a column of messages or from two that are a prompt and its response: its text, and where the
-    answers stand in it, from a character to one, in order."""
+    """Reads a chat from a column of messages, or from two columns: a prompt and its response.
+
+    A document is the text of a chat and its spans: the first character of each answer with a loss,
+    and the character behind it, in order.
+    """
 
     columns: tuple[str, ...]
-    pair: tuple[TextTemplate, ...]  # a prompt and its response; empty: the column holds messages
+    pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
     template: str  # Jinja
-    # what templates know of the tokenizer: ("bos_token", "<s>"), ...
-    tokens: tuple[tuple[str, str], ...]
+    tokens: tuple[tuple[str, str], ...]  # the tokenizer's, for the template: ("bos_token", "<s>")
 
     def _names(self, word: str) -> bool:
-        """Return whether the template has a word. Other columns and keys have no effect."""
+        """Return whether the template has a word. Columns and keys that it lacks have no effect."""
         return re.search(rf"\b{re.escape(word)}\b", self.template) is not None
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def optional(self) -> tuple[str, ...]:
         return (*_SYSTEM_COLUMNS, "tools") if self._names("tools") else _SYSTEM_COLUMNS
 
     def unread(self, record: dict[str, Any]) -> set[str]:
@@ -157,25 +169,12 @@ class ChatColumns(Records):
         return super().unread(record) | {f"message.{key}" for key in ignored}
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
-        """Return the chat that `record` holds, written out, or None if no answer is to have a loss.
+        """Return the text and spans of the chat in `record`, or None if no answer has a loss.
 
-        Raise ValueError if the chat is malformed or has no answer.
+        Raises ValueError if the chat is malformed or has no answer.
         """
-        if self.pair:
-            roles = zip(("user", "assistant"), self.pair, strict=True)
-            chat = [{"role": role, "content": template.fill(record)} for role, template in roles]
-        else:
-            chat = self._messages(record[self.columns[0]])
-        stated = [message.get("content") for message in chat[:1] if message["role"] == "system"]
-        others = [record.get(name) for name in _SYSTEM_COLUMNS if name not in self.columns]
-        given = [text for text in others if text and isinstance(text, str)]
-        if len({*stated, *given}) > 1:
-            raise ValueError(
-                f"a chat with several system messages, of its own or in the columns "
-                f"{' and '.join(_SYSTEM_COLUMNS)}; leave one"
-            )
-        chat = [{"role": "system", "content": text} for text in given[:1] if not stated] + chat
-        tools = record.get("tools") if "tools" in self.others else None
+        chat = self._chat(record)
+        tools = record.get("tools") if "tools" in self.optional else None
         text, spans = self._render(chat, tools)
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
@@ -196,30 +195,52 @@ class ChatColumns(Records):
                     "one of each, so that answers without a loss can be told"
                 )
             spans = [span for number, span in zip(turns, spans, strict=True) if number in trained]
-        spans = [(begin, end) for begin, end in spans if begin < end]
+        spans = [(start, end) for start, end in spans if start < end]
         if trained and not spans:
             raise ValueError(f"the chat template writes nothing for the answers; {_MARK}")
-        text.encode()  # raises for half a surrogate pair
+        text.encode()  # This raises for half a surrogate pair.
         return (text, spans) if trained else None
 
     def encode(
         self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]
     ) -> Iterator[np.ndarray]:
-        """A token is trained on where it has a character of an answer. A chat of which no token is has nothing to teach."""
+        # A token has a loss if it has a character of an answer.
         encodings = tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
-        for (_, answers), encoding in zip(chats, encodings, strict=True):
-            begins, stops = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
+        for (_, spans), encoding in zip(chats, encodings, strict=True):
+            starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
             trained = np.logical_or.reduce(
-                [(begins < stop) & (stops > begin) for begin, stop in answers]
+                [(starts < end) & (ends > start) for start, end in spans]
             )
             if trained.any():
                 ids = np.array(encoding.ids, np.uint32)
                 yield np.where(trained, ids, ids | UNTRAINED)
 
+    def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the messages of a record, its system message first.
+
+        Raises ValueError if it has several system messages.
+        """
+        if self.pair:
+            roles = zip(("user", "assistant"), self.pair, strict=True)
+            chat = [{"role": role, "content": template.fill(record)} for role, template in roles]
+        else:
+            chat = self._messages(record[self.columns[0]])
+        in_chat = [message.get("content") for message in chat[:1] if message["role"] == "system"]
+        values = [record.get(name) for name in _SYSTEM_COLUMNS if name not in self.columns]
+        in_columns = [text for text in values if text and isinstance(text, str)]
+        if len({*in_chat, *in_columns}) > 1:
+            raise ValueError(
+                f"a chat with several system messages, of its own or in the columns "
+                f"{' and '.join(_SYSTEM_COLUMNS)}; leave one"
+            )
+        if in_columns and not in_chat:
+            chat.insert(0, {"role": "system", "content": in_columns[0]})
+        return chat
+
     def _messages(self, value: Any) -> list[dict[str, Any]]:
         """Return the messages in a column, without null keys, which tables give every message."""
         column = self.columns[0]
-        chat = []
+        messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise ValueError(
                 f"column `{column}` holds no list of messages, each with a `role` and a `content`"
@@ -227,48 +248,53 @@ class ChatColumns(Records):
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
-            present = {
-                key: item for key, item in message.items() if item == item and item is not None
+            # NaN, which does not equal itself, is a null.
+            values = {
+                keys.get(key, key): item
+                for key, item in message.items()
+                if item == item and item is not None
             }
-            kept = {keys.get(key, key): item for key, item in present.items()}
-            role = str(kept.get("role", "(none)"))
+            role = str(values.get("role", "(none)"))
             if role not in roles and not self._names(role):
                 raise ValueError(
                     f"column `{column}` has a message of the role {role}, which is neither usual "
                     "nor in the chat template; write user, assistant, system or tool"
                 )
-            if not isinstance(kept.get("content", ""), str):
+            if not isinstance(values.get("content", ""), str):
                 raise ValueError(f"column `{column}` has a message whose content is no text")
-            if any(kept.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
+            if any(values.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
                 raise ValueError(
                     f"column `{column}` has a message whose {' or '.join(_LOSS_MARKS)} is neither "
                     "0 nor 1"
                 )
-            chat.append(kept | {"role": roles.get(role, role)})
-        return chat
+            messages.append(values | {"role": roles.get(role, role)})
+        return messages
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
-        """Return whether `text`, the whole chat, has more of an answer than its begin and end."""
-        whole = chat[number].get("content", "")
-        content = whole.strip()
-        blank = {"role": "assistant", "content": whole.replace(content, "")}
+        """Return whether `text`, the complete chat, has the content of message `number`."""
+        content = chat[number].get("content", "")
+        words = content.strip()
+        if words and words in text:
+            return True
+        # The template may change the content. Then the chat differs without it.
+        blank = {"role": "assistant", "content": content.replace(words, "")}
         without = [*chat[:number], blank, *chat[number + 1 :]]
-        return bool(content and content in text) or self._render(without, tools)[0] != text
+        return self._render(without, tools)[0] != text
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
-        """Where each answer stands by a template that does not mark them: behind the prompt for it.
+        """Return the spans of `answers` for a template that does not mark them.
 
-        A prompt may open a thought that the answer lacks. Such an answer stands behind what the
-        template writes before any other answer.
+        An answer follows the prompt that the template writes for it. If that prompt starts a
+        thought which the answer does not have, the answer follows the text before any other answer.
         """
         spans = []
         for number in answers:
             prompt, _ = self._render(chat[:number], tools, add_generation_prompt=True)
-            with_answer = (
-                text if number + 1 == len(chat) else self._render(chat[: number + 1], tools)[0]
-            )
+            with_answer = text
+            if number + 1 < len(chat):
+                with_answer, _ = self._render(chat[: number + 1], tools)
             if not with_answer.startswith(prompt):
                 other = [*chat[:number], {"role": "assistant", "content": _OTHER_ANSWER}]
                 prompt = self._render(other, tools)[0].rpartition(_OTHER_ANSWER)[0] or prompt
@@ -283,7 +309,11 @@ class ChatColumns(Records):
     def _render(
         self, chat: list[dict[str, Any]], tools: Any, **more: bool
     ) -> tuple[str, list[tuple[int, int]]]:
-        """tools: a list of objects, which tables often hold as JSON."""
+        """Return the text of a chat, and the spans that the template marks.
+
+        `tools` is a list of objects, or such a list as JSON. Raises ValueError if the template does
+        not take the chat, and InputError if it is no valid Jinja.
+        """
         from transformers.utils.chat_template_utils import render_jinja_template
 
         mask = _MARKED.search(self.template) is not None
@@ -301,7 +331,8 @@ class ChatColumns(Records):
             )
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
-                f"data.chat_template: no Jinja that can be used: {error}; correct it, or name another"
+                f"data.chat_template: no Jinja that can be used: {error}; correct it, or name "
+                "another"
             ) from None
         except _REFUSALS as error:
             with_tools = " and its `tools`" if tools else ""
@@ -314,29 +345,30 @@ class ChatColumns(Records):
 
 @dataclass(frozen=True)
 class TokenColumns(Records):
-    """Takes a record that is tokenized: its tokens as they are, with nothing before or after them.
+    """Reads tokens from a record, and adds none.
 
-    The columns of `packing.token_columns` say which of them are padding, begin a document, or have
-    a loss.
+    The columns of `packing.token_columns` say which tokens are padding, start a document, or have a
+    loss. A record may hold several documents.
     """
 
     input_ids: str
-    # The tokens themselves, with -100 where there is no loss. None: `labels`, if a record has them.
+    # Column with the tokens themselves, or -100 for a token without a loss. None: `labels`, if a
+    # record has it.
     labels: str | None
-    vocabulary: int  # ids of the tokenizer
+    vocabulary: int  # number of the tokenizer's ids
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
 
     @property
-    def others(self) -> tuple[str, ...]:
+    def optional(self) -> tuple[str, ...]:
         return (self.labels or LABELS, *TOKEN_COLUMNS)
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         names = [
             name
-            for name in (*self.columns, *self.others)
+            for name in (*self.columns, *self.optional)
             if name in self.columns or record.get(name) is not None
         ]
         try:
@@ -350,16 +382,17 @@ class TokenColumns(Records):
             ) from None
         ids = columns.pop(self.input_ids)
         numbers = number_documents(len(ids), columns)
-        real = numbers >= 0
-        if len(wrong := ids[real & ((ids < 0) | (ids >= self.vocabulary))]):
+        is_real = numbers >= 0
+        unknown = ids[is_real & ((ids < 0) | (ids >= self.vocabulary))]
+        if len(unknown):
             raise ValueError(
-                f"column `{self.input_ids}` holds the id {wrong[0]}, and the tokenizer has {self.vocabulary:,} ids"
+                f"column `{self.input_ids}` holds the id {unknown[0]}, and the tokenizer has "
+                f"{self.vocabulary:,} ids"
             )
         trained = trained_tokens(ids, columns, self.labels or LABELS)
         marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
-        documents = np.split(
-            marked[real].astype(np.uint32), np.flatnonzero(np.diff(numbers[real])) + 1
-        )
+        starts = np.flatnonzero(np.diff(numbers[is_real])) + 1
+        documents = np.split(marked[is_real].astype(np.uint32), starts)
         return [document for document in documents if len(document)]
 
     def encode(
@@ -369,8 +402,10 @@ class TokenColumns(Records):
 
 
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
-    """Returns what makes documents of the records of `settings.source`, for chats with the template that writes them. InputError
-    where there is none, or where it writes an EOS token that the tokenizer does not have."""
+    """Return the rule that turns the records of `settings.source` into documents.
+
+    Raises InputError if a chat has no template, or one with an EOS token that the tokenizer lacks.
+    """
     if settings.input_ids is not None:
         return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
     if settings.messages is None:
@@ -382,22 +417,22 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     }
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in its tokenizer_config.json"
+            f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in "
+            "its tokenizer_config.json"
         )
     named = tuple(sorted(tokens.items()))
     if isinstance(settings.messages, str):
         return ChatColumns((settings.messages,), (), template, named)
     pair = tuple(map(TextTemplate.parse, settings.messages))
-    return ChatColumns(
-        tuple(dict.fromkeys(pair[0].columns + pair[1].columns)), pair, template, named
-    )
+    columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
+    return ChatColumns(columns, pair, template, named)
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
-    """Return the text of `data.chat_template`, or of the tokenizer's own template if that is None.
+    """Return the chat template that `given`, the value of `data.chat_template`, stands for.
 
-    Raise InputError if there is none.
-    A tokenizer may have several templates by name: `given` chooses one, None the one named default.
+    None means the tokenizer's own template. A tokenizer may have several templates by name: `given`
+    chooses one, None the one named default. Raises InputError if there is none.
     """
     if given == "chatml":
         return CHATML
@@ -412,11 +447,9 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         stored = {template["name"]: template["template"] for template in stored}
     named = {"default": stored} if isinstance(stored, str) else stored or {}
     if (given or "default") not in named:
-        what = (
-            f"{given}: no such file or template"
-            if given
-            else f"{tokenizer} has none" + " named default" * bool(named)
-        )
+        what = f"{given}: no such file or template"
+        if not given:
+            what = f"{tokenizer} has none{' named default' if named else ''}"
         names = ", ".join(["chatml", *named])
         raise InputError(
             f"data.chat_template: {what}; set it to {names} or a Jinja file, or take an instruct "

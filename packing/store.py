@@ -1,5 +1,4 @@
-"""Opens packs on disk, whatever their format (Arrow, MDS or token .bin), of each of the sources that `data` names, and sets
-held-out packs apart."""
+"""Open the packs of a `data` section, in any format (Arrow, MDS, token .bin), and hold some out."""
 
 from __future__ import annotations
 
@@ -20,87 +19,104 @@ from packing.arrow import (
     checked_index,
     read_manifest,
 )
+from packing.mds import INDEX, MDSPacks
 from packing.order import MixedPacks, splitmix64
-from packing.other_formats import INDEX, MDSPacks, TokenBin
 from packing.settings import SOURCE_NAME, DataSettings, SourceSettings
 from packing.stream import StreamedPacks
+from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
-_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # what other writers call the split
-_MAKE = "set `data.source` and `data.tokenizer` to prepare packs from text, or point `data.packs` to packs that exist"
+_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # names of the split, by any writer
+_MAKE = (
+    "set `data.source` and `data.tokenizer` to prepare packs from text, "
+    "or point `data.packs` to packs that exist"
+)
+
+
+# ── The parts of the data section ─────────────────────────────────────────────────────────────────
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """The settings of each source that is trained on, by name: their own name, or the last part of `source` without suffixes; ""
-    for a single source. In a stream each gets its share of the window, so that parts last equally long."""
+    """Return the settings of each training source by name; the name of a single source is "".
+
+    The name is `name`, or the last part of `source` without suffixes. In a stream each source gets
+    its share of the window, so that parts last equally long.
+    """
     if not settings.sources:
         return {"": settings.model_copy(update={"validation": None})}
     parts: dict[str, DataSettings] = {}
-    for each in settings.sources:
-        name = each.name or Path(str(each.source)).name.split(".")[0]
+    for source in settings.sources:
+        name = source.name or Path(str(source.source)).name.split(".")[0]
         if not SOURCE_NAME.match(name) or name in parts:
             raise InputError(
-                f"data.sources: {each.source}: its packs and figures need a `name` of their own; set it"
+                f"data.sources: {source.source}: its packs and metrics need a `name` of their own; "
+                "set it"
             )
-        parts[name] = _part(settings, each, settings.packs / name)
-        if stream := parts[name].stream:
-            window = max(settings.length, round(stream.window * each.weight))
-            parts[name] = parts[name].model_copy(
-                update={"streaming": stream.model_copy(update={"window": window})}
-            )
+        part = _part(settings, source, settings.packs / name)
+        if stream := part.stream:
+            window = max(settings.length, round(stream.window * source.weight))
+            streaming = stream.model_copy(update={"window": window})
+            part = part.model_copy(update={"streaming": streaming})
+        parts[name] = part
     return parts
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
-    """The settings of `data.validation`. Its packs lie beside those that are trained on."""
+    """Return the settings of `data.validation`, or None. Its packs are beside `data.packs`."""
     if settings.validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
     part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
-    # what is evaluated on is packed before the run; a dataset of the hub without a download
+    # Validation text is packed before the run; a dataset of the hub, without a download.
     if part.stream:
         part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
     return part
 
 
-def _part(settings: DataSettings, own: SourceSettings, packs: Path) -> DataSettings:
-    """`settings` with the source that `own` names, and packs of its own."""
-    values = {key: getattr(own, key) for key in SourceSettings.model_fields}
+def _part(settings: DataSettings, source: SourceSettings, packs: Path) -> DataSettings:
+    """Return `settings` with this source and these packs."""
+    values = {key: getattr(source, key) for key in SourceSettings.model_fields}
     return settings.model_copy(
         update={**values, "sources": None, "validation": None, "packs": packs}
     )
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
-    """The settings of each source that is trained on, and of `data.validation` where there is one."""
-    return [*training_parts(settings).values(), *filter(None, [validation_part(settings)])]
+    """Return the settings of each training source, and of `data.validation`."""
+    parts = list(training_parts(settings).values())
+    validation = validation_part(settings)
+    return parts if validation is None else [*parts, validation]
 
 
 def folder_of(part: DataSettings) -> Path:
-    """Returns the folder with the packs of a part: of a stream, its first part."""
+    """Return the folder with the packs of a source; for a stream, that of its first part."""
     return part.packs / FIRST if part.stream else part.packs
 
 
 def is_there(folder: Path) -> bool:
-    """Returns whether packs are in `folder`, as far as names tell. An empty one is a place for packs to come."""
+    """Return whether `folder` exists and is not empty. Packs may be prepared in an empty folder."""
     return any(folder.iterdir()) if folder.is_dir() else folder.exists()
 
 
 def unprepared(settings: DataSettings) -> list[Path]:
-    """The folders of packs that are not there yet, as far as names tell, those of `data.validation` among them."""
+    """Return the folders of training and validation packs that do not exist yet."""
     return [folder for folder in map(folder_of, all_parts(settings)) if not is_there(folder)]
 
 
+# ── Opening ───────────────────────────────────────────────────────────────────────────────────────
+
+
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
-    """The packs at `settings.packs`, whatever their format; None where `split` is held_out and there is none.
+    """Return the packs of a split, in any format, or None if there are no held-out packs.
 
-    Where the data has no held-out split of its own, the share `settings.held_out` of the training packs is set apart, the same
-    packs every time. (A document that was cut between packs may then have a part on either side; `prepare` holds out whole ones.)
+    Several sources are opened as `MixedPacks`, a stream as `StreamedPacks`. The held-out
+    packs come from `data.validation`, or from the data's own held-out split. A stream has it in its
+    first part. Otherwise the share `settings.held_out` of the training packs is held out,
+    always the same packs. (A document that was cut between packs may then have a part in either
+    split. Packs that `prepare` holds out have complete documents.)
 
-    Of several sources (`data.sources`) they are a `MixedPacks`; where there is `data.validation`, that is what is held out. Of a
-    stream (`data.streaming`) they are `StreamedPacks`, and what is held out is of its first part, which has to be there.
-
-    Raises InputError where there are no packs, where they are damaged, and where their length is not `settings.length`.
+    Raises InputError if there are no packs, if they are damaged, and if their length is not
+    `settings.length`.
     """
     if settings.validation is not None and split == "held_out":
         return open_packs(validation_part(settings), "train")
@@ -109,69 +125,78 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
         return StreamedPacks(settings, parts)
     if not settings.sources:
         return _open_source(parts[""], split)
-    opened = {
-        name: packs
-        for name, part in parts.items()
-        if (packs := _open_source(part, split)) is not None
-    }
-    return (
-        MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
-        if opened
-        else None
-    )
+    opened = {name: _open_source(part, split) for name, part in parts.items()}
+    opened = {name: packs for name, packs in opened.items() if packs is not None}
+    if not opened:
+        return None
+    return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
-    """The packs of one source; of those without a held-out split a share of the training packs, if one is set apart."""
+    """Return the packs of one source, or None if it has no such split."""
     openers = find_splits(folder_of(settings), settings.length, settings.tokenizer)
-    carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
-    if split not in openers and not carved:
+    is_carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
+    if split not in openers and not is_carved:
         return None
-    packs = openers["train" if carved else split]()
+    packs = openers["train" if is_carved else split]()
     if packs.length != settings.length:
-        has = f"packs of {packs.length} tokens, but `data.length` is {settings.length}"
-        raise InputError(f"{packs.path}: {has}; set it to fit, or prepare other packs")
-    return carve(packs, settings.held_out, split) if carved else packs
+        raise InputError(
+            f"{packs.path}: packs of {packs.length} tokens, but `data.length` is "
+            f"{settings.length}; set it to fit, or prepare other packs"
+        )
+    return carve(packs, settings.held_out, split) if is_carved else packs
 
 
 def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
-    """InputError where a model of `vocab_size` embeddings, with the tokenizer of this fingerprint if given, cannot use `packs`.
+    """Raise InputError if a model of `vocab_size` embeddings cannot use `packs`.
 
-    Packs that do not record their tokenizer pass; their token ids are checked as batches are made.
+    With the fingerprint of the model's tokenizer, packs of another tokenizer are refused, too.
+    Packs that do not record their tokenizer pass: token ids are checked when batches are made.
     """
     tokenizer = packs.tokenizer or {}
     name, size, fingerprint = (tokenizer.get(key) for key in ("name", "vocab_size", "fingerprint"))
-    wrong = None
+    difference = None
     if tokenizer_fingerprint and fingerprint and fingerprint != tokenizer_fingerprint:
-        wrong = f"another tokenizer ({name}, {fingerprint[:12]}) than the model's ({tokenizer_fingerprint[:12]})"
+        difference = (
+            f"another tokenizer ({name}, {fingerprint[:12]}) than the model's "
+            f"({tokenizer_fingerprint[:12]})"
+        )
     elif (size or 0) > vocab_size:
-        wrong = f"a vocabulary of {size} tokens ({name}), and the model has {vocab_size}"
-    if wrong:
+        difference = f"a vocabulary of {size} tokens ({name}), and the model has {vocab_size}"
+    if difference:
         raise InputError(
-            f"{packs.path}: made with {wrong}; prepare the packs with the model's tokenizer (`data.tokenizer`)"
+            f"{packs.path}: made with {difference}; "
+            "prepare the packs with the model's tokenizer (`data.tokenizer`)"
         )
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
-    """The training or held-out part of `packs`; the packs whose indices have the smallest hashes are held out."""
+    """Return the training or the held-out part of `packs`.
+
+    The packs whose indices have the smallest hashes are held out. Raises InputError if none would
+    be left to train on.
+    """
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
         raise InputError(
-            f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train on; set it to 0"
+            f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train "
+            "on; set it to 0"
         )
-    chosen = np.zeros(len(packs), bool)
-    chosen[
-        np.argpartition(splitmix64(np.arange(len(packs), dtype=np.uint64)), count - 1)[:count]
-    ] = True
-    return PartOfPacks(packs, np.flatnonzero(chosen if split == "held_out" else ~chosen))
+    hashes = splitmix64(np.arange(len(packs), dtype=np.uint64))
+    is_held_out = np.zeros(len(packs), bool)
+    is_held_out[np.argpartition(hashes, count - 1)[:count]] = True
+    return PartOfPacks(packs, np.flatnonzero(is_held_out if split == "held_out" else ~is_held_out))
 
 
 class PartOfPacks(Packs):
     """Some packs of a larger store, in its order."""
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
-        self._packs, self._indices = packs, indices
-        self.path, self.length, self.tokenizer = packs.path, packs.length, packs.tokenizer
+        self._packs = packs
+        self._indices = indices
+        self.path = packs.path
+        self.length = packs.length
+        self.tokenizer = packs.tokenizer
         self.fingerprint = hashlib.sha256(
             packs.fingerprint.encode() + indices.astype("<i8").tobytes()
         ).hexdigest()
@@ -186,24 +211,22 @@ class PartOfPacks(Packs):
 def find_splits(
     path: Path, length: int | None, tokenizer: str | None = None
 ) -> dict[Split, partial[Packs]]:
-    """Returns how to open each split that the data at `path` has of its own; InputError where there is none to train on. `length`
-    is for formats that do not say it. So is the `tokenizer`: its EOS token ends a document of packs
-    that do not say where one ends."""
+    """Return functions that open the splits of the packs at `path`.
+
+    `length` is for formats that do not record it. The EOS token of `tokenizer` ends a document in
+    packs that do not mark documents. Raises InputError if there are no training packs.
+    """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
     def first_of(*places: Path) -> partial[Packs] | None:
-        """How to open the first of `places` that has packs: a token file, an MDS folder, or a folder of such folders."""
+        """Open the first of `places` with a token file, an MDS folder, or a folder of such."""
         for place in places:
             if place.suffix == ".bin" and place.is_file():
-                return partial(
-                    TokenBin,
-                    place,
-                    length,
-                    load_tokenizer(tokenizer).special.get("eos") if tokenizer else None,
-                )
+                end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
+                return partial(TokenBin, place, length, end_token)
             inside = sorted(
                 index.parent
                 for index in place.glob(f"*/{INDEX}")
@@ -217,14 +240,13 @@ def find_splits(
         held_out = first_of(
             *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin"))
         )
-        return {"train": train} | ({"held_out": held_out} if held_out else {})
-    if alone := first_of(path):
-        return {"train": alone}
-    several = (
-        "; those of several sources are named by `data.sources`"
-        if any(path.glob(f"*/{MANIFEST}"))
-        else ""
-    )
+        return {"train": train, "held_out": held_out} if held_out else {"train": train}
+    if train := first_of(path):
+        return {"train": train}
+    hint = ""
+    if any(path.glob(f"*/{MANIFEST}")):
+        hint = "; those of several sources are named by `data.sources`"
     raise InputError(
-        f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{several}; {_MAKE}"
+        f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{hint}; "
+        f"{_MAKE}"
     )

@@ -1,350 +1,351 @@
-"""Packs that are made while the run trains: of more text than the disk holds, in parts that come, are trained on and go.
+"""Read packs that are made while a run trains, of more text than the disk holds.
 
-    packs/                    packs/NAME/ for each of several sources
-      part-00000000/          stays, to look at and for what is held out
-      part-00000003/          packs as `prepare` writes them, and in their manifest from where in the source they were made
-      part-00000004/          the next ones
-    packs/failed              why no more parts come
+    packs/
+      part-00000000/    stays on the disk: it has the held-out documents
+      part-00000003/    packs as `prepare` writes them, and where they start in the source
+      part-00000004/
+      position.json     where the run reads, written by the run
+      packer.log        output of the packer that the run has started
+    packs/NAME/part-…   parts of each of several sources
 
-A part ends at a place of the source that follows from the settings and the text alone, and so does what is in it: a part that
-is gone can be made again from the place that the one before it, or a checkpoint, remembers. `packing.prepare` makes parts and
-deletes those that are passed; here they are read. A run goes through the parts in their order and through the packs of each in an
-order drawn from (seed, part).
+`packing.follow` makes parts ahead of the run and deletes passed ones. The two processes share
+nothing but this folder. What a part holds follows from the settings, the text and the place in the
+source where the part starts. So a deleted part can be made again from the place that a checkpoint
+remembers.
+
+A run reads the parts in their order. Within a part, (seed, part) decides the order of packs.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import stat
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, hash_of, locked, replace_file
+from foundation.files import free_bytes, hash_of
+from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import Mixture, Order, permute, splitmix64
 from packing.settings import DataSettings
 
-FAILED = "failed"
-ENDLESS = 2**62  # packs, where nobody knows how many there are
-LOOK = 0.05  # seconds between two looks for a part that is still to come
+POSITION = "position.json"
+RUN_LOCK = ".lock"  # held by the run that reads the stream
+ENDLESS = 2**62  # packs of a stream, whose number nobody knows
+LOOK = 0.05  # seconds between two looks for a part
+
+
+# ── Parts and positions on the disk ───────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True)
 class PartStart:
-    """Says from where in its source a part is made, and what was made before it."""
+    """The start of a part: its place in the source, and counts of earlier parts."""
 
     number: int = 0
-    epoch: int = 0  # how often the source has come to its end
-    place: dict[str, Any] = field(default_factory=dict)  # in the source: `begin` of its `chunks`
-    first: int = 0  # packs of all parts before it, so the place of its first one in the stream
+    epoch: int = 0  # how often the source has ended before
+    place: dict[str, Any] = field(default_factory=dict)  # `begin` of the source's `chunks`
+    first: int = 0  # packs in all parts before it
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part on disk, opened."""
+    """A part on the disk, opened."""
 
     start: PartStart
-    after: PartStart  # of the next part; its epoch is that of all documents in this one
+    after: PartStart  # start of the next part; its epoch is that of all documents in this part
     packs: ArrowPacks
 
 
 def part_folder(folder: Path, number: int) -> Path:
+    """Return the folder of a part; `folder` has all parts of one source."""
     return folder / f"part-{number:08d}"
 
 
 def read_part(folder: Path, start: PartStart) -> Part | None:
-    """The part in `folder` that was made from `start`, None where it is not there; InputError where it is damaged."""
+    """Return the part in `folder` that was made from `start`, or None if it does not exist.
+
+    Raises InputError if it is damaged.
+    """
     path = part_folder(folder, start.number)
     if not (path / MANIFEST).exists():
         return None
-    packs = ArrowPacks(path)
-    made = packs.manifest["statistics"]["stream"]
-    return (
-        Part(start, PartStart(**made["after"]), packs)
-        if PartStart(**made["start"]) == start
-        else None
-    )
+    try:
+        packs = ArrowPacks(path)
+    except InputError:
+        if (path / MANIFEST).exists():
+            raise
+        return None  # The packer has deleted it meanwhile.
+    places = packs.manifest["statistics"]["stream"]
+    if PartStart(**places["start"]) != start:
+        return None
+    return Part(start, PartStart(**places["after"]), packs)
+
+
+def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str, Any]]:
+    """Return where the last run has read the stream in `folder`; see `StreamedPacks.position`.
+
+    If no run has read these `sources`, return the start of the stream.
+    """
+    path = folder / POSITION
+    if path.is_file():
+        position = load_object(path, f"remove {path}")
+        if position["starts"].keys() == {*sources}:
+            return position
+    start = asdict(PartStart())
+    return {"starts": dict.fromkeys(sources, start), "ends": dict.fromkeys(sources, 0)}
+
+
+def bytes_below(folder: Path) -> int:
+    """Return the size of all files below `folder`. Another process may remove files meanwhile."""
+    total = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            status = path.lstat()
+            total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+    return total
+
+
+def check_disk(settings: DataSettings) -> None:
+    """Raise InputError if the disk is smaller than `data.streaming.disk_gb`."""
+    limit = settings.stream.disk_gb
+    room = (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
+    if limit > room:
+        raise InputError(
+            f"data.streaming.disk_gb: {limit:g}: {settings.packs} has room for {room:.3g} GB; "
+            "lower it, or take another disk"
+        )
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Packer(Protocol):
+    """The packer of a stream, as its reader sees it."""
+
+    def publish(self, position: dict[str, Any], *, waits: bool) -> None:
+        """Tell the packer where the run reads."""
+
+    def check(self) -> None:
+        """Raise InputError if no more parts will come."""
 
 
 class SourceStream:
-    """The packs of one source, by their place in its stream. One thread reads, while another may `release`."""
+    """The packs of one source, by their place in its stream.
 
-    def __init__(self, folder: Path, wait: Callable[[], None]) -> None:
-        """wait: called again and again until a part is there."""
-        self.folder, self._wait = folder, wait
+    One thread may read while another calls `release`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.sample = ArrowPacks(folder / FIRST)
         self._lock = threading.Lock()
-        self.begin(None)
+        self.start_at(None)
 
-    def begin(self, record: dict[str, Any] | None) -> None:
-        """Close the parts that are open, and read from the one of this `record` on; None: from the first. Such a record is what
-        a checkpoint keeps, so that a resume makes the part again and knows it."""
-        self.record = record or {
-            "start": asdict(PartStart()),
-            "fingerprint": self.sample.fingerprint,
-        }
-        self._parts: list[Part] = []  # that are open, one after another
+    def start_at(self, record: dict[str, Any] | None) -> None:
+        """Close all parts and read from the part of `record` on, or from the first one.
 
-    def part_of(self, place: int) -> Part:
-        """The part with the pack at `place`, opened once it is there."""
+        A checkpoint holds the record, so that a resumed run recognises the part when it is made
+        again.
+        """
+        if not record:
+            record = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
-            before = [part for part in self._parts if part.start.first <= place]
-        part = before[-1] if before else self._open(PartStart(**self.record["start"]))
+            self.record = record
+            self._parts: list[Part] = []  # the open parts, in their order
+
+    def part_of(self, place: int, wait: Callable[[], None]) -> Part:
+        """Return the part that has the pack at `place`.
+
+        `wait` is called again and again until the part is on the disk.
+        """
+        with self._lock:
+            earlier = [part for part in self._parts if part.start.first <= place]
+        part = earlier[-1] if earlier else self._open(PartStart(**self.record["start"]), wait)
         while place >= part.after.first:
-            part = self._open(part.after)
+            part = self._open(part.after, wait)
         return part
 
-    def _open(self, start: PartStart) -> Part:
+    def _open(self, start: PartStart, wait: Callable[[], None]) -> Part:
         while (part := read_part(self.folder, start)) is None:
-            self._wait()
-        if (
-            asdict(start) == self.record["start"]
-            and part.packs.fingerprint != self.record["fingerprint"]
-        ):
+            wait()
+        is_recorded = asdict(start) == self.record["start"]
+        if is_recorded and part.packs.fingerprint != self.record["fingerprint"]:
             raise InputError(
-                f"{part.packs.path}: is not the part that was trained on, so its text has changed. Put the text back as it was, "
-                "of a hub's dataset by `name@revision`, and remove this folder; or set another data.packs and run_dir"
+                f"{part.packs.path}: is not the part that was trained on, so its text has changed. "
+                "Put the text back as it was, of a hub's dataset by `name@revision`, and remove "
+                "this folder; or set another data.packs and run_dir"
             )
         with self._lock:
             self._parts.append(part)
         return part
 
     def release(self, place: int) -> None:
-        """Close the parts before the one with the last pack before `place`: nobody reads them any more."""
+        """Close the parts before the one that has the last pack before `place`."""
         with self._lock:
-            if read := [part for part in self._parts if part.start.first < place]:
+            passed = [part for part in self._parts if part.start.first < place]
+            if passed:
+                last = passed[-1]
                 self.record = {
-                    "start": asdict(read[-1].start),
-                    "fingerprint": read[-1].packs.fingerprint,
+                    "start": asdict(last.start),
+                    "fingerprint": last.packs.fingerprint,
                 }
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 
-def bytes_below(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def check_disk(settings: DataSettings) -> None:
-    """InputError where the disk has less space than the packs may take, what they take already included."""
-    limit, free = (
-        settings.stream.disk_gb,
-        (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9,
-    )
-    if limit > free:
-        raise InputError(
-            f"data.streaming.disk_gb: {limit:g}: {settings.packs} has room for {free:.3g} GB; lower it, or take another disk"
-        )
-
-
-class PackerProcess(ExitStack):
-    """Packs in a process of its own, and in those that tokenise for it; they end with the one that made this, however it ends.
-
-    One run a folder: InputError where another one has it. `close` ends the process, and lets others have the folder.
-    """
-
-    def __init__(self, settings: DataSettings) -> None:
-        super().__init__()
-        self._settings = settings
-        self._process: subprocess.Popen[str] | None = None
-
-        def refuse(holder: str) -> None:
-            raise InputError(
-                f"{settings.packs}: another run, {holder}, trains on this stream; wait, or set another data.packs"
-            )
-
-        self.enter_context(locked(settings.packs / ".lock", refuse))
-        self.callback(self._end_process)
-        check_disk(settings)
-
-    def begin(self, starts: Mapping[str, Any]) -> None:
-        """Make the parts of each source from the start that is named, and no others. It is the `asdict` of a `PartStart`."""
-        self._end_process()
-        (self._settings.packs / FAILED).unlink(missing_ok=True)
-        path = os.pathsep.join(
-            filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
-        )
-        self._process = subprocess.Popen(
-            # It ends in the midst of its work, and what frees its semaphores then would warn of them.
-            [
-                sys.executable,
-                "-P",
-                "-Wignore:resource_tracker",
-                "-c",
-                "from packing.prepare import serve; serve()",
-            ],
-            stdin=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"PYTHONPATH": path},
-            start_new_session=True,  # as Ctrl-C is for the run, which ends this one
-        )
-        self.tell([self._settings.model_dump(mode="json"), starts])
-
-    def tell(self, reading: Any) -> None:
-        """The step at work reads these packs of each source, from one to another (exclusive); those before it may go."""
-        with suppress(BrokenPipeError):  # it has ended, which `check` says
-            self._process.stdin.write(json.dumps(reading) + "\n")
-            self._process.stdin.flush()
-
-    def check(self) -> None:
-        """Where it has ended, leave why in the file `FAILED`, for all that wait for parts."""
-        failed, status = self._settings.packs / FAILED, self._process.poll()
-        if status is not None and not failed.exists():
-            why = (
-                f"signal {-status}: if memory ran out, set a smaller window"
-                if status < 0
-                else f"status {status}; it says why"
-            )
-            text = f"the process that makes the packs of the stream has ended with {why}. Start the same command again"
-            replace_file(failed, f"{self._settings.packs}: {text}".encode())
-
-    def _end_process(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            with suppress(BrokenPipeError):
-                self._process.stdin.close()
-
-
 class StreamedPacks(Packs):
-    """The packs of one source, or of several by their shares of the tokens. Index n * sources + s is pack n of source s.
+    """The packs of one or several streamed sources. Index n * sources + s is pack n of source s.
 
-    `begin` says where to read. `packing` makes the parts; None: another process does. A pack that is not there is waited for.
-
-    parts: the settings of each source, by name, "" where there is one only.
+    Its `StreamOrder` waits for parts. Then the packs of that step can be read.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
+        """`parts` has the settings of each source by name, "" if there is only one."""
         self.path = settings.packs
-        self.sources = {name: SourceStream(part.packs, self._wait) for name, part in parts.items()}
+        self.sources = {name: SourceStream(part.packs) for name, part in parts.items()}
         self.weights = dict(zip(parts, settings.shares, strict=True))
-        # those packs of each that stay on disk
-        self.samples = {name: each.sample for name, each in self.sources.items()}
-        first = next(iter(self.samples.values()))
-        self.length, self.tokenizer = first.length, first.tokenizer
+        # The packs of each source that stay on the disk.
+        self.samples = {name: source.sample for name, source in self.sources.items()}
+        sample = next(iter(self.samples.values()))
+        self.length = sample.length
+        self.tokenizer = sample.tokenizer
         content = [
             [name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()
         ]
         windows = [part.stream.window for part in parts.values()]
         self.fingerprint = hash_of([content, windows])
-        self.packing: PackerProcess | None = None
-        self._leaving = threading.Event()
+        # The packer that this process has started; None on the other ranks.
+        self.packer: Packer | None = None
+        self._ends = dict.fromkeys(self.sources, 0)
 
     @cached_property
     def mixture(self) -> Mixture:
-        """Which places of the stream of all packs belong to which source."""
+        """The rule that assigns each place in the stream of all packs to one source."""
         tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
         return Mixture(
             tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens
         )
 
-    def order(self, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-        """The order in which a run trains on these packs, its step 0 `shift` packs further on."""
+    def order(self, packs_per_step: int, seed: int, shift: int = 0) -> StreamOrder:
+        """Return the order of these packs in a training; see `Order`."""
         return StreamOrder(self.mixture, packs_per_step, seed, shift, packs=self)
 
     def __len__(self) -> int:
         return ENDLESS
 
     def __getitem__(self, index: int) -> Pack:
+        def wait() -> None:
+            raise IndexError(f"{self.path}: pack {index} is not on the disk")
+
         place, number = divmod(index, len(self.sources))
-        part = list(self.sources.values())[number].part_of(place)
+        part = list(self.sources.values())[number].part_of(place, wait)
         return part.packs[place - part.start.first]
 
-    def _wait(self) -> None:
-        """Give a part a moment to come; InputError where none comes any more."""
-        if self._leaving.wait(LOOK):
-            raise InputError(f"{self.path}: nobody waits for packs any more")
-        if self.packing is not None:
-            self.packing.check()
-        if (file := self.path / FAILED).exists():
-            raise InputError(file.read_text(encoding="utf-8"))
-
-    def begin(self, record: Mapping[str, Any] | None) -> None:
-        """Go on from what `record` returned for a checkpoint; from the beginning for None."""
+    def start_at(self, record: Mapping[str, Any] | None) -> None:
+        """Continue from the `record` of a checkpoint, or start at the first pack for None."""
         for name, source in self.sources.items():
-            source.begin(record and record[name])
-        if self.packing is not None:
-            self.packing.begin({name: each["start"] for name, each in self.record().items()})
+            source.start_at(record[name] if record else None)
+            self._ends[name] = 0
+        self.publish()
 
+    @property
     def record(self) -> dict[str, Any]:
-        """Returns what a checkpoint keeps of where each source is, after `reads`."""
+        """The place in each source, as a checkpoint stores it."""
         return {name: source.record for name, source in self.sources.items()}
 
-    def reads(self, places: range) -> None:
-        """The next step reads the packs at `places` of the stream of all sources, and no process reads what is before."""
-        self._leaving.clear()
-        begins, ends = (
-            [int(n) for n in self.mixture.packs_before(place)]
-            for place in (places.start, places.stop)
-        )
-        for source, begin in zip(self.sources.values(), begins, strict=True):
-            source.release(begin)
-        if self.packing is not None:
-            self.packing.tell(dict(zip(self.sources, zip(begins, ends, strict=True), strict=True)))
+    def advance_to(self, places: range) -> None:
+        """Close the parts before `places`, which the next step reads in the stream of all packs."""
+        starts = self.mixture.packs_before(places.start)
+        ends = self.mixture.packs_before(places.stop)
+        for (name, source), start, end in zip(self.sources.items(), starts, ends, strict=True):
+            source.release(int(start))
+            self._ends[name] = int(end)
+        self.publish()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Entered after `reads`. When it is left, threads that still wait for parts end."""
-        try:
-            yield
-        finally:
-            self._leaving.set()
+    @property
+    def position(self) -> dict[str, dict[str, Any]]:
+        """Where the run reads, for the packer. Two mappings by the name of a source.
+
+        `starts`: start of the first part that the run may still read. `ends`: the step at work
+        reads no pack at this place or behind it.
+        """
+        starts = {name: record["start"] for name, record in self.record.items()}
+        return {"starts": starts, "ends": dict(self._ends)}
+
+    def publish(self, *, waits: bool = False) -> None:
+        """Tell the packer where the run reads. `waits`: the run waits for a part."""
+        if self.packer is not None:
+            self.packer.publish(self.position, waits=waits)
 
 
 @dataclass(frozen=True)
 class StreamOrder(Order):
-    """The order of packs that are made meanwhile. `packs_of_step` may have to wait for them."""
+    """The order of packs that are made meanwhile. `packs_of_step` waits for them."""
 
     packs: StreamedPacks = field(kw_only=True)
+    _stopped: threading.Event = field(default_factory=threading.Event, kw_only=True)
+
+    def stop_waiting(self) -> None:
+        """Make the thread that waits for a part raise InputError."""
+        self._stopped.set()
+
+    def _wait(self) -> None:
+        """Wait a moment for a part. Raise InputError if none will come."""
+        if self._stopped.wait(LOOK):
+            raise InputError(f"{self.packs.path}: the run does not wait for packs any more")
+        if self.packs.packer is not None:
+            self.packs.packer.check()
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Within a part, an order drawn for it says which pack comes at a place."""
+        """Return the packs at `places` of a source; each part has an order of its own."""
         source = list(self.packs.sources.values())[number]
-        # Sources must not go through their parts in the same order, nor epochs through the same part.
+        # Sources must not go through their parts in the same order, nor epochs through the same
+        # part.
         key = splitmix64(splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number)))
-        packs, done = np.empty_like(places), 0
+        packs = np.empty_like(places)
+        done = 0
         while done < len(places):
-            part = source.part_of(int(places[done]))
-            first, end = part.start.first, part.after.first
+            part = source.part_of(int(places[done]), self._wait)
+            first = part.start.first
+            end = part.after.first
             within = places[done : int(np.searchsorted(places, end))] - first
-            of_part = permute(within, end - first, splitmix64(key + np.uint64(part.start.number)))
-            packs[done : done + len(within)] = first + of_part
+            order = permute(within, end - first, splitmix64(key + np.uint64(part.start.number)))
+            packs[done : done + len(within)] = first + order
             done += len(within)
         return packs * len(self.packs.sources) + number
 
     def epoch_of(self, step: int) -> float:
-        """Returns how often the text was gone through when `step` starts, in whole times; of several sources, the least."""
-        return float(min(part.after.epoch for part in self._reached(step).values()))
+        """Return how often the text was read to its end when `step` starts.
+
+        The least of several sources counts.
+        """
+        return float(min(part.after.epoch for part in self._parts_before(step).values()))
 
     def figures(self, step: int) -> dict[str, float]:
-        """Once `step` steps are done, for metrics: in which part of the text each source is."""
+        """Return metrics after `step` steps: part, epoch and share of the tokens of each source."""
         figures: dict[str, float] = {}
-        for name, part in self._reached(step).items():
-            of = f"/{name}" if name else ""
-            figures |= {f"part{of}": part.start.number} | (
-                {f"epoch{of}": float(part.after.epoch)} if name else {}
-            )
-        shares = (
-            self.mixture.shares(self.places_of_step(step).start)
-            if len(self.packs.sources) > 1
-            else {}
-        )
-        return figures | {f"share/{name}": share for name, share in shares.items()}
+        for name, part in self._parts_before(step).items():
+            if not name:
+                figures["part"] = part.start.number
+            else:
+                figures[f"part/{name}"] = part.start.number
+                figures[f"epoch/{name}"] = float(part.after.epoch)
+        if len(self.packs.sources) > 1:
+            shares = self.mixture.shares(self.places_of_step(step).start)
+            figures |= {f"share/{name}": share for name, share in shares.items()}
+        return figures
 
-    def _reached(self, step: int) -> dict[str, Part]:
-        """Returns for each source the part with its last pack before `step`, or its first part where there is no such pack."""
-        before = zip(
-            self.packs.sources.items(),
-            self.mixture.packs_before(self.places_of_step(step).start),
-            strict=True,
-        )
-        return {name: source.part_of(max(int(n) - 1, 0)) for (name, source), n in before}
+    def _parts_before(self, step: int) -> dict[str, Part]:
+        """Return the part of each source with the last pack before `step`, or its first part."""
+        counts = self.mixture.packs_before(self.places_of_step(step).start)
+        return {
+            name: source.part_of(max(int(count) - 1, 0), self._wait)
+            for (name, source), count in zip(self.packs.sources.items(), counts, strict=True)
+        }

@@ -1,8 +1,8 @@
-"""Columns of tokenized data that say which tokens are padding, begin a document, or have a loss.
+"""Read the columns of tokenized data that mark padding, documents, and tokens with a loss.
 
-Tokenized sources and MDS shards follow the same rule. The names are those that TRL, torchtune,
-axolotl, LLaMA-Factory, llm-foundry, OLMo and transformers write. Masks, labels and numbers stand
-at the tokens themselves, not at the tokens before them.
+Tokenized sources and MDS shards follow the same rule. TRL, torchtune, axolotl, LLaMA-Factory,
+llm-foundry, OLMo and transformers write these names. Masks, labels and numbers belong to the tokens
+at the same index, not to the tokens before them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import numpy as np
 from packing.arrow import IGNORE
 
 MASK = "attention_mask"  # ones, and zeros for padding; or the lengths of the documents
-LABELS = "labels"  # the tokens, or -100 where there is no loss
+LABELS = "labels"  # the tokens, or -100 for tokens without a loss
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
 
 
@@ -22,8 +22,9 @@ def _from_lengths(lengths: np.ndarray) -> np.ndarray:
     return np.repeat(np.arange(len(lengths)), lengths)
 
 
-# The functions from a column to a number a token. It changes where a document begins, and is
-# negative for padding. Of several columns, the first in this order counts.
+# Functions from a column to a number for each token. The number changes at the first token of a
+# document, and is negative for padding. If there are several columns, the first in this order
+# counts.
 BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"), _from_lengths),
     **dict.fromkeys(("document_lengths", "doc_lens"), _from_lengths),
@@ -31,7 +32,7 @@ BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("cu_seqlens_q", "cu_seq_lens_q"), lambda ends: _from_lengths(np.diff(ends))),
     **dict.fromkeys(("sequence_id", "sequence_ids", "seq_idx"), lambda numbers: numbers),
     **dict.fromkeys(("document_ids", "doc_ids"), lambda numbers: numbers),
-    # Positions that do not count on by one begin a document.
+    # A position that is not the previous one plus one starts a document.
     **dict.fromkeys(
         ("position_ids", "input_pos"),
         lambda positions: positions + np.arange(len(positions), 0, -1),
@@ -41,41 +42,41 @@ TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)  # and labels, whose column may
 
 
 def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the number of each token's document, [width] int64, and -1 for padding.
+    """Return the number of each token's document, -1 for padding: [width] int64.
 
-    Raise ValueError if the columns do not fit `width` tokens.
+    Raises ValueError if the columns do not fit `width` tokens.
     """
     mask = columns.get(MASK)
-    real = np.ones(width, bool)
+    is_real = np.ones(width, bool)
     numbers = np.zeros(width)
     for name in [name for name in BOUNDARIES if name in columns][:1]:
         numbers = BOUNDARIES[name](columns[name].astype(np.int64))
     if mask is not None and len(mask) == width and mask.max(initial=0) <= 1:
-        real = mask > 0
+        is_real = mask > 0
     elif mask is not None:
         numbers = _from_lengths(mask.astype(np.int64))
     if len(numbers) != width:
         raise ValueError(f"the columns {', '.join(columns)} are those of {len(numbers)} tokens")
     documents = np.cumsum(np.append(0, numbers[1:] != numbers[:-1]))
-    return np.where(real & (numbers >= 0), documents, -1)
+    return np.where(is_real & (numbers >= 0), documents, -1)
 
 
 def trained_tokens(
     tokens: np.ndarray, columns: Mapping[str, np.ndarray], labels: str = LABELS
 ) -> np.ndarray | None:
-    """Return which tokens have a loss, [tokens] bool, or None if no column says so.
+    """Return which tokens have a loss, [tokens] bool, or None if no column decides it.
 
-    `labels`: name of the column of labels. Raise ValueError if a column is neither labels nor a
-    mask of zeros and ones.
+    `labels` is the name of the column of labels. Raises ValueError if a column is neither labels
+    nor a mask of zeros and ones.
     """
     trained = None
     for name in [name for name in (labels, *LOSS_MASKS) if name in columns]:
         row = columns[name]
         off, on = (IGNORE, tokens) if name == labels else (0, 1)
         if len(row) != len(tokens) or not ((row == off) | (row == on)).all():
-            meant = "the token" if name == labels else "1"
+            value = "the token" if name == labels else "1"
             raise ValueError(
-                f"column `{name}` is neither {meant} nor {off} everywhere; write it unshifted, or "
+                f"column `{name}` is neither {value} nor {off} everywhere; write it unshifted, or "
                 "leave it out"
             )
         trained = (row != off) if trained is None else trained & (row != off)

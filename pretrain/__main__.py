@@ -61,6 +61,7 @@ RUNS = {
 PACKS = {
     "tokenizer": ("packing.__main__", "train a tokenizer on text"),
     "prepare": ("packing.__main__", "tokenize text and pack it"),
+    "follow": ("packing.__main__", "tokenize and pack text while a run trains on it"),
     "inspect": ("packing.__main__", "show the counts, lengths and text of packs"),
 }
 COMMANDS = RUNS | PACKS

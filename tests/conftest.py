@@ -22,7 +22,7 @@ import pytest
 import yaml
 from hypothesis import settings
 
-from packing import prepare
+from packing import pack_maker
 from packing.arrow import Pack, PackWriter
 from tests.moments import fork_context, start_server
 
@@ -94,7 +94,7 @@ def forked_tokenizers() -> Iterator[None]:
     """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
     importing. Those of commands and runs in processes of their own are spawned."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "START", fork_context)
+        patch.setattr(pack_maker, "SPAWN", fork_context)
         yield
 
 

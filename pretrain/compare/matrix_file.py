@@ -29,7 +29,7 @@ from pretrain.plan.checks import check_launch
 from pretrain.precision.settings import label
 from pretrain.settings.config import (
     as_path_part,
-    begin_of,
+    branch_checkpoint,
     fill_in,
     flatten,
     load_recipe,
@@ -271,7 +271,7 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             arguments = [*common, *as_overrides(cell_settings)]
             cell = _make_cell(settings, environment, name, values, arguments)
             # Raises InputError if the path cannot be filled in.
-            begin_of(cell.recipe)
+            branch_checkpoint(cell.recipe)
             check_launch(cell.recipe, processes)
             for other in cells:
                 if other.run_dir == cell.run_dir:

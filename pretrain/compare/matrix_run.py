@@ -27,7 +27,7 @@ from foundation.units import duration
 from packing.prepare import check_sources
 from pretrain.compare.matrix_file import Cell, Matrix
 from pretrain.metrics.run_folder import check_ours
-from pretrain.settings.config import begin_of
+from pretrain.settings.config import branch_checkpoint
 
 POLL_SECONDS = 0.2
 # Lines of the log to print for a failed cell.
@@ -201,7 +201,7 @@ def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
     checkpoint.
     """
     for cell in waiting:
-        checkpoint = begin_of(cell.recipe)
+        checkpoint = branch_checkpoint(cell.recipe)
         if checkpoint is None or checkpoint.exists():
             return cell
     return waiting[0] if waiting and alone else None

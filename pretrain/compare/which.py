@@ -65,7 +65,7 @@ from pretrain.compare.which_trainings import (
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
 from pretrain.precision.settings import PRECISIONS
-from pretrain.settings.config import begin_of, load_recipe, parse_overrides
+from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
 
 # Share of a training's steps that candidates share with the baseline.
@@ -96,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     accelerate = options.config_file or (ON_GPU if has_gpu() else ON_CPU)
     recipe = load_recipe(options.recipe, options.overrides)
-    begin_with = options.begin_with or begin_of(recipe)
+    begin_with = options.begin_with or branch_checkpoint(recipe)
     options.begin_with = os.path.abspath(begin_with) if begin_with else None
     check_options(options, recipe)
     folder = Path(options.run_dir or f"runs/which/{recipe.name}")

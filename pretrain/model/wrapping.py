@@ -1,7 +1,7 @@
-"""Everything that replaces or wraps the forward of a module.
+"""Functions that replace or wrap the forward of a module.
 
-The model stays a transformers model with its own parameter names. pretrain.run.assembly calls `choose_arithmetic`, `fuse`,
-`convert` and `wrap_layers`; docs/architecture.md says why in this order.
+The model stays a transformers model with its own parameter names. `pretrain.run.assembly` calls
+`choose_arithmetic`, `fuse`, `convert` and `wrap_layers`. docs/architecture.md explains this order.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from foundation.errors import InputError
 from pretrain.model.experts import GroupedExperts, group_experts
-from pretrain.model.fused.arithmetic import Arithmetic, By
+from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.fused.layers import FusedLayer, FusedLayers, assess_layer
 from pretrain.model.huggingface import decoder_layers, is_mixture
 from pretrain.model.loss.head import LossHead
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.routing import forget_logits
-from pretrain.precision.product import Backend, LowPrecisionLinear, PrecisionContext, summing_where
-from pretrain.precision.scope import LINEARS, Decision, features_of
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import LowPrecisionLinear, PrecisionContext, summing_where
+from pretrain.precision.scope import Decision, features_of
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings, Switch
 
@@ -35,26 +36,34 @@ Forward = Callable[..., Any]
 def choose_arithmetic(
     setting: Switch, active: ActivePrecision, device_type: str, context: PrecisionContext
 ) -> tuple[Arithmetic | None, str]:
-    """The arithmetic for the model of `context`, or None and the reason, worded for the audit; raises as `not_fused_because`."""
+    """Return the arithmetic of the model's fused layers, or None and the reason, for the audit.
+
+    Raise InputError as `not_fused_because` does.
+    """
     if reason := not_fused_because(setting, active, device_type, context.compute_dtype):
         return None, reason
     if active.backend != "torch":
-        return Arithmetic(context, By.TRANSFORMER_ENGINE), ""
+        return Arithmetic(context, Implementation.TRANSFORMER_ENGINE), ""
+    has_kernels = _gains(device_type, context.compute_dtype)
     return Arithmetic(
-        context, By.KERNELS if _gains(device_type, context.compute_dtype) else By.FORMULAS
+        context, Implementation.KERNELS if has_kernels else Implementation.FORMULAS
     ), ""
 
 
 def not_fused_because(
     setting: Switch, active: ActivePrecision, device_type: str, dtype: torch.dtype
 ) -> str | None:
-    """Why no layer is fused, whatever its architecture; None: those that can be are. InputError for what cannot be `on`."""
+    """Return why no layer of any architecture is fused, or None.
+
+    Raise InputError if `model.fused: on` is impossible.
+    """
     if setting == "off":
         return "nothing: model.fused is off"
     if active.backend == "emulation":
         if setting == "on":
             raise InputError(
-                "`model.fused: on`: emulated products are computed one by one; set `model.fused: auto`"
+                "`model.fused: on`: emulated products are computed one by one; set "
+                "`model.fused: auto`"
             )
         return "nothing: emulated products are computed one by one"
     if setting == "on" or active.backend == "transformer_engine" or _gains(device_type, dtype):
@@ -63,32 +72,34 @@ def not_fused_because(
 
 
 def _gains(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether fused layers are faster where nothing is quantized: on a CPU, the demo's model was 5 to 6 % slower
-    (benchmarks/results/cpu/cpu_fused.json)."""
+    """Return whether fused layers are faster if nothing is quantized.
+
+    On a CPU, the demo's model was 5 to 6 % slower (benchmarks/results/cpu/cpu_fused.json).
+    """
     return device_type == "cuda" and dtype == torch.bfloat16
 
 
 def fuse(
     layers: Mapping[str, nn.Module],
-    decisions: Mapping[Backend | None, Mapping[str, Decision]],
+    decisions: Mapping[GemmEngine | None, Mapping[str, Decision]],
     arithmetic: Arithmetic,
 ) -> FusedLayers:
-    """Give each of `layers` that can be fused its fused forward, in place. `decisions`: of each backend, what each linear is to
-    compute in; empty where nothing is quantized. Reasons are those of `assess_layer`."""
-    fused, left_out = {}, {}
+    """Replace the forward of each layer that can be fused, in place.
+
+    `decisions`: by engine, the precision of each linear layer. Empty if nothing is quantized.
+    """
+    fused = {}
+    reasons = {}  # of layers that stay unfused, see `assess_layer`
     for name, layer in layers.items():
-        assessed = {
-            backend: assess_layer(name, layer, each)
-            for backend, each in (decisions or {None: {}}).items()
-        }
-        if reason := next((reason for reason, _ in assessed.values() if reason), None):
-            left_out[name] = reason
-        else:
-            low_precision = {backend: low for backend, (_, low) in assessed.items()}
-            layer.forward = fused[name] = FusedLayer(
-                layer, name, arithmetic, low_precision=low_precision
-            )
-    return FusedLayers(fused, left_out, arithmetic)
+        low_precision = {}
+        for engine, engine_decisions in (decisions or {None: {}}).items():
+            reason, low_precision[engine] = assess_layer(name, layer, engine_decisions)
+            if reason:
+                reasons.setdefault(name, reason)
+        if name not in reasons:
+            fused[name] = FusedLayer(layer, name, arithmetic, low_precision=low_precision)
+            layer.forward = fused[name]
+    return FusedLayers(fused, reasons, arithmetic)
 
 
 def convert(
@@ -97,35 +108,35 @@ def convert(
     context: PrecisionContext,
     fused: FusedLayers | None = None,
 ) -> None:
-    """Let every module that `decisions` names multiply in low precision where the context's present backend computes, and all
-    stacked experts by grouped products; in place, on the same Parameters. Modules inside of `fused` layers stay: the layers
-    multiply by themselves. Called for each backend."""
-    backend = context.backend
+    """Convert the model to the context's current engine, in place. Call it for each engine.
+
+    The linear layers that `decisions` quantizes get a Gemm of the engine and, at the first call, a
+    module in their place with the same Parameters. Stacked experts become `GroupedExperts`. Linear
+    layers inside of `fused` layers stay, because fused layers have their own Gemms.
+    """
+    engine = context.backend
     if is_mixture(hf):
         group_experts(hf, context)
-    inside = tuple(f"{name}." for name in fused.layers) if fused else ()
+    fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
+    quantized = {name for name, decision in decisions.items() if decision.reason is None}
     for name, module in list(hf.named_modules()):
-        for key, stack in module.stacks.items() if isinstance(module, GroupedExperts) else ():
-            if stack.name in decisions and decisions[stack.name].reason is None:
-                _, *sizes = module.get_parameter(key).shape
-                stack.products[backend] = backend.product(
-                    stack.name, *reversed(sizes), bias=False, grouped=True
-                )
-        if name not in decisions or decisions[name].reason is not None or name.startswith(inside):
-            continue
-        if isinstance(module, (*LINEARS, LowPrecisionLinear)):
-            product = backend.product(name, *features_of(module), bias=module.bias is not None)
-            # which another backend may compute too, in its turn
-            if isinstance(module, LossHead | LowPrecisionLinear):
-                module.products[backend] = product
-            else:
-                hf.set_submodule(name, LowPrecisionLinear(module, name, product, context))
+        if isinstance(module, GroupedExperts):
+            for key, stack in module.stacks.items():
+                if stack.name in quantized:
+                    _, out_features, in_features = module.get_parameter(key).shape
+                    stack.add(engine, in_features, out_features)
+        if name in quantized and not name.startswith(fused_prefixes):
+            if not isinstance(module, LossHead | LowPrecisionLinear):
+                module = LowPrecisionLinear(module, name, context)
+                hf.set_submodule(name, module)
+            module.state.add(engine, *features_of(module), bias=module.bias is not None)
 
 
-# ── Working copies, compilation, recomputation ──────────────────────────────────────────────────────────────────────────────────
+# ── Working copies, compilation, recomputation ──────────────────────────────────────────────────
 #
-# All parameters of a layer are cast as the layer begins, as FSDP2's `param_dtype=bfloat16` does, so one device and many compute
-# the same thing; torch.autocast would leave norms, residual stream and rotary tables in FP32.
+# All parameters of a layer are cast when the layer begins, as FSDP2's `param_dtype=bfloat16` does
+# it, so one device and several compute the same. torch.autocast would leave norms, residual stream
+# and rotary tables in FP32.
 
 
 def wrap_layers(
@@ -135,42 +146,51 @@ def wrap_layers(
     cast_to: torch.dtype | None,
     compile_layers: bool,
 ) -> None:
-    """Put working copies, compilation and gradient checkpointing around the forward of the model's units, innermost first: so a
-    recomputed layer sees the working copies that its forward saw, whatever transformers' own checkpointing does.
+    """Wrap the forward of the model's units: working copies, compilation, gradient checkpointing.
 
-    `cast_to`: the dtype of the working copies, None where the parameters are in the compute dtype already. A unit is an
-    embedding, a decoder layer, or a module of its own such as the final norm; the LM head casts for itself.
+    Gradient checkpointing is outermost, so a recomputed layer sees the working copies of its
+    forward, whatever transformers' own checkpointing does. A unit is an embedding, a decoder layer,
+    or a module such as the final norm. The LM head casts for itself. `cast_to`: dtype of the
+    working copies, None if the parameters are in the compute dtype.
     """
     for unit in _units(packed.hf.base_model):
         if isinstance(unit, nn.Embedding):
             if cast_to is not None:
                 unit.forward = casting_output(unit.forward, cast_to)
-            continue
-        # it casts for itself, and what it calls is not for the compiler
-        if isinstance(unit.forward, FusedLayer):
+        elif isinstance(unit.forward, FusedLayer):
+            # A fused layer casts for itself, and calls kernels that torch.compile cannot compile.
             if cast_to is not None:
                 unit.forward.unfused = casting_parameters(unit, unit.forward.unfused, cast_to)
-            continue
-        # A graph ends at each low-precision product and another begins after it. The casts stay outside of these pieces, as a
-        # graph cannot end inside of the context that swaps the parameters; and outside of a lone norm's graph, which would leave
-        # out the rounding of its weight. A norm's graph serves any number of tokens, but cuts its sums by the number that it saw
-        # first, which in a resumed run is another: where bits are to repeat, each number has a graph of its own.
-        in_pieces = any(
-            isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules()
-        )
-        alone = not isinstance(unit, GradientCheckpointingLayer)
-        casts_outside = in_pieces or alone
-        if compile_layers and casts_outside:
-            any_number = alone and not torch.are_deterministic_algorithms_enabled()
-            unit.forward = torch.compile(unit.forward, dynamic=any_number, fullgraph=not in_pieces)
-        if cast_to is not None:
-            unit.forward = casting_parameters(unit, unit.forward, cast_to)
-        if compile_layers and not casts_outside:
-            # Static shapes but for the number of documents, which the batch marks as dynamic: one graph for all steps and layers.
-            unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
+        else:
+            _wrap_unit(unit, cast_to, compile_layers=compile_layers)
     for index, layer in enumerate(decoder_layers(packed.hf).values()):
         if settings.recomputes(index):
             layer.forward = _recomputed_in_backward(layer, packed.context)
+
+
+def _wrap_unit(unit: nn.Module, cast_to: torch.dtype | None, *, compile_layers: bool) -> None:
+    """Wrap the forward of a layer that is not fused: compile it, and cast its parameters."""
+    # One graph ends at each low-precision product, and another begins after it. The casts stay
+    # outside of these graphs: a graph cannot end inside of the context that swaps the parameters.
+    has_breaks = any(
+        isinstance(module, LowPrecisionLinear | GroupedExperts) for module in unit.modules()
+    )
+    # The casts stay outside of a lone norm's graph too, which would skip the rounding of its
+    # weight.
+    is_lone = not isinstance(unit, GradientCheckpointingLayer)
+    casts_outside = has_breaks or is_lone
+    if compile_layers and casts_outside:
+        # One graph of a norm serves any number of tokens, but it splits its sums by the number that
+        # it saw first, which differs in a resumed run. If bits must repeat, compile for each
+        # number.
+        dynamic = is_lone and not torch.are_deterministic_algorithms_enabled()
+        unit.forward = torch.compile(unit.forward, dynamic=dynamic, fullgraph=not has_breaks)
+    if cast_to is not None:
+        unit.forward = casting_parameters(unit, unit.forward, cast_to)
+    if compile_layers and not casts_outside:
+        # Shapes are static, except for the number of documents, which the batch marks as dynamic.
+        # So one graph serves all steps and layers.
+        unit.forward = torch.compile(unit.forward, fullgraph=True, dynamic=False)
 
 
 def _units(module: nn.Module) -> Iterator[nn.Module]:
@@ -182,18 +202,19 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forward:
+    """Return the layer's forward, computed again in backward."""
     forward = layer.forward
 
     def forward_recomputed_in_backward(*args: Any, **kwargs: Any) -> Any:
         if not (layer.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        times = itertools.count()
+        count = itertools.count()
 
         def compute(*args: Any) -> Any:
             try:
                 return forward(*args, **kwargs)
             finally:
-                if next(times):  # in backward, where the model's forward has ended
+                if next(count):  # in backward, after the model's forward has ended
                     forget_logits(layer)
 
         return context.checkpoint(compute, *args)
@@ -202,27 +223,21 @@ def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forw
 
 
 def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) -> Forward:
-    """`forward` of `module`, run with every parameter of `module` cast to `dtype`; the casts are differentiated through.
+    """Return `forward` of `module`, run with all parameters cast to `dtype`, differentiably.
 
-    The weight of a low-precision linear keeps its `main_grad`: its product adds to that from FP32, and none goes through a cast.
-    So do the stacks of experts.
+    The weights of low-precision linear layers and of experts keep their `main_grad`: their products
+    add to it from FP32, and no gradient goes through the cast.
     """
-    parts = dict(module.named_modules())
-    low = {
-        f"{name}.weight".removeprefix(".")
-        for name, part in parts.items()
-        if isinstance(part, LowPrecisionLinear)
-    }
-    low |= {
-        f"{name}.{key}"
-        for name, part in parts.items()
-        if isinstance(part, GroupedExperts)
-        for key in part.stacks
-    }
+    summed_apart = []
+    for name, part in module.named_modules():
+        if isinstance(part, LowPrecisionLinear):
+            summed_apart.append(f"{name}.weight".removeprefix("."))
+        elif isinstance(part, GroupedExperts):
+            summed_apart += [f"{name}.{key}" for key in part.stacks]
 
     def forward_with_working_copies(*args: Any, **kwargs: Any) -> Any:
         copies = {name: parameter.to(dtype) for name, parameter in module.named_parameters()}
-        for name in low:
+        for name in summed_apart:
             summing_where(module.get_parameter(name), copies[name])
         with _reparametrize_module(module, copies):
             return forward(*args, **kwargs)
@@ -231,5 +246,8 @@ def casting_parameters(module: nn.Module, forward: Forward, dtype: torch.dtype) 
 
 
 def casting_output(forward: Forward, dtype: torch.dtype) -> Forward:
-    """`forward` with its output cast to `dtype`: an embedding needs no cast copy of its table, and gradients add up in FP32."""
+    """Return `forward` with its output cast to `dtype`.
+
+    An embedding so needs no cast copy of its table, and its gradients add up in FP32.
+    """
     return lambda *args, **kwargs: forward(*args, **kwargs).to(dtype)

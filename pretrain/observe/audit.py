@@ -29,9 +29,10 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
+from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
-from pretrain.precision.product import Backend, LowPrecisionLinear
+from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
@@ -259,7 +260,10 @@ class ProductAudit(Observer):
 
 
 def describe(
-    active: ActivePrecision, backend: Backend | None, hf: PreTrainedModel, products: Sequence[Entry]
+    active: ActivePrecision,
+    backend: GemmEngine | None,
+    hf: PreTrainedModel,
+    products: Sequence[Entry],
 ) -> dict[str, Any]:
     """Return the part of audit.json about one precision.
 

@@ -139,8 +139,7 @@ class _ProductCheck:
         self._groups = packed.context.groups
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The head's products run once for each chunk of tokens.
-        head = packed.hf.get_output_embeddings()
-        self._of_head = {product.name for product in head.products.values()}
+        self._of_head = {packed.hf.get_output_embeddings().state.name}
         # All products quantize alike what is laid out with the axis of the sum last.
         self._quantize = {
             role: active.precision.along_features(active.settings, role) for role in get_args(Role)

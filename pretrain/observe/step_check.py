@@ -27,8 +27,8 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step, is_due
 from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
 from pretrain.optimizer.exact_weights import join
+from pretrain.precision.gemm import Gemm, Operand
 from pretrain.precision.observed import dtype_name
-from pretrain.precision.product import Operand, Product
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
@@ -164,17 +164,17 @@ class StepCheck(Observer):
         return fits.sum() > BF16_VALUED * (values != 0).sum()
 
     @torch.no_grad()
-    def _see_weight(self, product: Product, operand: Operand, matrix: Tensor) -> None:
+    def _see_weight(self, gemm: Gemm, operand: Operand, matrix: Tensor) -> None:
         """Compare a cached weight with the weight `matrix`, quantized or cast anew.
 
         A copy that serves several microbatches is compared in the first, whose scale it has under
         delayed scaling.
         """
-        codes = product.codes(operand)
-        key = (product.name, id(codes))
+        codes = gemm.codes(operand)
+        key = (gemm.name, id(codes))
         if key not in self._are_stale:
-            new = product.operand("weight", matrix, both=False)
-            self._are_stale[key] = (codes != product.codes(new)).any()
+            new = gemm.quantize("weight", matrix, both=False)
+            self._are_stale[key] = (codes != gemm.codes(new)).any()
 
 
 class TorchUpdate:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from foundation.overrides import overridden
-from pretrain.precision.product import Backend, PrecisionContext
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import Decision
 from pretrain.precision.settings import ActivePrecision
@@ -19,7 +20,7 @@ class PrecisionInModel:
     """One precision of a run, with what the model needs to compute in it."""
 
     active: ActivePrecision
-    backend: Backend | None  # None if nothing is quantized
+    backend: GemmEngine | None  # None if nothing is quantized
     decisions: Mapping[str, Decision]
     audit: dict[str, Any]  # the part of audit.json about this precision
 

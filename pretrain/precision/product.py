@@ -1,20 +1,21 @@
-"""The three products of a linear, in whatever computes them: one interface, the linears of a model, and what they share.
+"""Linear layers in low precision: the state of each layer, its autograd function and its module.
 
-    forward  y  = x w^T + b     x [tokens, in], w [out, in]
-    dgrad    dx = dy w          dy [tokens, out]
-    wgrad    dw = dy^T x        added to the weight's FP32 `main_grad` where it has one
+`LowPrecisionLinear` replaces a linear module of a model. It holds the same Parameters under the
+same names, so tied weights, checkpoints, sharding and export see the model that transformers built.
+torch.compile ends its graph before each of these modules.
 
-A model's linears are LowPrecisionLinears: they hold the very Parameters of the modules they stand in for, under the same names,
-so that tying, checkpoints, sharding and export see the model that transformers built. torch.compile ends a graph before each.
+A forward goes this way: the module calls its `LinearState`, which takes the Gemm of the current
+precision and applies `LinearFunction`. The autograd function runs a `LinearPass`: quantize,
+multiply, show operands and results to the observers of the model's `PrecisionContext`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,324 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
 from foundation.overrides import overridden
-from pretrain.precision import searched
 from pretrain.precision.formats.definition import Role
+from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Operand, Saved, TorchGemm, add_to
 from pretrain.precision.observed import watched
 
-# of the names that `Backend.state` gives, which stand beside the optimizer's in a checkpoint
+# Prefix of the names of `GemmEngine.state`, which a checkpoint stores beside the optimizer's
+# tensors.
 PREFIX = "fp8/"
-Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
-Saved = tuple[Sequence[Tensor | None], Any]  # of operands, see `Product.save`
-Gemm = Literal["forward", "dgrad", "wgrad"]
-
-
-class Product:
-    """The products of one linear, or of several whose weights are stacked into one."""
-
-    # as the LM head: its output gradient may come quantized from the softmax
-    supports_fused_loss: bool = False
-
-    def __init__(self, name: str) -> None:
-        self.name = name  # of its history and its scales in a checkpoint
-        self.members: Sequence[str] = (name,)  # the linears that it computes, for whoever looks on
-        # what is kept of the weight for a step's later microbatches
-        self.weight: Operand | None = None
-
-    def begin(self, x: Tensor) -> None:
-        """Called before the first operand of a forward over `x` [tokens, in]."""
-
-    def end(self) -> None:
-        """Called after the forward product."""
-
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Operand:
-        """x [rows, features] as a factor of its two products, or of the forward alone unless `both`."""
-        raise NotImplementedError
-
-    def quantizer(self, role: Role, *, both: bool) -> Any | None:
-        """The library's own, for a kernel that writes the operand itself; None where only `operand` makes it."""
-        return None
-
-    def weight_operand(
-        self, matrix: Callable[[], Tensor], *, refresh: bool, differentiable: bool
-    ) -> Operand:
-        """The weight as a factor: what was kept of it, or quantized anew from `matrix`(), [out, in], under `refresh` (a step's
-        first microbatch) and where nothing was kept. Evaluation, not `differentiable`, leaves alone what training keeps."""
-        if not differentiable:
-            return self.operand("weight", matrix(), both=False)
-        if refresh or self.weight is None:
-            self.weight = None  # or two of the largest would be in memory at once
-            self.weight = self.operand("weight", matrix())
-        return self.weight
-
-    def multiply(
-        self, gemm: Gemm, left: Operand, right: Operand, dtype: torch.dtype, *added: Tensor | None
-    ) -> Tensor:
-        """The result of `gemm` in `dtype`, summed in FP32. `added` to a forward product: a bias [out], before it is rounded, and
-        a residual [tokens, out], before or after, which stays as it was."""
-        raise NotImplementedError
-
-    def accumulate(
-        self, total: Tensor, left: Operand, right: Operand, *, overwrite: bool = False
-    ) -> None:
-        """Adds the weight's gradient to `total` [out, in], FP32 or BF16; `overwrite`: takes its place."""
-        add_to(total, self.multiply("wgrad", left, right, torch.float32), overwrite=overwrite)
-
-    @staticmethod
-    def codes(operand: Operand) -> Tensor:
-        """The values that the forward product takes, in whatever holds them: for whoever compares two operands."""
-        return operand
-
-    @staticmethod
-    def save(*operands: Operand) -> Saved:
-        """Splits operands into tensors that autograd saves and the rest that `restore` needs. From here on an input serves the
-        weight's gradient alone."""
-        return operands, None
-
-    @staticmethod
-    def restore(tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
-        return tensors
-
-    @staticmethod
-    def is_first_in_forward() -> bool:
-        """True for the first product of a forward; each asks once. Backward reaches it last, and it then calls
-        `finish_backward`."""
-        return False
-
-    @staticmethod
-    def finish_backward() -> None:
-        """All gradients of this microbatch have been quantized: histories of delayed scaling move on."""
-
-    def __call__(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, context: PrecisionContext
-    ) -> Tensor:
-        """x [tokens, in], weight [out, in], bias [out] -> [tokens, out], differentiable in each, in the context's compute dtype,
-        to which all are cast.
-
-        The step's first microbatch quantizes the weight; later ones use what was kept of it. The weight's gradient is added to
-        its `main_grad` where it has one."""
-        dtype = context.compute_dtype
-        x, weight = x.to(dtype), summing_where(weight, weight.to(dtype))
-        call = LinearCall(
-            self, context, refresh=context.first_microbatch, differentiable=torch.is_grad_enabled()
-        )
-        return LinearFunction.apply(x, weight, None if bias is None else bias.to(dtype), call)
-
-
-class PlainProduct(Product):
-    """Operands as they are: nothing is quantized."""
-
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Tensor:
-        return x.contiguous() if x.is_cuda else x
-
-    def weight_operand(self, matrix: Callable[[], Tensor], **options: bool) -> Tensor:
-        return matrix()
-
-    def multiply(
-        self, gemm: Gemm, left: Tensor, right: Tensor, dtype: torch.dtype, *added: Tensor | None
-    ) -> Tensor:
-        with watched(self.members, gemm):
-            if gemm == "forward":
-                return searched.linear(left, right, *added)
-            if gemm == "dgrad" and (dx := searched.multiply(right, left, layout="NN")) is not None:
-                return dx.to(dtype)
-            return ((left if gemm == "dgrad" else left.t()) @ right).to(dtype)
-
-    def accumulate(
-        self, total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False
-    ) -> None:
-        with watched(self.members, "wgrad"):
-            searched.add_product_(total, left.t(), right, overwrite=overwrite)
-
-
-def add_to(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
-    """Adds `gradient` to the sum `total` in its dtype; `overwrite`: puts it in place of what `total` held."""
-    total.copy_(gradient) if overwrite else total.add_(gradient)
-
-
-class Multiplication:
-    """One forward of a product over a microbatch, or a part of it, and its backward: call the product's `begin`, then these in
-    order. Observers see operands before they are quantized, and results."""
-
-    def __init__(
-        self,
-        product: Product,
-        context: PrecisionContext,
-        *,
-        refresh: bool = True,
-        differentiable: bool = True,
-    ) -> None:
-        """`refresh`: the weight is quantized, though a copy may be kept. `differentiable`: there may be a backward."""
-        self.product, self.context, self.refresh, self.differentiable = (
-            product,
-            context,
-            refresh,
-            differentiable,
-        )
-        self.seen_by = context  # whose observers see operands and results
-
-    def operand(self, role: Role, x: Tensor) -> Operand:
-        """The input [tokens, in], for forward and for the weight's gradient, or the output's gradient [tokens, out]."""
-        self.show(role, x)
-        return self.product.operand(role, x, both=self.differentiable)
-
-    def output(
-        self,
-        x: Operand,
-        weight: Operand,
-        matrix: Callable[[], Tensor],
-        bias: Tensor | None,
-        residual: Tensor | None = None,
-    ) -> Tensor:
-        """-> [tokens, out], with `residual` added, in the product itself where it can be; `residual` stays as it was. `matrix`
-        gives the weight [out, in] as it is now."""
-        self.show_weight(weight, matrix)
-        # who looks on sees this product alone
-        inside = residual is not None and not self.seen_by.result_observers
-        y = self.multiply("forward", x, weight, bias, *([residual] if inside else []))
-        self.product.end()
-        return y if inside or residual is None else y.add_(residual)
-
-    def weight_gradient(
-        self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False
-    ) -> Tensor | None:
-        """-> [out, in]; None where it was added to `total`, or with `overwrite` took its place."""
-        if total is None:
-            return self.multiply("wgrad", dy, x)
-        if self.seen_by.result_observers:
-            add_to(total, self.multiply("wgrad", dy, x, dtype=torch.float32), overwrite=overwrite)
-        else:
-            self.product.accumulate(total, dy, x, overwrite=overwrite)
-        return None
-
-    def multiply(
-        self,
-        gemm: Gemm,
-        left: Operand,
-        right: Operand,
-        *added: Tensor | None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """`added`: bias and residual."""
-        result = self.product.multiply(
-            gemm, left, right, dtype or self.context.compute_dtype, *added
-        )
-        self.show_result(gemm, result, *added[:1])
-        return result
-
-    def show(self, role: Role, tensor: Tensor) -> None:
-        """An operand before it is quantized, [tokens or out, features]."""
-        for observer in self.seen_by.observers:
-            observer(self.product.name, role, tensor.detach().flatten(0, -2))
-
-    def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
-        """Show the weight as the forward product takes it, beside the weight itself; where it is made, among the operands too."""
-        if self.refresh and self.seen_by.observers:
-            self.show("weight", matrix())
-        for observer in self.context.weight_observers:
-            observer(self.product, weight, matrix().detach())
-
-    def show_result(self, gemm: Gemm, result: Tensor, bias: Tensor | None = None) -> None:
-        """`bias` is what has been added to it."""
-        for observer in self.seen_by.result_observers:
-            observer(self.product.name, gemm, result.detach(), bias)
-
-
-class LinearCall(Multiplication):
-    """A whole forward, and a whole backward, with a weight that is handed in."""
-
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
-        """x [tokens, in] -> [tokens, out], and what `backward` takes of x."""
-        product = self.product
-        product.begin(x)
-        self._ends_backward = self.differentiable and product.is_first_in_forward()
-        operand = self.operand("input", x)
-        self._weight = product.weight_operand(
-            lambda: weight, refresh=self.refresh, differentiable=self.differentiable
-        )
-        y = self.output(operand, self._weight, lambda: weight, bias)
-        return y, product.save(operand) if self.differentiable else ((), None)
-
-    def backward(
-        self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """The gradients of input and weight; none of the weight without what was `saved`, or where it was added to `total`."""
-        gradient = self.operand("grad_output", dy.contiguous())
-        dx, dw = self.multiply("dgrad", gradient, self._weight), None
-        if saved is not None:
-            dw = self.weight_gradient(
-                gradient, *self.product.restore(*saved), total, overwrite=overwrite
-            )
-        if self._ends_backward:
-            self.product.finish_backward()
-        return dx, dw
-
-
-class LinearFunction(torch.autograd.Function):
-    """A linear by itself: x, weight and bias in, y out, see `Product.__call__`."""
-
-    @staticmethod
-    def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, call: LinearCall
-    ) -> Tensor:
-        ctx.call, ctx.main_gradient = call, getattr(weight, "main_grad", None)
-        y, (tensors, ctx.rest) = call.forward(
-            x.detach(), weight.detach(), None if bias is None else bias.detach()
-        )
-        ctx.save_for_backward(*tensors)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
-        saved = (ctx.saved_tensors, ctx.rest) if ctx.needs_input_grad[1] else None
-        dx, dw = ctx.call.backward(dy, saved, ctx.main_gradient)
-        db = dy.sum(0, dtype=torch.float32).to(dy.dtype) if ctx.needs_input_grad[2] else None
-        return dx, dw, db, None
-
-
-def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) -> Tensor:
-    """`copy`, a cast or (`transposed`) a transpose of `parameter`, whose gradient adds up where the parameter's does: in its
-    `main_grad`. Shapes do not tell: a square matrix has the same both ways."""
-    main = getattr(parameter, "main_grad", None)
-    if main is not None and copy is not parameter:
-        copy.main_grad = main.t() if transposed else main
-    return copy
-
-
-class Backend(Protocol):
-    """What computes one model's low-precision products; made once a model."""
-
-    products: list[Any]  # all that `product` has made
-
-    def product(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False
-    ) -> Product:
-        """The product of the linear called `name`, with a state of its own where the precision keeps one. `grouped`: of all
-        experts of a mixture's layer (pretrain.precision.grouped)."""
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Entered around each low-precision forward of the whole model. Leaving it, delayed scaling makes new scales."""
-
-    def checkpoint(
-        self,
-        function: Callable[..., Any],
-        *args: Any,
-        again: Callable[[], AbstractContextManager[None]],
-    ) -> Any:
-        """function(*args) now, and once more in backward, inside of `again()`, with the same scales and random numbers."""
-
-    def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold, live, as unquantized tensors; empty where every scale comes from the tensor it scales."""
-
-    def reset(self) -> None:
-        """Puts back what was before the first forward: histories zero, scales one, and of weights nothing kept."""
-        for name, tensor in self.state().items():
-            tensor.fill_(1.0 if name.endswith("scale") else 0.0)
-        for product in self.products:
-            product.weight = None
-
-    def describe(self) -> str:
-        """Library and version, for the audit."""
 
 
 @dataclass
@@ -349,22 +39,22 @@ class PrecisionContext:
     """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
     who is watching. `backend` is the one that computes now, None where nothing is quantized."""
 
-    backend: Backend | None
+    backend: GemmEngine | None
     compute_dtype: torch.dtype  # of activations
     evaluates_low: bool = False  # forwards of evaluation are in low precision too
     low_precision: bool = False  # a low-precision forward is under way
     first_microbatch: bool = True
-    # Who is watching, called as `Multiplication` does in `show`, `show_weight` and `show_result`.
+    # Who is watching, called as `LinearPass` does in `show`, `show_weight` and its products.
     observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
-    weight_observers: list[Callable[[Product, Operand, Tensor], None]] = field(default_factory=list)
-    result_observers: list[Callable[[str, Gemm, Tensor, Tensor | None], None]] = field(
+    weight_observers: list[Callable[[Gemm, Operand, Tensor], None]] = field(default_factory=list)
+    result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
     quantizing: bool = True  # false while parity runs the same model with its quantization off
     # of grouped products, by name: where each expert's rows end now
     groups: dict[str, Tensor] = field(default_factory=dict)
     # of all precisions that the run computes in, one after the other
-    backends: Sequence[Backend] = ()
+    backends: Sequence[GemmEngine] = ()
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
@@ -425,50 +115,264 @@ class PrecisionContext:
             backend.reset()
 
 
-class TakesTurns:
-    """What has a product for some of the run's precisions, by the backend that computes it, and none for the others."""
+# The context of passes that no observer sees.
+UNOBSERVED = PrecisionContext(None, torch.bfloat16)
 
-    context: PrecisionContext
-    products: dict[Backend | None, Product]
+
+class LinearState:
+    """The Gemms of one linear layer: one for each engine of the run that quantizes the layer."""
+
+    def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
+        """`members`: the layers whose weights are stacked, by default the layer `name` alone."""
+        self.name = name
+        self.members = members or (name,)
+        self.context = context
+        self.gemms: dict[GemmEngine, Gemm] = {}
+
+    def add(self, engine: GemmEngine, *features: int, bias: bool = False) -> None:
+        """Let `engine` compute the layer while it is the context's. `features`: in, out."""
+        self.gemms[engine] = engine.gemm(self.name, *features, bias=bias, members=self.members)
 
     @property
-    def low(self) -> Product | None:
-        """What multiplies in the low-precision forward under way; None outside of one, and where it is not in low precision."""
-        return self.products.get(self.context.backend) if self.context.low_precision else None
+    def low(self) -> Gemm | None:
+        """The Gemm of the low-precision forward under way.
+
+        None outside of such a forward, and if the current engine leaves the layer unquantized.
+        """
+        return self.gemms.get(self.context.backend) if self.context.low_precision else None
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None = None, *, ends: Tensor | None = None
+    ) -> Tensor:
+        """Return x w^T + bias [rows, out] in the current precision, differentiable.
+
+        x is [rows, in], weight [out, in], bias [out]. With `ends`, int32 [experts], the rows are
+        sorted by expert and weight is [experts, out, in]. All are cast to the context's compute
+        dtype; without low precision to the dtype of x. The first microbatch of a step quantizes the
+        weight, later ones use the cached one. The weight's gradient is added to `main_grad`, if the
+        weight has that.
+        """
+        gemm = self.low
+        context = self.context
+        if gemm is None:
+            gemm = TorchGemm(self.name, self.members)
+            context = PrecisionContext(None, x.dtype)
+        dtype = context.compute_dtype
+        linear_pass = LinearPass(
+            gemm,
+            context,
+            refresh=context.first_microbatch,
+            differentiable=torch.is_grad_enabled(),
+            ends=ends,
+        )
+        weight = summing_where(weight, weight.to(dtype))
+        bias = None if bias is None else bias.to(dtype)
+        return LinearFunction.apply(x.to(dtype), weight, bias, linear_pass)
 
 
-class LowPrecisionLinear(TakesTurns, nn.Module):
-    """Stands in for an nn.Linear or a transformers Conv1D, whose weight [in, out] is `transposed`."""
+class LinearPass:
+    """One forward of a linear layer and its backward.
+
+    Observers of the context see operands before they are quantized, weights as they are multiplied,
+    and results. Of a Gemm that does not quantize, they see the weight only.
+    """
 
     def __init__(
-        self, linear: nn.Linear | Conv1D, name: str, product: Product, context: PrecisionContext
+        self,
+        gemm: Gemm,
+        context: PrecisionContext,
+        *,
+        refresh: bool,
+        differentiable: bool,
+        ends: Tensor | None = None,
     ) -> None:
-        """`product`: of the context's present backend."""
-        super().__init__()
-        self.weight, self.bias = linear.weight, linear.bias
-        self.transposed = isinstance(linear, Conv1D)
-        self.name = name
-        self.products = {context.backend: product}
+        """`refresh`: quantize a weight that is cached, too. `differentiable`: backward may follow.
+
+        `ends`, int32 [experts]: where the rows of each expert end, if the products are grouped.
+        """
+        self.gemm = gemm
         self.context = context
+        self.refresh = refresh
+        self.differentiable = differentiable
+        self.ends = ends
+        self.observed = context if gemm.quantizes else UNOBSERVED
+        engine = self.observed.backend
+        self.forward_in_bf16 = engine is not None and engine.forward_in_bf16
+        if self.forward_in_bf16 and not differentiable:
+            # No product of this pass takes quantized operands.
+            self.forward_in_bf16 = False
+            self.gemm = TorchGemm(gemm.name, gemm.members)
+
+    def quantize(self, role: Role, x: Tensor) -> Operand:
+        """Return the input [tokens, in] or the output's gradient [tokens, out] as an operand.
+
+        An input serves the forward product and the weight's gradient.
+        """
+        if self.ends is not None:
+            self.context.groups[self.gemm.name] = self.ends
+        if self.observed.observers:
+            self.show(role, x)
+        if self.forward_in_bf16 and role == "input":
+            # `forward_product` multiplies x itself. It is quantized here for the weight's gradient,
+            # because delayed scaling records the amax of an input in forward.
+            self._input = x
+        return self.gemm.quantize(role, x, both=self.differentiable)
+
+    def forward_product(
+        self,
+        x: Operand,
+        weight: Operand,
+        matrix: Callable[[], Tensor],
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """Return x w^T + bias + residual [tokens, out]. `residual` is not modified.
+
+        `matrix` returns the weight [out, in] as it is now.
+        """
+        self.show_weight(weight, matrix)
+        gemm = self.gemm
+        if self.forward_in_bf16:
+            gemm = TorchGemm(gemm.name, gemm.members)
+            x = gemm.quantize("input", self._input)
+            weight = matrix()
+            del self._input
+        # Result observers see the product alone, so the residual is added after them.
+        added = None if self.observed.result_observers else residual
+        dtype = self.context.compute_dtype
+        y = gemm.matmul("forward", x, weight, dtype, bias, added, ends=self.ends)
+        for observer in self.observed.result_observers:
+            observer(gemm.name, "forward", y.detach(), bias)
+        self.gemm.end()
+        return y if added is residual else y.add_(residual)
+
+    def gradient_product(
+        self, kind: GemmKind, left: Operand, right: Operand, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return a product of backward, by default in the context's compute dtype."""
+        dtype = dtype or self.context.compute_dtype
+        gradient = self.gemm.matmul(kind, left, right, dtype, ends=self.ends)
+        for observer in self.observed.result_observers:
+            observer(self.gemm.name, kind, gradient.detach(), None)
+        return gradient
+
+    def weight_gradient(
+        self, dy: Operand, x: Operand, total: Tensor | None, *, overwrite: bool = False
+    ) -> Tensor | None:
+        """Return the weight's gradient [out, in], or add it to `total` and return None.
+
+        With `overwrite`, the gradient replaces what `total` held.
+        """
+        if total is None:
+            return self.gradient_product("wgrad", dy, x)
+        if self.observed.result_observers:
+            add_to(total, self.gradient_product("wgrad", dy, x, torch.float32), overwrite=overwrite)
+        else:
+            self.gemm.accumulate(total, dy, x, overwrite=overwrite, ends=self.ends)
+        return None
+
+    def show(self, role: Role, tensor: Tensor) -> None:
+        """Show the observers an operand before it is quantized, as a matrix [..., features]."""
+        for observer in self.observed.observers:
+            observer(self.gemm.name, role, tensor.detach().flatten(0, -2))
+
+    def show_weight(self, weight: Operand, matrix: Callable[[], Tensor]) -> None:
+        """Show the weight observers the operand `weight` and the weight that it was made of.
+
+        If this pass has quantized the weight, show it to the operand observers too.
+        """
+        if self.refresh and self.observed.observers:
+            self.show("weight", matrix())
+        for observer in self.context.weight_observers:
+            observer(self.gemm, weight, matrix().detach())
+
+    # ── The pass of a layer whose weight is one tensor ──────────────────────────────────────────
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Saved]:
+        """Return the output [tokens, out] for x [tokens, in], and what `backward` needs of x."""
+        gemm = self.gemm
+        gemm.begin(x)
+        self._ends_backward = self.differentiable and gemm.is_first_in_forward()
+        operand = self.quantize("input", x)
+        self._weight = gemm.weight_operand(
+            lambda: weight, refresh=self.refresh, differentiable=self.differentiable
+        )
+        y = self.forward_product(operand, self._weight, lambda: weight, bias)
+        return y, gemm.save(operand) if self.differentiable else ((), None)
+
+    def backward(
+        self, dy: Tensor, saved: Saved | None, total: Tensor | None, *, overwrite: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of input and weight.
+
+        The weight's is None without what `forward` saved, and if it was added to `total`.
+        """
+        gradient = self.quantize("grad_output", dy.contiguous())
+        dx = self.gradient_product("dgrad", gradient, self._weight)
+        dw = None
+        if saved is not None:
+            (x,) = self.gemm.restore(*saved)
+            dw = self.weight_gradient(gradient, x, total, overwrite=overwrite)
+        if self._ends_backward:
+            self.gemm.finish_backward()
+        return dx, dw
+
+
+class LinearFunction(torch.autograd.Function):
+    """y = x w^T + b by a `LinearPass`, see `LinearState.__call__`."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, linear_pass: LinearPass
+    ) -> Tensor:
+        ctx.linear_pass = linear_pass
+        ctx.main_gradient = getattr(weight, "main_grad", None)
+        y, (tensors, ctx.rest) = linear_pass.forward(
+            x.detach(), weight.detach(), None if bias is None else bias.detach()
+        )
+        ctx.save_for_backward(*tensors)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+        saved = (ctx.saved_tensors, ctx.rest) if ctx.needs_input_grad[1] else None
+        dx, dw = ctx.linear_pass.backward(dy, saved, ctx.main_gradient)
+        db = dy.sum(0, dtype=torch.float32).to(dy.dtype) if ctx.needs_input_grad[2] else None
+        return dx, dw, db, None
+
+
+def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) -> Tensor:
+    """Return `copy`, a cast of `parameter`, with the `main_grad` of the parameter.
+
+    The gradient of the copy then adds up where the parameter's does. With `transposed`, `copy` is
+    the transpose. Shapes cannot tell: a square matrix has the same shape both ways.
+    """
+    main = getattr(parameter, "main_grad", None)
+    if main is not None and copy is not parameter:
+        copy.main_grad = main.t() if transposed else main
+    return copy
+
+
+class LowPrecisionLinear(nn.Module):
+    """Replaces an nn.Linear, or a transformers Conv1D, whose weight [in, out] is `transposed`."""
+
+    def __init__(self, linear: nn.Linear | Conv1D, name: str, context: PrecisionContext) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.transposed = isinstance(linear, Conv1D)
+        self.state = LinearState(name, context)
 
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] -> [..., out]."""
-        weight = (
-            summing_where(self.weight, self.weight.t(), transposed=True)
-            if self.transposed
-            else self.weight
-        )
-        rows = x.reshape(-1, x.shape[-1])
-        if low := self.low:
-            return low(rows, weight, self.bias, self.context).view(*x.shape[:-1], -1)
-        weight, bias = (
-            summing_where(weight, weight.to(x.dtype)),
-            None if self.bias is None else self.bias.to(x.dtype),
-        )
-        if self.context.quantizing:
-            with watched((self.name,), "forward"):
-                return F.linear(x, weight, bias)
-        return PlainProduct(self.name)(rows, weight, bias, PrecisionContext(None, x.dtype)).view(
-            *x.shape[:-1], -1
-        )
+        """Return x w^T + b, [..., in] -> [..., out]."""
+        weight = self.weight
+        if self.transposed:
+            weight = summing_where(weight, weight.t(), transposed=True)
+        if self.state.low is None and self.state.context.quantizing:
+            bias = None if self.bias is None else self.bias.to(x.dtype)
+            with watched(self.state.members, "forward"):
+                return F.linear(x, weight.to(x.dtype), bias)
+        y = self.state(x.reshape(-1, x.shape[-1]), weight, self.bias)
+        return y.view(*x.shape[:-1], -1)

@@ -1,6 +1,8 @@
-"""Which linears of a model compute in low precision: the scope, the layers kept out, the shapes a precision cannot take.
+"""Decide which linear layers of a model compute in low precision.
 
-Every linear is decided on by itself: a rule for a whole container would leave out the siblings of one odd shape.
+The scope, the layers that stay in BF16 and the shapes that a precision cannot take decide. Each
+linear layer is decided on by itself: a rule for a container of layers would exclude the siblings of
+one odd shape.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
-# as transformers calls a mixture's, and what they consist of
+# Transformers' names of a mixture's routers, and of their parts.
 _ROUTERS = ("gate", "gate.*", "router*")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What one linear is to compute in: `requested`, a precision's name; `reason`, why that is not the low precision."""
+    """The precision of one linear layer, by name, and the reason if it is not the low precision."""
 
     requested: str
     reason: str | None = None
@@ -39,14 +41,16 @@ def decide(
     active: ActivePrecision,
     capability: tuple[int, int] | None = None,
 ) -> dict[str, Decision]:
-    """A decision for each linear of `hf`, by name, and for each stack of a mixture's experts, such as
-    `model.layers.0.mlp.experts.down_proj`. `layers`: its decoder layers in order. Shapes are enough: `hf` may be on the meta
-    device. `capability`: CUDA's, of the device that computes; None: this machine's, without a GPU Hopper's."""
-    settings, head = active.settings, hf.get_output_embeddings()
-    (first, last), left_out = (
-        active.kept_layers(len(layers)),
-        UNQUANTIZED[active.precision.compute_dtype].name,
-    )
+    """Return a decision for each linear layer of `hf` and each stack of experts, by name.
+
+    A stack's name is like `model.layers.0.mlp.experts.down_proj`. Shapes are enough: `hf` may be on
+    the meta device. `layers`: the decoder layers of `hf`, in order. `capability`: CUDA's, of the
+    device that computes. By default that of this machine, or Hopper's if it has no GPU.
+    """
+    settings = active.settings
+    head = hf.get_output_embeddings()
+    first, last = active.kept_layers(len(layers))
+    unquantized = UNQUANTIZED[active.precision.compute_dtype].name
     outer_layers = [
         layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last
     ]
@@ -79,20 +83,24 @@ def decide(
                 for pattern in settings.keep_bf16
                 if is_called(name, pattern)
             )
-            # in emulation too, which is to show what the hardware does
+            # Emulation has the same limits, because it shows what the hardware would do.
             multiple = active.precision.multiple_of
             misfits = (
                 f"{size} is not a multiple of {multiple}" for size in features if size % multiple
             )
             reason = next(chain(by_name, misfits, [no_groups] if name in groups else []), None)
-        decisions[name] = Decision(active.precision.name if reason is None else left_out, reason)
+        decisions[name] = Decision(active.precision.name if reason is None else unquantized, reason)
     return decisions
 
 
 def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: ActivePrecision) -> None:
-    """InputError for a pattern of `fp8_config.keep_bf16` that no linear of `hf` is called by, and where no linear is left to low
-    precision: the model would train in BF16 under another name. See `decide`."""
-    decisions, kind = decide(hf, layers, active), type(hf).__name__
+    """Raise InputError if a pattern of `fp8_config.keep_bf16` matches no linear layer of `hf`.
+
+    Also raise it if no linear layer is left for low precision: the model would train in BF16 under
+    another name. See `decide`.
+    """
+    decisions = decide(hf, layers, active)
+    model_class = type(hf).__name__
     for pattern in active.settings.keep_bf16:
         if not any(is_called(name, pattern) for name in decisions):
             ends = dict.fromkeys(
@@ -102,25 +110,29 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
             )
             (nearest,) = difflib.get_close_matches(pattern, [*ends], n=1, cutoff=0)
             raise InputError(
-                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {kind}; the nearest is {nearest}. A pattern is "
-                "compared with a linear's whole name, and with every part of it from a dot to the end"
+                f"`fp8_config.keep_bf16`: {pattern!r} matches no linear of {model_class}; the "
+                f"nearest is {nearest}. A pattern is compared with a linear's whole name, and with "
+                "every part of it from a dot to the end"
             )
     if all(decision.reason for decision in decisions.values()):
         reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions.values()))
         raise InputError(
-            f"`precision: {active.precision.name}` is left no linear of {kind} ({reasons}); keep fewer by `fp8_config`, change "
-            "sizes in `model.config`, or set `precision: bf16`"
+            f"`precision: {active.precision.name}`: no linear of {model_class} can compute in it "
+            f"({reasons}). Keep fewer in BF16 (`fp8_config`), change sizes in `model.config`, or "
+            "set `precision: bf16`"
         )
 
 
 def is_called(name: str, pattern: str) -> bool:
-    """Whether the linear `name` is one that `pattern` means: `model.layers.0.mlp.down_proj` is, by `down_proj`, `mlp.*`,
-    `layers.0.*` and `*.down_proj`."""
+    """Return whether `pattern` means the linear layer `name`.
+
+    `down_proj`, `mlp.*`, `layers.0.*` and `*.down_proj` all mean `model.layers.0.mlp.down_proj`.
+    """
     return fnmatchcase(f".{name}", f"*.{pattern}")
 
 
 def features_of(linear: nn.Module) -> tuple[int, int]:
-    """(in_features, out_features)."""
-    # as Conv1D's stand-in says
+    """Return (in_features, out_features)."""
+    # LowPrecisionLinear has `transposed` if it replaces a Conv1D.
     transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)
     return tuple(linear.weight.shape if transposed else reversed(linear.weight.shape))

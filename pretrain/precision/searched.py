@@ -1,16 +1,23 @@
-"""Matrix products by the fastest of cublasLt's algorithms, found by trying them.
+"""Matrix products by the fastest of cublasLt's algorithms, which are timed at the first product.
 
-cublasLt's heuristic names some eight algorithms for a product. Libraries take the first, which is often not the fastest
-(docs/results.md). Here the first product of a kind is computed by each of them. One whose bits differ from the first's is not
-taken, so what is computed never depends on times. Where a product adds to a sum, they are tried into other memory.
+cublasLt's heuristic lists about eight algorithms for a product. Libraries take the first one, which
+is often not the fastest (docs/results.md). Here each algorithm computes the first product of a
+kind. Algorithms whose bits differ from the first algorithm's are discarded, so results never depend
+on measured times. If a product adds to a sum, the trials write to other memory.
 
-Products in BF16, and in FP8 with one scale a tensor or in blocks of 128, are computed here. For all others, and under
-`deterministic: true` (equal bits once are no promise), `multiply` returns None, and Transformer Engine or torch computes them.
+This file computes products in BF16, and in FP8 with one scale a tensor or in blocks of 128. For
+other products, `multiply` returns None, and Transformer Engine or torch computes them. It also does
+so under `deterministic: true`, because bits that were equal once need not be equal again.
 
-cublasLt is called through ctypes: D = A B + beta C, columns first. In torch's terms, rows first: d [n, m] = b [n, k] a [m, k]^T
-+ beta c. `a` lies in memory as [m, k] if it is called transposed, else as [k, m]; `b` as [k, n] if transposed, else as [n, k].
-FP8 products before Blackwell take `a` transposed and `b` not. Signatures and numbers are those of cublasLt.h, cublas_api.h and
-library_types.h of CUDA 13.0, the same as of CUDA 12.
+cublasLt is called through ctypes. It computes D = A B + beta C, columns first. In torch's terms,
+rows first, this is
+
+    d [n, m] = b [n, k] a [m, k]^T + beta c
+
+`a` is stored as [m, k] if it is called transposed, else as [k, m]. `b` is stored as [k, n] if
+transposed, else as [n, k]. FP8 products before Blackwell need `a` transposed and `b` not.
+Signatures and numbers are from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are
+the same in CUDA 12.
 """
 
 from __future__ import annotations
@@ -42,39 +49,39 @@ from torch import Tensor, nn
 
 from pretrain.precision.observed import fp8_format, see
 
-WORKSPACE = 32 * 2**20 + 1024  # bytes, as Transformer Engine's
+WORKSPACE = 32 * 2**20 + 1024  # bytes, the same as Transformer Engine's
 _BF16 = torch.bfloat16
 _FP8_ON = (9, 0)  # compute capability; Blackwell's FP8 products read operands in other ways
-_REQUESTED = 16  # algorithms, of which the heuristic names half
+_REQUESTED = 16  # algorithms; the heuristic lists about half of them
 _ROUNDS = 5
-_LEAST_GAIN = 0.01  # below it the first named stays
-_HEAD_START = 2_000_000  # cycles, a millisecond in which launches are queued
-_MULTIPLE_OF = 16  # of all sizes: FP8's products take no other
+_LEAST_GAIN = 0.01  # relative; if no algorithm gains as much, the first one is taken
+_HEAD_START = 2_000_000  # cycles, about a millisecond, to queue launches
+_MULTIPLE_OF = 16  # all sizes must be multiples of this, as FP8 products require
 
 
 class Factor(NamedTuple):
-    """An operand as it lies in memory, [rows, inner] or [inner, rows]."""
+    """An operand as it is stored, [rows, inner] or [inner, rows]."""
 
     values: Tensor  # BF16, or bytes
     dtype: torch.dtype
-    scale: Tensor | None  # FP32, which FP8 codes are multiplied by, laid out as `mode` says
+    scale: Tensor | None  # FP32 scales of FP8 codes, in the layout that `mode` names
     mode: int = 0  # cublasLtMatmulMatrixScale_t
 
 
 class Problem(NamedTuple):
-    """What products that take one algorithm have in common; the letters are cublasLt's."""
+    """The kind of a product. All products of a kind use one algorithm. Letters as in cublasLt."""
 
     m: int
     n: int
     k: int
-    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of a, b, and c and d
+    types: tuple[torch.dtype, torch.dtype, torch.dtype]  # of a, of b, of c and d
     transposed: tuple[bool, bool]
     fast_accumulation: bool
-    adds: bool  # c, which is not d
+    adds: bool  # there is a c, in memory other than d's
     modes: tuple[int, int] = (0, 0)  # of the scales of a and b
 
 
-# ── What the rest of training calls ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── Public functions ────────────────────────────────────────────────────────────────────────────
 
 
 def multiply(
@@ -87,12 +94,14 @@ def multiply(
     total: Tensor | None = None,
     overwrite: bool = False,
 ) -> Tensor | None:
-    """d [n, m] BF16 = right [n, k] left [m, k]^T (+ `residual`); None, and nothing done, where another library has to.
+    """Return right [n, k] left [m, k]^T (+ `residual`), [n, m] BF16, or None if not supported here.
 
-    As Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m]; `right` is [n, k] if it ends
-    with N, else [k, n]. Tensors in BF16, or with TN Transformer Engine's in FP8. `residual` [n, m] BF16 stays as it was.
-    `fast_accumulation`: of FP8 products, in the tensor cores alone. With `total` [n, m] FP32 the product is added to it, or with
-    `overwrite` takes the place of what it held, and it is returned.
+    If it returns None, nothing was computed, and another library has to. Arguments are as of
+    Transformer Engine's general_gemm: `left` is [m, k] if `layout` begins with T, else [k, m];
+    `right` is [n, k] if `layout` ends with N, else [k, n]. Both are tensors in BF16, or, with TN,
+    Transformer Engine's tensors in FP8. `residual` [n, m] BF16 is not modified.
+    `fast_accumulation`: FP8 products are summed in the tensor cores alone. With `total` [n, m]
+    FP32, the product is added to `total`, or overwrites it, and `total` is returned.
     """
     a, b = _factor(left), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
@@ -107,13 +116,13 @@ def multiply(
     return d
 
 
-# Products in any dtype and on any device, by `multiply` where it can; not differentiable.
+# Products in any dtype on any device, by `multiply` if possible. They are not differentiable.
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, residual: Tensor | None = None
 ) -> Tensor:
-    """x [n, k] weight [m, k]^T + `bias` [m] as torch's linear; `residual` [n, m] added, which stays as it was."""
+    """Return x [n, k] weight [m, k]^T + `bias` [m] + `residual` [n, m], which is not modified."""
     if bias is None and (y := multiply(weight, x, residual=residual)) is not None:
         return y
     y = F.linear(x, weight, bias)
@@ -121,8 +130,11 @@ def linear(
 
 
 def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool = False) -> None:
-    """total [n, m] += left [n, k] @ right [k, m] in FP32, in one product where possible; `overwrite` leaves out what `total`
-    held, even NaN. `left` is the transpose of what lies in memory, in a gradient of weights."""
+    """Add left [n, k] @ right [k, m] to `total` [n, m] in FP32, in one product if possible.
+
+    With `overwrite`, replace what `total` held, even NaN. `left` is the transpose of a contiguous
+    tensor, as in a gradient of weights.
+    """
     if left.dtype == total.dtype:
         total.addmm_(left, right, beta=0 if overwrite else 1)
     elif not total.is_cuda:
@@ -133,12 +145,15 @@ def add_product_(total: Tensor, left: Tensor, right: Tensor, *, overwrite: bool 
         )
 
 
-# ── Operands ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Operands ────────────────────────────────────────────────────────────────────────────────────
 
 
 def _factor(operand: Any) -> Factor | None:
-    """The operand as a factor; None for what is neither a plain tensor in BF16 nor FP8, quantized along its rows, with one scale
-    or in blocks."""
+    """Return the operand as a factor, or None if it is not supported.
+
+    Supported are plain tensors in BF16, and FP8 that is quantized along its rows with one scale or
+    in blocks of 128.
+    """
     if type(operand) in (Tensor, nn.Parameter):
         return (
             Factor(operand, operand.dtype, None)
@@ -172,7 +187,7 @@ def problem_of(
     *,
     fast_accumulation: bool,
 ) -> Problem | None:
-    """What the product of `a` and `b` is, as `multiply` has it; None where cublasLt would not take it as they lie."""
+    """Return the kind of a product of `multiply`, or None if cublasLt rejects the memory layout."""
     is_fp8 = a.scale is not None
     if is_fp8 != (b.scale is not None) or (is_fp8 and transposed != (True, False)):
         return None
@@ -196,15 +211,18 @@ def problem_of(
     )
 
 
-# ── Of one GPU ──────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Products of one GPU ─────────────────────────────────────────────────────────────────────────
 
 
 class Products:
-    """The products of one GPU, on the stream on which the first of them is computed: they share a workspace. By the library that
-    torch has loaded, which the loader finds by its name: another could differ in version and in choices."""
+    """The products of one GPU, on the stream of the first product, because they share a workspace.
+
+    The library is the one that torch has loaded, which the loader finds by its name. Another
+    library could have another version and other heuristics.
+    """
 
     def __init__(self, device: torch.device) -> None:
-        """`device` is the current one, which torch has used before."""
+        """`device` must be the current device, which torch has already used."""
         self.library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
         for name, arguments in _SIGNATURES.items():
             function = getattr(self.library, name)
@@ -213,7 +231,7 @@ class Products:
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
         self._has_fp8 = torch.cuda.get_device_capability(device) == _FP8_ON
-        # None: cublasLt refuses it
+        # None: cublasLt rejects the kind.
         self.chosen: dict[Problem, tuple[Matmul, Algorithm] | None] = {}
 
     def require(self, name: str, *arguments: Any) -> None:
@@ -231,7 +249,10 @@ class Products:
     def multiply(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, total: Tensor | None
     ) -> Tensor | None:
-        """Multiplies as the function `multiply` does; None where cublasLt refuses, in which case nothing was started."""
+        """Multiply as the function `multiply` does. If cublasLt rejects the product, return None.
+
+        Then nothing was started.
+        """
         if problem in self.chosen and self.chosen[problem] is None:
             return None
         if torch.cuda.current_stream().cuda_stream != self.stream or (
@@ -243,7 +264,8 @@ class Products:
             if total is None
             else total
         )
-        with suppress(CublasLtError, torch.OutOfMemoryError):  # no room to try algorithms for a sum
+        # Out of memory: there is no room to try algorithms for a sum.
+        with suppress(CublasLtError, torch.OutOfMemoryError):
             chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
             if chosen is not None and chosen[0].run(chosen[1], a, b, added, d) == SUCCESS:
                 return d
@@ -253,16 +275,16 @@ class Products:
     def _choose(
         self, problem: Problem, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> tuple[Matmul, Algorithm] | None:
-        """The fastest algorithm, or None. d is written over, more than once, unless it is `added`: then it stays as it is."""
+        """Return the fastest algorithm, or None. Overwrite d, unless d is `added`."""
         matmul = Matmul(self, problem)
-        matmul.set_scales(a, b)  # not all algorithms can scale
+        matmul.set_scales(a, b)  # before the heuristic: not all algorithms can scale
         named = matmul.named_by_heuristic()
         d = torch.empty_like(d) if d is added else d
         launches = [functools.partial(matmul.run, algorithm, a, b, added, d) for algorithm in named]
         same, decisive = same_as_first(launches, d, added)
         if not same:
             return None
-        if not decisive:  # the next product of this kind will be
+        if not decisive:  # try again with the next product of this kind
             return matmul, named[same[0]]
         best = same[fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0]
         self.chosen[problem] = matmul, named[best]
@@ -271,8 +293,8 @@ class Products:
 
 @functools.cache
 def products_on(device: torch.device) -> Products | None:
-    """The products of `device`, the current one; None where cublasLt cannot be called."""
-    # no such library, or one that lacks a function
+    """Return the products of the current `device`, or None if cublasLt cannot be called."""
+    # There is no such library, or it lacks a function.
     with suppress(CublasLtError, OSError, AttributeError):
         return Products(device)
     return None
@@ -281,8 +303,11 @@ def products_on(device: torch.device) -> Products | None:
 def same_as_first(
     launches: Sequence[Callable[[], int]], d: Tensor, added: Tensor | None
 ) -> tuple[list[int], bool]:
-    """The numbers of those that run and write into d the bits of the first of them, by the sum of all that they write; and
-    whether that is decisive. It is not for a product of zeros, nor where d is not finite: any algorithm would write that."""
+    """Return the indices of launches that write the same bits into d as the first one that runs.
+
+    Bits are compared by their sum over d. Also return whether the comparison is decisive. It is not
+    for a product of zeros, or if d is not finite: every algorithm would write the same.
+    """
     ran, sums = [], []
     for number, launch in enumerate(launches):
         if launch() == SUCCESS:
@@ -291,7 +316,8 @@ def same_as_first(
     if not ran:
         return [], False
     unchanged = torch.zeros_like(sums[0]) if added is None else added.view(torch.int64).sum()
-    # of the last one, as of all: the operands decide it. In FP64 the sum would copy d
+    # It is enough to look at the last result, because the operands decide whether d is finite. A
+    # sum in FP64 would copy d.
     finite = d.sum().isfinite().long()
     *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
     decisive = bool(finite) and bits[0] not in (0, unchanged)
@@ -301,14 +327,17 @@ def same_as_first(
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
-    """The number of the algorithm with the least median, if that is worth a change from number 0."""
-    medians = [statistics.median(each) for each in times]
+    """Return the index of the algorithm with the least median time, or 0 if it gains too little."""
+    medians = [statistics.median(milliseconds) for milliseconds in times]
     best = medians.index(min(medians))
     return best if medians[best] < (1 - _LEAST_GAIN) * medians[0] else 0
 
 
 def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
-    """Milliseconds by launch and round; rounds go through them forth and back, as clocks move with power."""
+    """Return milliseconds by launch and round.
+
+    Every second round runs backwards, because clocks change with power.
+    """
     marks: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     torch.cuda._sleep(_HEAD_START)
     for turn in range(_ROUNDS):
@@ -322,10 +351,10 @@ def _times(launches: Sequence[Callable[[], int]]) -> list[list[float]]:
     return [[start.elapsed_time(end) for start, end in pairs] for pairs in marks]
 
 
-# ── cublasLt ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── cublasLt ────────────────────────────────────────────────────────────────────────────────────
 
 SUCCESS = 0
-ALIGNMENT = 256  # bytes, what the heuristic supposes of a tensor where it is not told
+ALIGNMENT = 256  # bytes; the heuristic assumes it of tensors by default
 # cudaDataType
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
@@ -338,16 +367,16 @@ _DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_A
     25,
 )
 _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
-# cublasLtMatmulMatrixScale_t, since CUDA 12.9, of r rows: FP32 [k / 128, r], and [r / 128, k / 128], its rows padded to fours. A
-# product of two tensors in squares there is none.
+# cublasLtMatmulMatrixScale_t, since CUDA 12.9, for r rows: FP32 [k / 128, r], and [r / 128, k /
+# 128] with its rows padded to multiples of 4. There is no product of two tensors in squares.
 _VECTORS, _SQUARES = 4, 5
 _PREFERENCE_WORKSPACE_BYTES = 1  # cublasLtMatmulPreferenceAttributes_t
-# alpha and beta, read by the call itself
+# Alpha and beta. The call itself reads them.
 _FACTORS = {number: byref(c_float(number)) for number in (0.0, 1.0)}
 
 
 class Algorithm(ctypes.Structure):
-    """cublasLtMatmulAlgo_t: one way to compute one product, 64 bytes that may be copied and kept."""
+    """cublasLtMatmulAlgo_t: an algorithm for a kind of product, 64 bytes that may be copied."""
 
     _fields_ = [("data", c_uint64 * 8)]
 
@@ -364,7 +393,8 @@ class HeuristicResult(ctypes.Structure):
     ]
 
 
-# Each returns a cublasStatus_t. Handles, descriptors and device pointers are void *; a value comes with its bytes.
+# Every function returns a cublasStatus_t. Handles, descriptors and device pointers are void *. A
+# value comes with its number of bytes.
 _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtCreate": [POINTER(c_void_p)],
     "cublasLtMatmulDescCreate": [POINTER(c_void_p), c_int, c_int],
@@ -372,25 +402,29 @@ _SIGNATURES: dict[str, list[Any]] = {
     "cublasLtMatrixLayoutCreate": [POINTER(c_void_p), c_int, c_uint64, c_uint64, c_int64],
     "cublasLtMatmulPreferenceCreate": [POINTER(c_void_p)],
     "cublasLtMatmulPreferenceSetAttribute": [c_void_p, c_int, c_void_p, c_size_t],
-    # handle, operation, layouts of A, B, C and D, preference, count, results, how many there are
+    # Handle, operation, layouts of A, B, C and D, preference, count, results, number of results.
     "cublasLtMatmulAlgoGetHeuristic": [
         *[c_void_p] * 7,
         c_int,
         POINTER(HeuristicResult),
         POINTER(c_int),
     ],
-    # handle, operation, alpha, A and B each with its layout, beta, C and D each with its layout, algorithm, workspace, stream
+    # Handle, operation, alpha, A, layout, B, layout, beta, C, layout, D, layout, algorithm,
+    # workspace, its bytes, stream.
     "cublasLtMatmul": [*[c_void_p] * 12, POINTER(Algorithm), c_void_p, c_size_t, c_void_p],
 }
 
 
 class CublasLtError(RuntimeError):
-    """A call that had to succeed did not."""
+    """A call of cublasLt has failed."""
 
 
 class Matmul:
-    """A product as cublasLt describes it, c like d; accumulated and scaled in FP32. Its tensors are the caller's: contiguous, of
-    these sizes and types, on one device. The descriptions are some hundred bytes, which stay until the process ends."""
+    """cublasLt's description of a kind of product, accumulated and scaled in FP32. c is like d.
+
+    The caller provides the tensors: contiguous, of these sizes and types, on one device. The
+    descriptions take some hundred bytes, until the process ends.
+    """
 
     def __init__(self, products: Products, problem: Problem) -> None:
         self._products, (m, n, k), transposed = products, problem[:3], problem.transposed
@@ -403,7 +437,7 @@ class Matmul:
         for attribute, mode in zip(
             (_DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B), problem.modes, strict=True
         ):
-            if mode:  # one scale is what libraries take that know no other
+            if mode:  # One scale a tensor is the default, also of older libraries.
                 self._set(attribute, c_int32(mode))
         shapes = [(k, m) if transposed[0] else (m, k), (n, k) if transposed[1] else (k, n), (m, n)]
         layouts = [
@@ -416,14 +450,16 @@ class Matmul:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
     def set_scales(self, a: Factor, b: Factor) -> None:
-        """Says where the scales of FP8 codes lie, on the device; they must stay there until the product is done."""
+        """Set the device pointers of FP8 scales, which must stay valid until the product is done."""
         for attribute, factor in ((_DESC_SCALE_A, a), (_DESC_SCALE_B, b)):
             if factor.scale is not None:
                 self._set(attribute, c_void_p(factor.scale.data_ptr()))
 
     def named_by_heuristic(self) -> list[Algorithm]:
-        """Those for which the workspace is enough, the fastest by cublasLt's estimate first. They take tensors that begin at a
-        multiple of ALIGNMENT bytes."""
+        """Return the algorithms that fit the workspace, the fastest by cublasLt's estimate first.
+
+        They need tensors that begin at a multiple of ALIGNMENT bytes.
+        """
         products = self._products
         preference, size = products.create("MatmulPreference"), c_uint64(products.workspace.numel())
         products.set_value("MatmulPreference", preference, _PREFERENCE_WORKSPACE_BYTES, size)
@@ -438,7 +474,10 @@ class Matmul:
     def run(
         self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor
     ) -> int:
-        """d = a b (+ `added`), started on the products' stream; a cublasStatus_t, other than 0 where nothing was started."""
+        """Start d = a b (+ `added`) on the products' stream. Return a cublasStatus_t.
+
+        If it is not 0, nothing was started.
+        """
         self.set_scales(a, b)
         (layout_a, layout_b, layout_c, layout_d), products = self._layouts, self._products
         c, beta = (d, 0.0) if added is None else (added, 1.0)

@@ -1,5 +1,8 @@
-"""Which precision a run gets on this machine, and what computes it: Transformer Engine where the device has it, elsewhere as
-`fp8_config.on_unsupported` says."""
+"""Choose the precision that a run gets on this machine, and make the engines that compute it.
+
+Transformer Engine computes a precision that the device has. Elsewhere `fp8_config.on_unsupported`
+decides.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,10 @@ import torch
 
 from foundation.errors import InputError
 from pretrain.precision import transformer_engine
-from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.formats import delayed, unquantized
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.plain_forward import PlainForwardBackend
-from pretrain.precision.product import Backend
+from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.settings import (
     PLAIN_FORWARD,
     PRECISIONS,
@@ -24,24 +26,28 @@ from pretrain.precision.settings import (
     precision_called,
 )
 
-# `on_unsupported: fallback` takes the first that the device has.
+# `on_unsupported: fallback` takes the first of these that the device has.
 STAND_INS = (delayed.PRECISION, unquantized.BF16)
-# Why a device cannot run a quantized precision, as in "needs a GPU of ...; this is ..."; None where it can.
+# Returns why the device cannot run a quantized precision ("needs a GPU of ...; this is ...") or
+# None.
 Missing = Callable[[QuantizedPrecision], str | None]
 
 
 def missing_on(device_type: str) -> Missing:
-    """What the current device of `device_type` ("cpu", "cuda") would need for a quantized precision; None: nothing more. The
-    compute capability comes first, as Transformer Engine takes seconds to import."""
-    capability, device = None, f"this run is on {device_type}"
+    """Return a function that checks a quantized precision against the current device.
+
+    `device_type` is "cpu" or "cuda". The compute capability is compared first, because importing
+    Transformer Engine takes seconds.
+    """
+    capability = None
+    device = f"this run is on {device_type}"
     if device_type == "cuda":
         capability = torch.cuda.get_device_capability()
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
     def missing(precision: QuantizedPrecision) -> str | None:
-        need = precision.hardware.missing(capability) or transformer_engine.unavailable_because(
-            precision
-        )
+        need = precision.hardware.missing(capability)
+        need = need or transformer_engine.unavailable_because(precision)
         return f"needs {need}; {device}" if need else None
 
     return missing
@@ -50,53 +56,62 @@ def missing_on(device_type: str) -> Missing:
 def select_precision(
     precision: str, fp8_config: LowPrecisionSettings, missing: Missing
 ) -> ActivePrecision:
-    """What a run in `precision` gets on a device that lacks what `missing` says. Raises InputError where the device does not have
-    the precision and `on_unsupported` is `error`."""
-    wanted = precision_called(precision)
+    """Return the precision and the engine of a run that requests `precision`.
+
+    `missing` checks a precision against the device. Raise InputError if the device lacks the
+    precision and `on_unsupported` is `error`.
+    """
+    requested = precision_called(precision)
     settings = fp8_config.resolved(precision)
-    wanted_on = partial(ActivePrecision, precision, wanted)
-    if not wanted.quantized:
-        return wanted_on("torch", settings)
+    computed_by = partial(ActivePrecision, precision, requested)
+    if not requested.quantized:
+        return computed_by("torch", settings)
     if settings.backend == "emulation":
-        return wanted_on("emulation", settings)
-    if (need := missing(wanted)) is None:
-        return wanted_on("transformer_engine", settings)
-    reason = f"`precision: {wanted.use}` {need}"
+        return computed_by("emulation", settings)
+    if (need := missing(requested)) is None:
+        return computed_by("transformer_engine", settings)
+    reason = f"`precision: {requested.use}` {need}"
     if settings.on_unsupported == "emulate":
-        return wanted_on("emulation", settings, reason)
+        return computed_by("emulation", settings, reason)
     available = [
-        each for each in PRECISIONS.values() if not each.quantized or missing(each) is None
+        candidate
+        for candidate in PRECISIONS.values()
+        if not candidate.quantized or missing(candidate) is None
     ]
-    nearest = next(each for each in STAND_INS if each in available)
+    stand_in = next(candidate for candidate in STAND_INS if candidate in available)
     if settings.on_unsupported == "fallback":
-        backend = "transformer_engine" if nearest.quantized else "torch"
-        if nearest.quantized and wanted.plain_forward:
-            nearest = precision_called(f"{nearest.name}{PLAIN_FORWARD}")
-        return ActivePrecision(
-            precision, nearest, backend, fp8_config.without_options().resolved(nearest.name), reason
-        )
+        engine = "transformer_engine" if stand_in.quantized else "torch"
+        if stand_in.quantized and requested.plain_forward:
+            stand_in = precision_called(f"{stand_in.name}{PLAIN_FORWARD}")
+        settings = fp8_config.without_options().resolved(stand_in.name)
+        return ActivePrecision(precision, stand_in, engine, settings, reason)
     raise InputError(
         f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
-        f"`fp8_config.on_unsupported: fallback` to train in {nearest.name}, or a `precision` that runs here: "
-        f"{', '.join(each.name for each in available)}"
+        f"`fp8_config.on_unsupported: fallback` to train in {stand_in.name}, or a `precision` that "
+        f"runs here: {', '.join(candidate.name for candidate in available)}"
     )
 
 
-def make_backends(
+def make_engines(
     actives: Sequence[ActivePrecision], device: torch.device
-) -> dict[str, Backend | None]:
-    """The backend of each precision of one model, by name, with products on `device`; None where nothing is quantized. One with
-    its forward in BF16 shares the backend of the same precision without."""
-    kinds = {
-        "emulation": EmulationBackend,
-        "transformer_engine": transformer_engine.TransformerEngineBackend,
+) -> dict[str, GemmEngine | None]:
+    """Return the engine of each precision of one model, by the precision's name.
+
+    The engine is None if nothing is quantized. A precision with and without a BF16 forward shares
+    its Gemms and histories.
+    """
+    classes = {
+        "torch": lambda active, device: None,
+        "emulation": EmulationEngine,
+        "transformer_engine": transformer_engine.TransformerEngine,
     }
-    made: dict[str, Backend | None] = {}
+    engines: dict[str, GemmEngine | None] = {}
     for active in actives:
-        name = active.precision.use
-        if name not in made:
-            kind = kinds.get(active.backend)
-            made[name] = kind and kind(replace(active, precision=precision_called(name)), device)
+        use = active.precision.use
+        if use not in engines:
+            engines[use] = classes[active.backend](
+                replace(active, precision=precision_called(use)), device
+            )
         if active.precision.plain_forward:
-            made[active.precision.name] = PlainForwardBackend(made[name])
-    return {active.precision.name: made[active.precision.name] for active in actives}
+            engines[active.precision.name] = engines[use].with_bf16_forward()
+    return {active.precision.name: engines[active.precision.name] for active in actives}

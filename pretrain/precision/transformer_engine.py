@@ -1,9 +1,11 @@
-"""Low-precision products on Transformer Engine: its quantizers and its GEMM, called one by one.
+"""Products on Transformer Engine: its quantizers and its GEMM, called one by one.
 
-A te.Linear wants to own its weight, and to write a pickled "extra state" into every state_dict. Here one is built on the meta
-device, outside of the model's module tree: it holds a product's quantizers, histories and scales, and never computes.
+A te.Linear would own its weight and write a pickled "extra state" into every state_dict. So a
+te.Linear here is built on the meta device, outside of the model's module tree. It holds the
+quantizers, histories and scales of a Gemm and never computes.
 
-The library is imported when it is first needed: it takes seconds, and cannot be imported without a GPU's driver.
+The library is imported when it is first needed. The import takes seconds, and fails without the
+driver of a GPU.
 """
 
 from __future__ import annotations
@@ -25,41 +27,44 @@ from foundation.reading import one_line
 from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
-from pretrain.precision.grouped import Grouped
+from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
 from pretrain.precision.observed import watched
-from pretrain.precision.product import Backend, Gemm, Product
 from pretrain.precision.settings import ActivePrecision
 
-# A direction's state as checkpoints and `delayed_state.PLACES` call it -> Transformer Engine's name of it.
+# Direction, as in checkpoints and `delayed_state.PLACES` -> Transformer Engine's name of its state.
 TE_DIRECTIONS = {"forward": "scaling_fwd", "backward": "scaling_bwd"}
-# layout, and the recipe's name
+# Product -> layout, and the product's name in recipes.
 TE_GEMMS = {"forward": ("TN", "fprop"), "dgrad": ("NN", "dgrad"), "wgrad": ("NT", "wgrad")}
-# What the names of variables begin with that change the defaults of Transformer Engine's recipes.
+# Prefixes of environment variables that change the defaults of Transformer Engine's recipes.
 DEFAULTS_CHANGED_BY = (
     "NVTE_BACKWARD_OVERRIDE",
     "NVTE_FP8_BLOCK_SCALING",
     "NVTE_FP8_CURRENT_SCALING",
     "NVTE_NVFP4_",
 )
+# Key in fp8_meta: where the scales are stored that recomputing a layer will use.
 _STASH = "global_fp8_buffer_pos_fwd_recompute"
 
 
 def missing() -> str | None:
-    """What this process would need for Transformer Engine, worded to follow "needs"; None: nothing more."""
+    """Return what this process lacks for Transformer Engine, or None.
+
+    The text follows "needs" in a sentence.
+    """
     if not torch.cuda.is_available():
         return "a CUDA device"
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine, which is not installed (docs/b200.md says how)"
     try:
         library()
-    # a library that was built for another torch, CUDA or Python
+    # The installed library was built for another torch, CUDA or Python.
     except (ImportError, OSError, RuntimeError) as error:
         return f"a Transformer Engine that can be imported ({one_line(error)})"
     return None
 
 
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
-    """What this process would need to run `precision` on it, worded as `missing`; None: nothing more."""
+    """Return what this process lacks for `precision` on Transformer Engine, as `missing` does."""
     if precision.te_available is None:
         return precision.hardware.missing(None)
     if need := missing():
@@ -69,12 +74,15 @@ def unavailable_because(precision: QuantizedPrecision) -> str | None:
 
 
 def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> Any:
-    """The `transformer_engine.common.recipe` object of `precision`: Transformer Engine's defaults, and the settings' options.
+    """Return the `transformer_engine.common.recipe` object of `precision` with its settings.
 
-    Raises InputError where variables would change the defaults, and for an option that the installed version drops."""
+    Other options keep Transformer Engine's defaults. Raise InputError if an environment variable
+    changes these defaults, or if the installed version drops an option.
+    """
     if variables := sorted(name for name in os.environ if name.startswith(DEFAULTS_CHANGED_BY)):
         raise InputError(
-            f"{', '.join(variables)}: Transformer Engine would compute otherwise than `precision` says; unset it"
+            f"{', '.join(variables)}: Transformer Engine would compute otherwise than `precision` "
+            "says; unset it"
         )
     te = importlib.import_module("transformer_engine.common.recipe")
     options = {key: getattr(settings, key) for key in precision.options}
@@ -83,28 +91,39 @@ def build_te_recipe(precision: QuantizedPrecision, settings: OptionValues) -> An
     te_recipe = getattr(te, precision.te_recipe)(**options)
     if dropped := [key for key, value in options.items() if getattr(te_recipe, key, None) != value]:
         raise InputError(
-            f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks it; install the version of requirements-cuda.txt"
+            f"`fp8_config.{dropped[0]}`: the installed Transformer Engine lacks it; install the "
+            "version of requirements-cuda.txt"
         )
     return te_recipe
 
 
 def split_accumulator(te_recipe: Any, product: str) -> bool:
-    """Whether `product` (fprop, dgrad, wgrad) adds up in full precision: as the recipe says, else for gradients."""
-    wanted = getattr(te_recipe, f"fp8_gemm_{product}", None)
-    return product != "fprop" if wanted is None else wanted.use_split_accumulator
+    """Return whether `product` (fprop, dgrad, wgrad) is summed in full precision.
+
+    The recipe decides. By default, gradients are.
+    """
+    setting = getattr(te_recipe, f"fp8_gemm_{product}", None)
+    return product != "fprop" if setting is None else setting.use_split_accumulator
 
 
-class TransformerEngineProduct(Product):
-    """Multiplies by the quantizers of a te.Linear, which has no weight, and Transformer Engine's GEMM; inside the backend's
-    `forward`, and in backward. One quantization writes an operand for both of its products."""
+class TransformerEngineGemm(Gemm):
+    """The products of one linear layer, by the quantizers of a te.Linear without a weight.
 
-    def __init__(self, name: str, linear: nn.Module, backend: TransformerEngineBackend) -> None:
-        super().__init__(name)
-        self.linear, self.backend = linear, backend
+    It computes inside of the engine's `forward` context, and in backward. One quantization writes
+    an operand for both of its products. The products of experts are torch's grouped product in FP8,
+    because the library's own is one launch an expert.
+    """
+
+    def __init__(
+        self, engine: TransformerEngine, name: str, members: Sequence[str], linear: nn.Module
+    ) -> None:
+        super().__init__(name, members)
+        self.engine = engine
+        self.linear = linear
 
     @property
     def supports_fused_loss(self) -> bool:
-        return not self.linear.use_bias and self.backend.precision.fuses_head_on(
+        return not self.linear.use_bias and self.engine.precision.fuses_head_on(
             torch.cuda.get_device_capability()
         )
 
@@ -112,7 +131,8 @@ class TransformerEngineProduct(Product):
         self.linear.prepare_forward(x)
         forward, backward = (self.linear.quantizers[key] for key in TE_DIRECTIONS.values())
         for quantizer in (*forward[:2], backward[0]):
-            quantizer.internal = True  # bare storage in place of tensors that autograd could see
+            # Write plain storage, not a tensor that autograd would see.
+            quantizer.internal = True
         for quantizer in (forward[0], backward[0]):
             quantizer.optimize_for_gemm = True
 
@@ -120,67 +140,114 @@ class TransformerEngineProduct(Product):
         self.linear.end_forward()
 
     def quantizer(self, role: Role, *, both: bool) -> Any:
-        """Transformer Engine's quantizer of an operand: for products along features, and along rows too if `both`."""
+        """Return an operand's quantizer, for sums along its features, and its rows if `both`."""
         direction, slot = PLACES[role]
         quantizer = self.linear.quantizers[TE_DIRECTIONS[direction]][slot]
         quantizer.set_usage(rowwise=True, columnwise=both)
         return quantizer
 
-    def operand(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
-        # Conv1D's weight is a transpose
-        x, quantizer = x.contiguous(), self.quantizer(role, both=both)
+    def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> Any:
+        if role == "weight" and x.dim() > 2:
+            x = x.flatten(0, -2)  # experts' weights are one matrix
+        x = x.contiguous()  # the weight of a Conv1D is a transpose
+        quantizer = self.quantizer(role, both=both)
         if role == "weight":
-            # Blackwell's products read scales in an order of their own, which is made here once or else in every product.
+            # Blackwell's products read scales in another order. A quantizer writes this order once;
+            # else every product has to make it.
             quantizer.optimize_for_gemm = self.linear._enable_weight_preswizzle(quantizer, x)
         return quantizer(x)
 
     @staticmethod
     def codes(operand: Any) -> Tensor:
-        one_scale = isinstance(operand, library().Float8TensorStorage)
-        return operand._data if one_scale else operand._rowwise_data
+        has_one_scale = isinstance(operand, library().Float8TensorStorage)
+        return operand._data if has_one_scale else operand._rowwise_data
 
-    def multiply(
+    def matmul(
         self,
-        gemm: Gemm,
+        kind: GemmKind,
         left: Any,
         right: Any,
-        dtype: torch.dtype,
-        *added: Tensor | None,
+        dtype: torch.dtype | None,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *,
+        ends: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        """`out` takes a gradient, in its dtype."""
-        bias, residual = (*added, None, None)[:2]
-        if gemm == "dgrad":
+        """See `Gemm.matmul`. `out` of dtype `dtype` receives a gradient."""
+        if kind == "dgrad":
             right.update_usage(columnwise_usage=True)
-        if gemm != "forward":
-            return self._gemm(gemm, left, right, out_dtype=dtype, out=out)
+        if ends is not None:
+            return self._grouped_matmul(kind, left, right, dtype, ends)
+        if kind != "forward":
+            return self._general_gemm(kind, left, right, out_dtype=dtype, out=out)
         if bias is None and dtype == torch.bfloat16:
-            fast = not split_accumulator(self.backend.te_recipe, "fprop")
-            with watched(self.members, gemm):
+            fast = not split_accumulator(self.engine.te_recipe, "fprop")
+            with watched(self.members, kind):
                 y = searched.multiply(right, left, fast_accumulation=fast, residual=residual)
             if y is not None:
                 return y
-        y = self._gemm(gemm, left, right, out_dtype=dtype, bias=bias)
+        y = self._general_gemm(kind, left, right, out_dtype=dtype, bias=bias)
         return y if residual is None else y.add_(residual)
 
-    def accumulate(self, total: Tensor, left: Any, right: Any, *, overwrite: bool = False) -> None:
-        # Conv1D's is a transpose, which the library's product does not add to
-        if not total.is_contiguous():
-            return super().accumulate(total, left, right, overwrite=overwrite)
-        self._gemm("wgrad", left, right, out=total, out_dtype=total.dtype, accumulate=not overwrite)
+    def accumulate(
+        self,
+        total: Tensor,
+        left: Any,
+        right: Any,
+        *,
+        overwrite: bool = False,
+        ends: Tensor | None = None,
+    ) -> None:
+        # The library's GEMM cannot add to the sum of a Conv1D, which is a transpose.
+        if ends is None and total.is_contiguous():
+            self._general_gemm(
+                "wgrad", left, right, out=total, out_dtype=total.dtype, accumulate=not overwrite
+            )
+        else:
+            super().accumulate(total, left, right, overwrite=overwrite, ends=ends)
 
-    def _gemm(self, gemm: Gemm, left: Any, right: Any, **options: Any) -> Tensor:
-        """cuBLAS counts columns first, so Transformer Engine names what multiplies from the left second."""
-        layout, product = TE_GEMMS[gemm]
-        options |= {"layout": layout, "grad": gemm != "forward"}
-        split = split_accumulator(self.backend.te_recipe, product)
-        with watched(self.members, gemm):
+    def _general_gemm(self, kind: GemmKind, left: Any, right: Any, **options: Any) -> Tensor:
+        """Call Transformer Engine's GEMM, which counts columns first and so names `right` first."""
+        layout, product = TE_GEMMS[kind]
+        options |= {"layout": layout, "grad": kind != "forward"}
+        split = split_accumulator(self.engine.te_recipe, product)
+        with watched(self.members, kind):
             return library().cpp_extensions.general_gemm(
                 right, left, use_split_accumulator=split, **options
             )[0]
 
+    def _grouped_matmul(
+        self, kind: GemmKind, left: Any, right: Any, dtype: torch.dtype | None, ends: Tensor
+    ) -> Tensor:
+        """Multiply E4M3 codes with torch's grouped product, whose kernel writes BF16.
+
+        The kernel takes a scale for each row. All rows have the scale of the tensor.
+        """
+        experts = len(ends)
+        a = _e4m3(left, transposed=kind == "wgrad")
+        b = _e4m3(right, transposed=kind != "forward")
+        if kind == "wgrad":
+            b = b.t()
+            size_a, size_b = len(a) * experts, b.shape[1] * experts
+        else:
+            # b becomes [experts, k, n], contiguous along k.
+            by_expert = b.unflatten(0 if kind == "forward" else 1, (experts, -1))
+            b = by_expert.mT if kind == "forward" else by_expert.permute(1, 2, 0)
+            size_a, size_b = len(a), (experts, b.shape[2])
+        scale_a = left._scale_inv.expand(size_a).contiguous()
+        scale_b = right._scale_inv.expand(size_b).contiguous()
+        # Sums stay in the tensor cores, in gradients too. Adding them up outside spills registers
+        # where experts are small, at a third of the speed. It would save less than what rounding to
+        # BF16 costs (docs/log.md).
+        with watched(self.members, kind):
+            y = torch._scaled_grouped_mm(
+                a, b, scale_a, scale_b, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        return y if dtype is None else y.to(dtype)
+
     @staticmethod
-    def save(*operands: Any) -> tuple[Sequence[Tensor | None], Any]:
+    def save(*operands: Any) -> Saved:
         te = library()
         for operand in operands:
             if isinstance(operand, te.QuantizedTensorStorage):
@@ -197,69 +264,37 @@ class TransformerEngineProduct(Product):
         if not manager.is_fp8_enabled():
             return False
         state = manager.quantization_state
-        before, first = state.is_first_fp8_module, manager.is_first_fp8_module()
+        before = state.is_first_fp8_module
+        is_first = manager.is_first_fp8_module()
         if library().distributed.in_fp8_activation_recompute_phase():
-            # the answer was given in forward, and is asked for again
+            # A recomputed layer asks again, and the answer was given in forward.
             state.is_first_fp8_module = before
-        return first
+        return is_first
 
     @staticmethod
     def finish_backward() -> None:
         library().quantization.FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=False)
 
 
-class ScaledGroupedProduct(Grouped, TransformerEngineProduct):
-    """Quantizes the operands of all experts by one call of Transformer Engine's kernel, and multiplies them by torch's grouped
-    product: the library's own is a launch an expert. That takes a scale for each row, which is the tensor's one each time."""
-
-    def multiply(
-        self, gemm: Gemm, left: Any, right: Any, dtype: torch.dtype | None = None, bias: None = None
-    ) -> Tensor:
-        experts, by_rows = len(self.ends), gemm == "wgrad"
-        if gemm == "dgrad":
-            right.update_usage(columnwise_usage=True)
-        a, b = _e4m3(left, transposed=by_rows), _e4m3(right, transposed=gemm != "forward")
-        if by_rows:
-            b, scales = b.t(), (len(a) * experts, len(b) * experts)
-        else:  # [experts, k, n], where k lies in one piece
-            b = (
-                b.unflatten(0, (experts, -1)).mT
-                if gemm == "forward"
-                else b.unflatten(1, (experts, -1)).permute(1, 2, 0)
-            )
-            scales = (len(a), (experts, b.shape[2]))
-        of_a, of_b = (
-            x._scale_inv.expand(size).contiguous()
-            for x, size in zip((left, right), scales, strict=True)
-        )
-        # Sums stay in the tensor cores, in gradients too. To add them up outside spills registers where experts are small, at a
-        # third of the speed; what it would save is less than what rounding to BF16 costs (docs/log.md).
-        with watched(self.members, gemm):
-            y = torch._scaled_grouped_mm(
-                a, b, of_a, of_b, offs=self.ends, out_dtype=torch.bfloat16, use_fast_accum=True
-            )
-        return y if dtype is None else y.to(dtype)
-
-
 def _e4m3(operand: Any, *, transposed: bool) -> Tensor:
-    """The codes of a Float8Tensor [rows, features], or of its transpose, which has memory of its own."""
+    """Return the codes of a Float8Tensor, or of its transpose, which is stored separately."""
     return (operand._transpose if transposed else operand._data).view(torch.float8_e4m3fn)
 
 
-class TransformerEngineBackend(Backend):
-    """A model's products on Transformer Engine."""
+class TransformerEngine(GemmEngine):
+    """The Gemms of one model on Transformer Engine."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        """Raises InputError where the installed Transformer Engine does not take the precision's recipe as asked."""
+        """Raise InputError if the installed Transformer Engine lacks the precision's recipe."""
+        super().__init__()
         self.te = library()
         self.precision: QuantizedPrecision = active.precision
         self.te_recipe = build_te_recipe(active.precision, active.settings)
         self._device = device
-        self.products: list[TransformerEngineProduct] = []
 
-    def product(
-        self, name: str, in_features: int, out_features: int, *, bias: bool, grouped: bool = False
-    ) -> TransformerEngineProduct:
+    def _make(
+        self, name: str, in_features: int, out_features: int, bias: bool, members: Sequence[str]
+    ) -> TransformerEngineGemm:
         linear = self.te.Linear(
             in_features,
             out_features,
@@ -268,22 +303,20 @@ class TransformerEngineBackend(Backend):
             device="meta",
             name=name,
         )
-        # Without gradients, because an autocast that ends with gradients enabled advances the histories of all products.
+        # Disable gradients: an autocast that ends with gradients enabled advances all histories.
         with torch.cuda.device(self._device), torch.no_grad(), self._autocast():
             linear.init_fp8_metadata()
-        self.products.append(
-            (ScaledGroupedProduct if grouped else TransformerEngineProduct)(name, linear, self)
-        )
-        return self.products[-1]
+        return TransformerEngineGemm(self, name, members, linear)
 
     @contextmanager
     def forward(self) -> Iterator[None]:
         with self._autocast():
             yield
         if self.precision.keeps_history and not torch.is_grad_enabled():
-            # A forward without gradients leaves no trace: the next training forward would take these for its own.
-            for product in self.products:
-                product.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
+            # Drop the amaxes of a forward without gradients, or the next training forward would
+            # take them for its own.
+            for gemm in self.gemms.values():
+                gemm.linear.fp8_meta["scaling_fwd"].amax_history[0].zero_()
 
     def checkpoint(
         self,
@@ -293,8 +326,9 @@ class TransformerEngineBackend(Backend):
     ) -> Any:
         @contextmanager
         def recomputing() -> Iterator[None]:
-            # A disabled autocast around te.checkpoint's own, which in backward would be the outermost one, and end each
-            # recomputed layer with a reduction over all ranks.
+            # A disabled autocast around te.checkpoint's own one. That would be the outermost
+            # autocast in backward, and would end each recomputed layer with a reduction over all
+            # ranks.
             with again(), self._autocast(enabled=False):
                 yield
 
@@ -305,33 +339,37 @@ class TransformerEngineBackend(Backend):
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The same names, shapes and slots as `DelayedState.state`."""
+        """Return the same names, shapes and slots as `DelayedState.state`."""
         if not self.precision.keeps_history:
             return {}
         return {
-            f"fp8/{product.name}/{direction}/{key}": getattr(product.linear.fp8_meta[theirs], key)
-            for product in self.products
-            for direction, theirs in TE_DIRECTIONS.items()
+            f"fp8/{name}/{direction}/{key}": getattr(gemm.linear.fp8_meta[te_direction], key)
+            for name, gemm in self.gemms.items()
+            for direction, te_direction in TE_DIRECTIONS.items()
             for key in ("amax_history", "scale")
         }
 
     def reset(self) -> None:
         super().reset()
-        stashes = self.te.quantization.FP8GlobalStateManager.quantization_state.fp8_tensors_recompute_buffer
-        for product in self.products:
-            # Scales put aside for a recomputation that a failed step never came to; the next one would take them for its own.
-            if _STASH in product.linear.fp8_meta:
-                stashes[product.linear.fp8_meta[_STASH]].clear()
+        manager = self.te.quantization.FP8GlobalStateManager
+        stashes = manager.quantization_state.fp8_tensors_recompute_buffer
+        for gemm in self.gemms.values():
+            # Drop scales stored for a recomputation that never ran, because its step failed. The
+            # next recomputation would take them for its own.
+            if _STASH in gemm.linear.fp8_meta:
+                stashes[gemm.linear.fp8_meta[_STASH]].clear()
 
     def describe(self) -> str:
-        return f"Transformer Engine {importlib.metadata.version('transformer_engine')}, {type(self.te_recipe).__name__}"
+        version = importlib.metadata.version("transformer_engine")
+        return f"Transformer Engine {version}, {type(self.te_recipe).__name__}"
 
     def _autocast(self, *, enabled: bool = True) -> AbstractContextManager[Any]:
-        # no reduction group means the default one, all ranks
+        # Without a reduction group, all ranks reduce their amaxes.
         return self.te.autocast(enabled=enabled, recipe=self.te_recipe)
 
 
 def library() -> ModuleType:
+    """Import and return `transformer_engine.pytorch`."""
     import transformer_engine.pytorch as te
 
     return te

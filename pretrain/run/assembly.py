@@ -39,7 +39,7 @@ from pretrain.optimizer.adamw import ExactAdamW, clear_gradients, named_state
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.run.job import Job
 
@@ -141,12 +141,12 @@ def convert_model(
     """
     precisions = job.plan.precisions
     first = job.plan.schedule.at(1)
-    backends = make_backends(precisions, device)
+    engines = make_engines(precisions, device)
     context = PrecisionContext(
-        backends[first.precision.name],
+        engines[first.precision.name],
         job.compute_dtype,
         evaluates_low=first.settings.use_autocast_during_eval,
-        backends=[backend for backend in backends.values() if backend is not None],
+        backends=[engine for engine in engines.values() if engine is not None],
     )
     packed = PackedLanguageModel(hf, attention, job.plan.loss, context)
     layers = decoder_layers(hf)
@@ -156,12 +156,10 @@ def convert_model(
         if active.precision.quantized:
             decisions = decide(hf, list(layers.values()), active)
         name = active.precision.name
-        in_model[name] = PrecisionInModel(active, backends[name], decisions, {})
-    # A precision with a BF16 forward takes its products from the one without, which comes first.
-    in_order = sorted(in_model.values(), key=lambda entry: entry.active.precision.plain_forward)
-    packed.fused, fused = _fuse(job, layers, in_order, context, device.type)
+        in_model[name] = PrecisionInModel(active, engines[name], decisions, {})
+    packed.fused, fused = _fuse(job, layers, list(in_model.values()), context, device.type)
     precision = ModelPrecision(context, in_model, job.plan.schedule)
-    for entry in in_order:
+    for entry in in_model.values():
         with precision.using(entry.name):
             convert(hf, entry.decisions, context, packed.fused)
     return packed, precision, fused

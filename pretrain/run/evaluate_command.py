@@ -28,12 +28,8 @@ from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.out_of_memory import explaining_errors
 from pretrain.run.recording import introduce_job
-from pretrain.run.resume import (
-    ResumePoint,
-    find_resume_point,
-    load_weights,
-    needs_new_histories,
-)
+from pretrain.run.resume import load_weights, needs_new_histories
+from pretrain.run.resume_point import ResumePoint, find_resume_point
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe

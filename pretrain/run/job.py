@@ -46,7 +46,7 @@ from pretrain.precision.scope import check_scope
 from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
 from pretrain.run.data import Data, check_labels, check_tokens, most_positions, open_data
-from pretrain.settings.config import begin_of, identity_of, run_dir_of
+from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
 from pretrain.settings.recipe import Recipe
 
 # `run`: train on this machine, and prepare missing packs. `plan`: print what that would do.
@@ -148,7 +148,7 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     """Check the recipe and return its job. Cheap checks come first. Raises InputError."""
     is_elsewhere = purpose == "elsewhere"
     run_dir = run_dir_of(recipe)
-    begin_of(recipe)
+    branch_checkpoint(recipe)
     check_ours(run_dir)
     check_trackers(recipe.log)
     phases, unquantized = resolve_precisions(recipe, accelerator.device.type)

@@ -25,7 +25,7 @@ from pretrain.plan.rendering import (
 )
 from pretrain.plan.targets import Target
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.resume import where_to_resume
+from pretrain.run.resume_point import where_to_resume
 from pretrain.settings.commands import USUAL
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision

@@ -79,7 +79,7 @@ def introduce(run: Run, notes: Iterable[str]) -> None:
 
 def _take_over_parity(run: Run) -> None:
     """Copy parity from the audit of an earlier start. It was compared before the first step."""
-    if run.is_first_start or not run.folder.audit.is_file():
+    if run.is_new or not run.folder.audit.is_file():
         return
     before = load_object(run.folder.audit, "delete it")
     # Each precision has a parity of its own.

@@ -1,281 +1,46 @@
-"""Where a run goes on from: a checkpoint of an earlier start or of another run, or, after a bad step, one of its own."""
+"""Restore a run from a checkpoint: when it starts, and when it goes back after a bad step."""
 
 from __future__ import annotations
 
-import json
-import math
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import torch
 
-from foundation.errors import InputError
-from foundation.reading import load_object
-from foundation.settings import parse
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, checksums
 from pretrain.checkpoint.format import (
     DTYPE_NAMES,
-    MANIFEST,
-    STATE,
-    newest_in,
     read_manifest,
-    step_folders,
 )
-from pretrain.checkpoint.state import NO_PAST, TrainState, changed_keys
-from pretrain.metrics.health import MOST_ROLLBACKS, Health, HealthState, TrainingHalted, some_of
-from pretrain.metrics.run_folder import SUMMARY_FILE
-from pretrain.metrics.run_record import NoStepYet, read_metrics, read_run
+from pretrain.checkpoint.state import TrainState, changed_keys
+from pretrain.metrics.health import MOST_ROLLBACKS, Health, TrainingHalted, some_of
+from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.optimizer.schedule import describe, learning_rate
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
 from pretrain.run.job import Job
+from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
-from pretrain.settings.config import HORIZON, begin_of, identity_of, resolved
-from pretrain.settings.recipe import Recipe
+from pretrain.run.streaming import continue_stream
+from pretrain.settings.config import resolved
 
-# Settings that scales of gradients depend on: the largest code, the loss, and by how many tokens it is divided.
+# Settings that scales of gradients depend on: the largest code, the loss, and the number of tokens by
+# which it is divided.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
-
-
-# ── Which checkpoint ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """A checkpoint from which a run goes on: one to resume, or another run's to begin with."""
-
-    path: Path
-    record: dict[str, Any]  # its state.json
-    notes: list[str]  # what differs between its recipe and the present one
-    begins: bool = False  # it is that of `train.begin_with`
-    # of the run that goes on from it
-    past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
-
-    @property
-    def step(self) -> int:
-        return self.record["progress"]["step"]
-
-    @property
-    def health(self) -> HealthState:
-        """The state after the steps up to here; of another run only the losses, which tell what is usual here too."""
-        own = (
-            {"skipped_steps": 0, "rollbacks": 0, "switched_after": None, "usual_gap": {}}
-            if self.begins
-            else {}
-        )
-        return HealthState(**self.record["health"] | own)
-
-    def is_of_another_stream(self, job: Job) -> bool:
-        """Whether this run streams packs of text in which the checkpoint has no place: then it begins at the first pack."""
-        return (
-            job.data.stream is not None
-            and self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
-        )
-
-    def place(self, job: Job) -> int:
-        """Return the place in the stream after the checkpoint's last pack, in packs of this job."""
-        identity, progress = self.record["identity"], self.record["progress"]
-        if self.is_of_another_stream(job):
-            return 0
-        steps = progress["step"] + progress["left_out"]
-        packs = steps * (identity["batch.tokens"] // identity["data.length"]) + progress["shift"]
-        # Checkpoints of earlier versions have no place. Their counters give it.
-        return -(-progress.get("place", packs) * identity["data.length"] // job.recipe.data.length)
-
-    def shift(self, job: Job) -> int:
-        """Return the `TrainState.shift` with which the first step reads from `place` on."""
-        steps = self.record["progress"]["step"] + self.record["progress"]["left_out"]
-        return self.place(job) - steps * job.plan.packs_per_step
-
-
-def where_to_resume(
-    job: Job, wanted: str, accept_changes: bool
-) -> tuple[Job, Checkpoints, ResumePoint | None]:
-    """The run folder's checkpoints, the one to go on from, and the job as it goes on. Changes nothing on disk. Collective.
-    InputError as `find_resume_point`, and where nothing can be trained from there."""
-    checkpoints = Checkpoints(
-        job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
-    )
-    source = find_resume_point(checkpoints, wanted, job, accept_changes)
-    own = source is not None and checkpoints.owns(source.path)
-    if not own:
-        _require_own_records(job)
-    chunk = job.plan.loss.tokens_at_once
-    if source is not None:
-        _require_steps_to_come(source, job, own=own)
-        switched_after = source.health.switched_after
-        job = job.with_plan(schedule=job.plan.schedule.switched_to_bf16_after(switched_after))
-        # what the run began with, so that sums keep their order
-        if job.recipe.loss.chunk == "auto":
-            chunk = source.record["loss_chunk"]
-    return job.with_settings("loss", chunk=chunk), checkpoints, source
-
-
-def find_resume_point(
-    checkpoints: Checkpoints, wanted: str, job: Job, accept_changes: bool
-) -> ResumePoint | None:
-    """The checkpoint to continue, `wanted` ("auto", a checkpoint, or a run folder: its newest); where there is none yet that of
-    another run with which the recipe begins (`train.begin_with`), or None.
-
-    Raises InputError where it does not exist, where it belongs to another training and `accept_changes` is not set, and where all
-    checkpoints are damaged: a new run in their place would bury what may still be rescued.
-    """
-    path = checkpoints.newest() if wanted == "auto" else newest_in(Path(wanted))
-    if path is None and checkpoints.damaged:
-        raise InputError(
-            f"{checkpoints.folder}: every checkpoint is damaged; name another `run_dir` to train from the beginning"
-        )
-    begins = path is None
-    path = path or begin_of(job.recipe)
-    if path is None:
-        return None
-    if begins and not (path / MANIFEST).is_file():
-        example = newest_in(path) if newest_in(path) != path else "RUN/checkpoints/step-00000100"
-        raise InputError(f"`train.begin_with`: {path}: is no checkpoint; name one, as {example}")
-    record = checkpoints.read_state(path)
-    identity, present, past, own = (
-        record["identity"],
-        job.identity,
-        record["past"],
-        checkpoints.owns(path),
-    )
-    steps, longer = record["progress"]["steps"], []
-    if steps != job.plan.steps and _rates_were_alike(record, job):
-        schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
-        longer = [f"the horizon moves from step {steps:,} to {job.plan.steps:,}; {schedule}"]
-    # the same horizon, perhaps written otherwise, or one that may move
-    if steps == job.plan.steps or longer:
-        present = present | {key: identity.get(key) for key in HORIZON}
-    keys = changed_keys(identity, present)
-    changes = [
-        f"{key}: saved {json.dumps(identity.get(key))}, now {json.dumps(present.get(key))}"
-        for key in keys
-    ]
-    only_horizon = {*keys} <= {*HORIZON}
-    # which `_require_steps_to_come` refuses
-    past_it = only_horizon and record["progress"]["step"] > job.plan.steps
-    if changes and not (accept_changes or begins or past_it):
-        listed = "".join(f"\n  {each}" for each in changes)
-        others = [
-            each
-            for each in step_folders(checkpoints.folder)
-            if each != path and (each / STATE).is_file()
-        ]
-        serves = (
-            f", which {each} is"
-            for each in others
-            if _rates_were_alike(load_object(each / STATE, "name another"), job)
-        )
-        elsewhere = f" To end elsewhere, name a checkpoint from before the learning rate fell with --resume{next(serves, '')}."
-        anew = "Set another `run_dir`" if own else "Leave --resume out"
-        raise InputError(
-            f"{path}: the checkpoint was made by another recipe:{listed}\n{anew} to start a new run, or pass --accept-changes to "
-            f"continue this one with the present values.{elsewhere if only_horizon else ''}"
-        )
-    implied = {"train.begin_with"} if begins else set[str]()
-    if "precision" in keys:  # which brings options that the earlier one lacks
-        implied |= {
-            key for key in keys if key.startswith("fp8_config.") and identity.get(key) is None
-        }
-    notes = [
-        f"the recipe has changed: {each}"
-        for key, each in zip(keys, changes, strict=True)
-        if key not in implied
-    ]
-    was = {} if begins else {key: identity.get(key) for key in keys}
-    past = {
-        "changed": []
-        if begins
-        else [
-            *past["changed"],
-            *([{"step": record["progress"]["step"], "was": was}] if was else []),
-        ],
-        # the folder's own metrics have its rollbacks
-        "left_out": past["left_out"] if own else record["progress"]["left_out"],
-    }
-    return ResumePoint(path, record, notes if begins else longer + notes, begins, past)
-
-
-def _rates_were_alike(record: Mapping[str, Any], job: Job) -> bool:
-    """Whether the checkpoint's steps had the present horizon's rates, by the last one: a rate that had begun to fall differs."""
-    rates = [
-        learning_rate(
-            max(record["progress"]["step"] - 1, 0), job.recipe.schedule, job.recipe.optimizer, steps
-        )
-        for steps in (record["progress"]["steps"], job.plan.steps)
-    ]
-    return rates[0] == rates[1] and not job.plan.schedule.changes
-
-
-def _require_steps_to_come(source: ResumePoint, job: Job, *, own: bool) -> None:
-    """InputError where `source` is of another stream, at or past the horizon, or had other step sizes under one in tokens."""
-    if source.is_of_another_stream(job) and not source.begins:
-        raise InputError(
-            f"{source.path}: is of another stream; set another `run_dir`, and `train.begin_with: {source.path}` for its weights"
-        )
-    train, plan, tokens = job.recipe.train, job.plan, source.record["progress"]["tokens"]
-    if train.steps is None and tokens != source.step * plan.tokens_per_step:
-        steps = source.step + max(math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step), 0)
-        raise InputError(
-            f"{source.path}: its steps had another `batch.tokens`; set the horizon as `train.steps: {steps}`"
-        )
-    # at it, a run of this folder has ended
-    if source.step > plan.steps or (source.step == plan.steps and not own):
-        ends = (
-            f"is from step {source.step:,}, and `train` ends the run at {plan.steps:,}; lengthen it"
-        )
-        raise InputError(
-            f"{source.path}: {ends}{', or set another `run_dir` to start a new run' if own else ''}"
-        )
-
-
-def _require_own_records(job: Job) -> None:
-    """InputError where a start that goes on from none of the run folder's checkpoints would write over what stands there: the
-    model of a finished run, or the steps of another training."""
-    if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
-        raise InputError(
-            f"{job.run_dir}: is of a finished run that has no checkpoint to go on from; set another `run_dir`"
-        )
-    with suppress(NoStepYet):
-        run = read_run(job.run_dir)
-        trained = identity_of(
-            parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or ""
-        )
-        if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
-            raise InputError(
-                f"{job.run_dir}: is of another training ({', '.join(changed)}); set another `run_dir`"
-            )
-
-
-# ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def begin_stream(source: ResumePoint | None, job: Job) -> None:
-    """Have packs made from where `source` was in the stream; from its beginning where there is no source, or one of another
-    stream. Does nothing for packs that were prepared."""
-    if job.data.stream is not None:
-        continues = source is not None and not source.is_of_another_stream(job)
-        job.data.stream.begin(source.record.get("stream", {}) if continues else None)
 
 
 def restore(
     source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Restore memory and stream to the state of `source`. Return the counters and notes for the user.
+    """Restore the run's memory to the state of `source`. Return the counters and notes for the user.
 
     Collective. The caller still has to call `Checkpoints.abandon_newer`.
     """
-    begin_stream(source, job)
     progress = source.record["progress"] | {
         "steps": job.plan.steps,
         "shift": source.shift(job),
@@ -406,7 +171,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     schedule = run.precision.schedule
     name = schedule.at(run.state.step + 1).precision.name
     names = [active.precision.name for active in schedule.precisions()]
-    if not source.begins and source.record["precision"] in names:
+    if not source.is_branch and source.record["precision"] in names:
         name = source.record["precision"]
     run.precision.use(name)
     if needs_new_histories(source, run.assembly, run.job):
@@ -436,6 +201,7 @@ def roll_back(run: Run, reason: str) -> None:
     checkpoints.wait()
     source = _rollback_point(checkpoints, judged)
     run.assembly.context.forget()
+    continue_stream(run.job, source)
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
@@ -472,7 +238,7 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
-    return ResumePoint(path, record, [], begins=not checkpoints.owns(path))
+    return ResumePoint(path, record, [], is_branch=not checkpoints.owns(path))
 
 
 def _record_rollback(run: Run, reason: str) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 from accelerate import Accelerator
 
 from foundation.files import write_json
-from packing.stream import StreamedPacks
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
@@ -57,9 +56,7 @@ class Run:
     checkpoints: Checkpoints
     constants: Mapping[str, Any]  # the part of state.json that all checkpoints of the run share
     state: TrainState
-    # The run has no checkpoint of its own yet: it starts from new weights, or branches from another
-    # run's checkpoint.
-    is_first_start: bool
+    is_new: bool  # it starts without a checkpoint or branches; False if it resumes its own
     resumed_step: (
         int  # the step after which this process trains, or an earlier one after a rollback
     )
@@ -69,7 +66,6 @@ class Run:
     trackers: Trackers
     observers: Observers
     console: Console
-    stream: StreamedPacks | None = None  # packs that are made while the run trains
     # The best evaluation, whose checkpoint is kept (`checkpoint.best`).
     best: Record | None = None
 

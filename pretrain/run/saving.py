@@ -22,7 +22,7 @@ from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.run.assembly import Assembly
 from pretrain.run.job import Job
-from pretrain.run.resume import ResumePoint
+from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
 
 # Stop code of a failure. Ranks agree on the largest code, so it exceeds every signal number.
@@ -76,8 +76,8 @@ def save(run: Run, *, in_background: bool = False) -> None:
             **run.constants,
             "precision": run.precision.current.name,
         }
-        if run.stream:
-            state["stream"] = run.stream.record()
+        if run.job.data.stream is not None:
+            state["stream"] = run.job.data.stream.record
         model_tensors, optimizer_tensors = tensors_to_save(run.assembly)
         run.checkpoints.save(
             run.state.step,
@@ -94,11 +94,9 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
     """Return why this rank should stop: a signal's number, FAILED, or 0 to go on.
 
     FAILED means that a checkpoint could not be written, or that the next packs could not be read or
-    do not come. It counts only after this process has trained a step: before that there is nothing
-    to save. A rank knows only its own files and packs.
+    will not come. A rank knows only its own files and packs.
     """
-    has_trained = run.state.step > run.resumed_step
-    if has_trained and (run.checkpoints.failed or batches.failure):
+    if run.checkpoints.failed or batches.failure:
         return FAILED
     return stop.requested or 0
 
@@ -113,15 +111,17 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
     decision = check_weights(run)
     if not decision.proceed:
         raise training_halted(run, decision)
-    if run.state.step > run.resumed_step:
+    has_trained = run.state.step > run.resumed_step
+    if has_trained:
         save(run)
     if code != FAILED:
         return report_stop(run, code)
     failure = batches.failure
     if failure is not None and not isinstance(failure, InputError):
         raise failure
-    reason = failure or "another process could not read its next packs; see its message"
-    raise InputError(f"{reason}. Step {run.state.step} is saved")
+    reason = failure or "another process has no more packs; see its message"
+    saved = f". Step {run.state.step} is saved" if has_trained else ""
+    raise InputError(f"{reason}{saved}")
 
 
 def report_stop(run: Run, signal_number: int) -> int:

@@ -144,7 +144,7 @@ def run_dir_of(recipe: Recipe) -> Path:
     return Path(fill_in(recipe.run_dir, _path_fields(recipe)))
 
 
-def begin_of(recipe: Recipe) -> Path | None:
+def branch_checkpoint(recipe: Recipe) -> Path | None:
     """Return the checkpoint of another run that this run branches from, with {keys} filled in.
 
     Return None if `train.begin_with` is not set.

@@ -22,7 +22,7 @@ from pretrain.precision.observed import fp8_format
 from pretrain.precision.settings import PRECISIONS, ActivePrecision, LowPrecisionSettings
 from pretrain.precision.transformer_engine import (
     TE_DIRECTIONS,
-    TransformerEngineBackend,
+    TransformerEngine,
     unavailable_because,
 )
 from tests.gpu.conftest import needs
@@ -64,10 +64,10 @@ def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(name: str) -> N
         else {}
     )
     settings = LowPrecisionSettings(**nearest).resolved(name)
-    backend = TransformerEngineBackend(
+    engine = TransformerEngine(
         ActivePrecision(name, precision, "transformer_engine", settings), DEVICE
     )
-    linear, compared = backend.product("operands", FEATURES, FEATURES, bias=False).linear, 0
+    linear, compared = engine.gemm("operands", FEATURES, FEATURES).linear, 0
     for role, along in product(get_args(Role), get_args(Along)):
         direction, slot = PLACES[role]
         direction = TE_DIRECTIONS[direction]
@@ -82,15 +82,15 @@ def test_the_librarys_operands_are_read_and_are_ours_bit_for_bit(name: str) -> N
         quantizer.optimize_for_gemm = role != "weight" or linear._enable_weight_preswizzle(
             quantizer, x
         )
-        in_training = data_of(backend.te, quantizer(x), along)
+        in_training = data_of(engine.te, quantizer(x), along)
         quantizer.optimize_for_gemm = False
-        plain = data_of(backend.te, theirs, along)
+        plain = data_of(engine.te, theirs, along)
         if plain is None:  # Blackwell's products read one layout both ways
             continue
         compared += 1
         transformed = along == "rows" and precision.transform(settings, role) is not None
         share = TRANSFORMED if transformed else 0.0
-        codes, scales = read(backend.te, theirs, along)
+        codes, scales = read(engine.te, theirs, along)
         ours = precision.quantizer(settings, role, along)(x, scale, None)
         our_scales = (ours.block_scale * ours.tensor_scale).expand(codes.shape)
         # A tensor's scale may be an FP32 rounding off where values are transformed. Scales of zeros alone are any.

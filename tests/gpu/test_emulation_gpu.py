@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 import torch
 
-from pretrain.precision.emulation import EmulationBackend, multiply
+from pretrain.precision.emulation import EmulationEngine, multiply
 from pretrain.precision.formats.definition import Along, Role
 from tests.pretrain.conftest import active_in
 
@@ -16,8 +16,8 @@ from tests.pretrain.conftest import active_in
 PRECISE = {"nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True}}
 
 
-def backend(name: str, device: str) -> EmulationBackend:
-    return EmulationBackend(active_in(name, **PRECISE.get(name, {})), torch.device(device))
+def engine(name: str, device: str) -> EmulationEngine:
+    return EmulationEngine(active_in(name, **PRECISE.get(name, {})), torch.device(device))
 
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
@@ -27,7 +27,7 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) ->
     x = torch.randn(1024, 768) * torch.exp2(torch.randint(-8, 9, (1024, 768)).float())
     x = x.masked_fill(torch.rand(x.shape) < 0.1, 0).bfloat16()
     scale = torch.tensor(1.7)
-    on_cpu, on_gpu = backend(name, "cpu"), backend(name, "cuda")
+    on_cpu, on_gpu = engine(name, "cpu"), engine(name, "cuda")
     for role, along in itertools.product(get_args(Role), get_args(Along)):
         expected, expected_amax = on_cpu.prepare(role, x, along, scale)
         ours, amax = on_gpu.prepare(role, x.cuda(), along, scale.cuda())
@@ -40,7 +40,7 @@ def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) ->
 
 def test_a_product_is_summed_in_fp32_and_rounded_once() -> None:
     """A scale that BF16 does not hold, and a sum that BF16 would lose."""
-    emulation = backend("current", "cuda")
+    emulation = engine("current", "cuda")
     x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
     x[:, 0] = 5.0
     operand, _ = emulation.prepare("input", x, "features")

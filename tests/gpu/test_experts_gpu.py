@@ -13,11 +13,11 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from pretrain.model.experts import Dispatched
-from pretrain.precision.emulation import BothWays, EmulationBackend
+from pretrain.precision.emulation import BothWays, EmulationEngine
 from pretrain.precision.formats.definition import HOPPER
-from pretrain.precision.grouped import Grouped, PlainGroupedProduct, arrange
-from pretrain.precision.product import Operand
-from pretrain.precision.selection import make_backends
+from pretrain.precision.gemm import Gemm, TorchGemm
+from pretrain.precision.grouped import arrange
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import PRECISIONS
 from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.conftest import active_in
@@ -49,28 +49,28 @@ def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tenso
 
 
 def three_products(
-    product: Grouped, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype
+    gemm: Gemm, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    product.ends = ends
-    product.begin(rows)
-    x = product.operand("input", rows)
-    weight = product.weight_operand(lambda: stack, refresh=True, differentiable=True)
-    y = product.multiply("forward", x, weight, dtype)
-    product.end()
-    saved, gradient = product.save(x), product.operand("grad_output", dy)
-    dx = product.multiply("dgrad", gradient, weight, dtype)
+    gemm.begin(rows)
+    x = gemm.quantize("input", rows)
+    weight = gemm.weight_operand(lambda: stack, refresh=True, differentiable=True)
+    y = gemm.matmul("forward", x, weight, dtype, ends=ends)
+    gemm.end()
+    saved = gemm.save(x)
+    gradient = gemm.quantize("grad_output", dy)
+    dx = gemm.matmul("dgrad", gradient, weight, dtype, ends=ends)
     total = torch.zeros_like(stack, dtype=torch.float32)
-    product.accumulate(total, gradient, *product.restore(*saved))
+    gemm.accumulate(total, gradient, *gemm.restore(*saved), ends=ends)
     return [y, dx, total]
 
 
 @pytest.mark.parametrize("load", LOADS)
 def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
     rows, stack, dy, ends = problem(load)
-    plain = PlainGroupedProduct("experts")
-    in_fp32 = three_products(plain, rows.float(), stack.float(), dy.float(), ends, torch.float32)
+    gemm = TorchGemm("experts")
+    in_fp32 = three_products(gemm, rows.float(), stack.float(), dy.float(), ends, torch.float32)
     for ours, theirs in zip(
-        three_products(plain, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True
+        three_products(gemm, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True
     ):
         assert relative_error(ours, theirs) <= 2**-8 and not ours.isnan().any()
         assert torch.equal(ours == 0, theirs == 0), (
@@ -78,12 +78,12 @@ def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
         )
 
 
-def codes_of(product: Grouped, role: str, x: Tensor) -> Tensor:
-    operand = product.operand(role, x)
-    if isinstance(operand, BothWays):
-        features: Operand = operand.features
-        return features.values.float()
-    return product.codes(operand).view(torch.float8_e4m3fn).float()
+def codes_of(gemm: Gemm, role: str, x: Tensor) -> Tensor:
+    operand = gemm.quantize(role, x)
+    codes = gemm.codes(operand)
+    if not isinstance(operand, BothWays):
+        codes = codes.view(torch.float8_e4m3fn)
+    return codes.float()
 
 
 @fp8_experts
@@ -96,11 +96,11 @@ def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
     both = []
     with ExitStack() as entered, torch.no_grad():
         for by in ("transformer_engine", "emulation"):
-            (backend,) = make_backends(
+            (engine,) = make_engines(
                 [active_in(needs(precision), by, fp8_format="E4M3")], DEVICE
             ).values()
-            both.append(backend.product("experts", IN, OUT, bias=False, grouped=True))
-            entered.enter_context(backend.forward())
+            both.append(engine.gemm("experts", IN, OUT))
+            entered.enter_context(engine.forward())
         for ours, theirs in zip(
             *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both),
             strict=True,
@@ -146,11 +146,10 @@ def test_emulated_experts_are_the_same_on_a_gpu() -> None:
     rows, stack, dy, ends = problem("some for nobody", aligned=32)
     results = []
     for device in ("cuda", "cpu"):
-        product = EmulationBackend(active_in("mxfp8"), torch.device(device)).product(
-            "experts", IN, OUT, bias=False, grouped=True
-        )
-        inputs = (each.to(device) for each in (rows, stack, dy, ends))
-        results.append([each.cpu() for each in three_products(product, *inputs, torch.float32)])
+        engine = EmulationEngine(active_in("mxfp8"), torch.device(device))
+        gemm = engine.gemm("experts", IN, OUT)
+        inputs = (tensor.to(device) for tensor in (rows, stack, dy, ends))
+        results.append([y.cpu() for y in three_products(gemm, *inputs, torch.float32)])
     for on_gpu, on_cpu in zip(*results, strict=True):
         torch.testing.assert_close(on_gpu, on_cpu, rtol=1e-5, atol=1e-4)
 

@@ -25,7 +25,7 @@ from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layer
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import (
     PLAIN_FORWARD,
     PRECISIONS,
@@ -84,7 +84,7 @@ def assemble(
     )
     layers = decoder_layers(hf)
     decisions = decide(hf, list(layers.values()), active) if active.precision.quantized else {}
-    made = make_backends([active], torch.device("cuda"))[recipe]
+    made = make_engines([active], torch.device("cuda"))[recipe]
     context = PrecisionContext(made, torch.bfloat16, backends=[*filter(None, [made])])
     packed = PackedLanguageModel(hf, attention, LossSettings(chunk=256), context).train()
     if fused:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from packing.arrow import IGNORE
 from pretrain.model.loss.head import LossHead
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
-from pretrain.precision.transformer_engine import TransformerEngineBackend
+from pretrain.precision.transformer_engine import TransformerEngine
 from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.conftest import active_in
@@ -29,25 +29,22 @@ class Model:
         needs(recipe)
         torch.manual_seed(0)
         options = ({"amax_history_len": 4} if recipe == "delayed" else {}) | options
-        self.backend = TransformerEngineBackend(
+        self.engine = TransformerEngine(
             active_in(recipe, "transformer_engine", **options), torch.device("cuda")
         )
-        self.context = PrecisionContext(self.backend, torch.bfloat16, backends=[self.backend])
+        self.context = PrecisionContext(self.engine, torch.bfloat16, backends=[self.engine])
         below = nn.Linear(HIDDEN, HIDDEN, bias=False, device="cuda", dtype=weights)
-        self.below = LowPrecisionLinear(
-            below, "below", self.backend.product("below", HIDDEN, HIDDEN, bias=False), self.context
-        )
+        self.below = LowPrecisionLinear(below, "below", self.context)
+        self.below.state.add(self.engine, HIDDEN, HIDDEN)
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
-        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK), self.context)
-        product = self.backend.product("head", HIDDEN, VOCABULARY, bias=False)
-        if fused and not product.supports_fused_loss:
+        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK), self.context, "head")
+        self.head.state.add(self.engine, HIDDEN, VOCABULARY)
+        gemm = self.head.state.gemms[self.engine]
+        if fused and not gemm.supports_fused_loss:
             pytest.skip("products of this GPU read operands as they lie")
-        if not fused:  # the path of every other product
-            product.__class__ = type(
-                "DifferentiatedProduct", (type(product),), {"supports_fused_loss": False}
-            )
-        self.head.products[self.backend] = product
+        if not fused:  # as all other layers compute
+            gemm.__class__ = type("UnfusedGemm", (type(gemm),), {"supports_fused_loss": False})
 
     def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
         generator = torch.Generator("cuda").manual_seed(number)
@@ -75,7 +72,7 @@ class Model:
         found, states = [], []
         for number in range(4):
             found.append(self.microbatch(number, first=number % 2 == 0))
-            states.append({name: tensor.clone() for name, tensor in self.backend.state().items()})
+            states.append({name: tensor.clone() for name, tensor in self.engine.state().items()})
             if number % 2:
                 with torch.no_grad():
                     self.head.weight.mul_(1.01)

@@ -15,11 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.product import Backend, PrecisionContext, Product
-from pretrain.precision.transformer_engine import TransformerEngineBackend
+from foundation.overrides import overridden
+from pretrain.precision.emulation import EmulationEngine
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import LinearState
+from pretrain.precision.transformer_engine import TransformerEngine
 from tests.gpu.conftest import needs, relative_error
-from tests.pretrain.conftest import QUANTIZED, active_in
+from tests.pretrain.conftest import QUANTIZED, active_in, linear_of
 
 DEVICE = torch.device("cuda")
 TOKENS, IN, OUT = 512, 256, 384
@@ -38,9 +40,9 @@ def delayed() -> str:
     return needs("delayed")
 
 
-def make(kind: type[Any], name: str, **options: Any) -> Backend:
-    by = "transformer_engine" if kind is TransformerEngineBackend else "emulation"
-    return kind(active_in(name, by, **options), DEVICE)
+def make(engine_class: type[Any], name: str, **options: Any) -> GemmEngine:
+    by = "transformer_engine" if engine_class is TransformerEngine else "emulation"
+    return engine_class(active_in(name, by, **options), DEVICE)
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -61,19 +63,19 @@ def parameters(bias: bool = True) -> list[Tensor]:
 
 
 def microbatch(
-    backend: Backend,
-    product: Product,
+    linear: LinearState,
     x: Tensor,
     gradient: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     first: bool,
 ) -> dict[str, Tensor]:
-    """Output and gradients of one forward and backward."""
+    """Return output and gradients of one forward and backward."""
     x = x.clone().requires_grad_()
     inputs = [x, weight] if bias is None else [x, weight, bias]
-    with backend.forward():
-        y = product(x, weight, bias, PrecisionContext(None, torch.bfloat16, first_microbatch=first))
+    context = linear.context
+    with context.backend.forward(), overridden(context, first_microbatch=first):
+        y = linear(*inputs)
     for tensor in inputs:
         tensor.grad = None
     y.backward(gradient)
@@ -82,8 +84,8 @@ def microbatch(
     )
 
 
-def snapshot(backend: Backend) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in backend.state().items()}
+def snapshot(engine: GemmEngine) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in engine.state().items()}
 
 
 def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
@@ -99,16 +101,16 @@ def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions
     options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
     weight, *rest = parameters(bias)
     limits = {"y": FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION}
-    backends = [
-        make(kind, recipe, **options) for kind in (TransformerEngineBackend, EmulationBackend)
+    linears = [
+        linear_of(make(engine_class, recipe, **options), IN, OUT, bias=bias)
+        for engine_class in (TransformerEngine, EmulationEngine)
     ]
-    products = [backend.product("p", IN, OUT, bias=bias) for backend in backends]
     for step in range(2):
         for first in (True, False, False):
             x, gradient = operands(step * 2 + first)
             ours, emulated = (
-                microbatch(backend, product, x, gradient, weight, rest[0] if rest else None, first)
-                for backend, product in zip(backends, products, strict=True)
+                microbatch(linear, x, gradient, weight, rest[0] if rest else None, first)
+                for linear in linears
             )
             for key, value in ours.items():
                 error = relative_error(value, emulated[key])
@@ -125,17 +127,14 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
 ) -> None:
     weight, _ = parameters()
     # Room for a weight of twice the size: delayed scaling would clip it otherwise.
-    backend = make(
-        TransformerEngineBackend, recipe, **({"margin": 1} if recipe == "delayed" else {})
-    )
-    product = backend.product("p", IN, OUT, bias=False)
+    engine = make(TransformerEngine, recipe, **({"margin": 1} if recipe == "delayed" else {}))
+    linear = linear_of(engine, IN, OUT)
     x, _ = operands(1)
 
     def output(first: bool, grad: bool = True) -> Tensor:
-        with torch.set_grad_enabled(grad), backend.forward():
-            return product(
-                x, weight, None, PrecisionContext(None, torch.bfloat16, first_microbatch=first)
-            ).detach()
+        linear.context.first_microbatch = first
+        with torch.set_grad_enabled(grad), engine.forward():
+            return linear(x, weight).detach()
 
     output(True)  # makes delayed scaling's first scales
     before = output(True)
@@ -158,18 +157,19 @@ def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(
 ) -> None:
     weight, bias = parameters()
     states = []
-    for kind in (TransformerEngineBackend, EmulationBackend):
-        backend = make(kind, delayed, amax_history_len=3, **options)
-        products = [backend.product(name, IN, OUT, bias=True) for name in ("p", "q")]
+    for engine_class in (TransformerEngine, EmulationEngine):
+        engine = make(engine_class, delayed, amax_history_len=3, **options)
+        linears = [linear_of(engine, IN, OUT, name=name, bias=True) for name in ("p", "q")]
         seen = []
         for number in range(5):  # more than the history is long
             x, gradient = operands(number, scale=2.0**-number)
-            context = PrecisionContext(None, torch.bfloat16, first_microbatch=number % 2 == 0)
-            with backend.forward():
-                y = sum(product(x, weight, bias, context) for product in products)
-            seen.append(snapshot(backend))
+            with engine.forward():
+                for linear in linears:
+                    linear.context.first_microbatch = number % 2 == 0
+                y = sum(linear(x, weight, bias) for linear in linears)
+            seen.append(snapshot(engine))
             y.backward(gradient)
-            seen.append(snapshot(backend))
+            seen.append(snapshot(engine))
         states.append(seen)
     for moment, (ours, emulated) in enumerate(zip(*states, strict=True)):
         when = f"{'backward' if moment % 2 else 'forward'} of microbatch {moment // 2}"
@@ -181,21 +181,17 @@ def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> 
     weight, bias = parameters()
     results = []
     for left_out in (True, False):
-        backend = make(TransformerEngineBackend, delayed, amax_history_len=5)
-        product, context = (
-            backend.product("p", IN, OUT, bias=True),
-            PrecisionContext(backend, torch.bfloat16, backends=[backend]),
-        )
+        engine = make(TransformerEngine, delayed, amax_history_len=5)
+        linear = linear_of(engine, IN, OUT, bias=True)
+        linear.context.backends = [engine]
         for number in range(3):
-            microbatch(backend, product, *operands(number), weight, bias, True)
+            microbatch(linear, *operands(number), weight, bias, True)
         if left_out:
-            before = context.copied_state()
+            before = linear.context.copied_state()
             x, gradient = operands(5)
-            microbatch(backend, product, x, gradient * giant, weight, bias, True)
-            context.go_back(before)
-        results.append(
-            microbatch(backend, product, *operands(7), weight, bias, True) | snapshot(backend)
-        )
+            microbatch(linear, x, gradient * giant, weight, bias, True)
+            linear.context.go_back(before)
+        results.append(microbatch(linear, *operands(7), weight, bias, True) | snapshot(engine))
     assert not differing(*results)
 
 
@@ -203,15 +199,14 @@ class Layers:
     """Two layers of two products with something between them, checkpointed or not."""
 
     def __init__(self, name: str) -> None:
-        self.backend = make(
-            TransformerEngineBackend, name, **({"amax_history_len": 3} if name == "delayed" else {})
-        )
-        self.products = [
+        options = {"amax_history_len": 3} if name == "delayed" else {}
+        self.engine = make(TransformerEngine, name, **options)
+        self.linears = [
             (
-                self.backend.product(f"{i}.up", IN, OUT, bias=False),
-                self.backend.product(f"{i}.down", OUT, IN, bias=False),
+                linear_of(self.engine, IN, OUT, name=f"{index}.up"),
+                linear_of(self.engine, OUT, IN, name=f"{index}.down"),
             )
-            for i in range(2)
+            for index in range(2)
         ]
         weight, _ = parameters()
         self.weights = [
@@ -221,10 +216,11 @@ class Layers:
         self.recomputations = 0
 
     def layer(self, x: Tensor, index: int, first: bool) -> Tensor:
-        (up, down), (wide, narrow) = self.products[index], self.weights[index]
-        context = PrecisionContext(None, torch.bfloat16, first_microbatch=first)
-        hidden = F.silu(up(x, wide, None, context)) * 0.5
-        return x + 1.5 * down(hidden, narrow, None, context)
+        up, down = self.linears[index]
+        wide, narrow = self.weights[index]
+        up.context.first_microbatch = down.context.first_microbatch = first
+        hidden = F.silu(up(x, wide)) * 0.5
+        return x + 1.5 * down(hidden, narrow)
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
@@ -235,10 +231,10 @@ class Layers:
         outputs = []
         for first in (True, False):
             x = operands(2 * number + first)[0].requires_grad_()
-            with self.backend.forward():
+            with self.engine.forward():
                 for index in range(2):
                     if checkpointed:
-                        x = self.backend.checkpoint(
+                        x = self.engine.checkpoint(
                             self.layer, x, index, first, again=self.recomputing
                         )
                     else:
@@ -255,7 +251,7 @@ class Layers:
         found = [
             value for number in range(3) for value in self.step(number, checkpointed=checkpointed)
         ]
-        return {f"value {i}": value for i, value in enumerate(found)} | snapshot(self.backend)
+        return {f"value {i}": value for i, value in enumerate(found)} | snapshot(self.engine)
 
 
 def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str) -> None:
@@ -280,9 +276,9 @@ def test_after_a_reset_everything_is_as_before_the_first_forward(recipe: str) ->
     fresh = [tuple(weight.detach().clone() for weight in pair) for pair in layers.weights]
     layers.step(8, checkpointed=True)
     # as a step that runs out of memory: forward done, backward never
-    with layers.backend.forward():
-        layers.backend.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, True)
-    layers.backend.reset()
+    with layers.engine.forward():
+        layers.engine.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, True)
+    layers.engine.reset()
     for pair, values in zip(layers.weights, fresh, strict=True):
         for weight, value in zip(pair, values, strict=True):
             weight.data.copy_(value)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pretrain.model import huggingface as model
-from pretrain.model.fused.arithmetic import Arithmetic, By
+from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
@@ -55,7 +55,9 @@ def assemble(
     packed.fused = fuse(
         decoder_layers(hf),
         {},
-        Arithmetic(packed.context, By.KERNELS if by_kernels else By.FORMULAS),
+        Arithmetic(
+            packed.context, Implementation.KERNELS if by_kernels else Implementation.FORMULAS
+        ),
     )
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)

@@ -19,7 +19,7 @@ from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_record import read_run
 from pretrain.observe import bf16_gap
 from pretrain.plan.checks import check_gap
-from pretrain.precision.emulation import EmulatedProduct
+from pretrain.precision.emulation import EmulatedGemm
 from pretrain.settings.recipe import HealthSettings, Recipe
 from tests.conftest import Finished
 from tests.golden.runs import poisoned_once, saved, steps_logged, steps_saved
@@ -46,14 +46,14 @@ def looks(run: Finished) -> list[dict[str, Any]]:
 @contextmanager
 def broken_from(step: int, run_dir: Path, layer: str = BROKEN) -> Iterator[None]:
     """From `step` on the inputs of one product are quantized to a quarter of themselves."""
-    quantized = EmulatedProduct.quantized
+    quantize_along = EmulatedGemm.quantize_along
 
-    def broken(product: EmulatedProduct, role: str, x: torch.Tensor, *rest: Any) -> Any:
-        breaks = product.name == layer and role == "input" and steps_logged(run_dir) >= step - 1
-        return quantized(product, role, x / 4 if breaks else x, *rest)
+    def broken(gemm: EmulatedGemm, role: str, x: torch.Tensor, *rest: Any) -> Any:
+        breaks = gemm.name == layer and role == "input" and steps_logged(run_dir) >= step - 1
+        return quantize_along(gemm, role, x / 4 if breaks else x, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EmulatedProduct, "quantized", broken)
+        patch.setattr(EmulatedGemm, "quantize_along", broken)
         yield
 
 

@@ -21,6 +21,7 @@ from foundation.files import hash_of
 from pretrain.checkpoint.state import TrainState
 from pretrain.run import resume
 from pretrain.run.assembly import Assembly
+from pretrain.run.resume_point import ResumePoint
 from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
@@ -176,7 +177,7 @@ def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
 ) -> None:
     message = run(f"train.begin_with={alone.run_dir}").refusal
     newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
-    assert message.startswith("`train.begin_with`") and f"name one, as {newest}" in message
+    assert message.startswith("`train.begin_with`") and f"name one, such as {newest}" in message
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
@@ -295,8 +296,8 @@ def flip_a_bit(assembly: Assembly) -> None:
 
 
 def repeat_a_pack(patch: pytest.MonkeyPatch) -> None:
-    shift = resume.ResumePoint.shift
-    patch.setattr(resume.ResumePoint, "shift", lambda source, job: shift(source, job) - 1)
+    shift = ResumePoint.shift
+    patch.setattr(ResumePoint, "shift", lambda source, job: shift(source, job) - 1)
 
 
 def skip_a_step(patch: pytest.MonkeyPatch) -> None:

@@ -1,21 +1,27 @@
-"""A run on packs that are made while it trains: the same curve when it goes on, on empty disks."""
+"""A run on packs that are made while it trains: the same curve when it resumes, on empty disks."""
 
 from __future__ import annotations
 
 import json
+import math
+import os
 import shutil
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
-from signal import SIGTERM
+from signal import SIGKILL, SIGTERM
 from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from packing.prepare import prepare
 from packing.settings import DataSettings
-from tests.conftest import write_recipe
-from tests.golden.runs import steps_logged, steps_saved
+from tests.conftest import ROOT, Finished, write_recipe
+from tests.golden.runs import losses_changed, steps_logged, steps_saved
 from tests.moments import LauncherProcess, Moment
 
 STEPS = 36
@@ -40,10 +46,12 @@ def recipe(
         "source": str(folder / "texts.jsonl"),
         "tokenizer": str(words),
         "packs": str(folder / "packs"),
+        "length": 32,
+        "held_out": 0.05,
+        "streaming": {"disk_gb": 0.0003, "window": 3000},
     }
     return small | {
-        "data": data
-        | {"length": 32, "held_out": 0.05, "streaming": {"disk_gb": 0.0003, "window": 3000}},
+        "data": data,
         "train": {"steps": STEPS},
         "evaluate": {"every": 15},
         "checkpoint": {"every": 8},
@@ -51,44 +59,55 @@ def recipe(
     }
 
 
+@pytest.fixture(scope="module")
+def alone(recipe: dict[str, Any], folder: Path, start_here: Callable) -> Finished:
+    """The run that nothing happened to. It reads the text more than once."""
+    finished = start_here(recipe, folder)
+    assert finished.status == 0 and len(finished.losses()) == STEPS, finished.output
+    return finished
+
+
+def elsewhere(recipe: dict[str, Any], folder: Path, **data: Any) -> dict[str, Any]:
+    """Return the recipe with its packs and its run in another folder."""
+    data = recipe["data"] | {"packs": str(folder / "packs")} | data
+    return recipe | {"data": data, "run_dir": str(folder / "run")}
+
+
 def part_folders(packs: Path) -> list[Path]:
     return [path for path in packs.glob("**/part-*") if path.is_dir()]
+
+
+def packer_of(run: LauncherProcess) -> psutil.Process:
+    return next(
+        child
+        for child in psutil.Process(run.pid).children()
+        if "packing follow" in " ".join(child.cmdline())
+    )
 
 
 def waiting_for_packs(
     recipe: dict[str, Any], folder: Path
 ) -> tuple[LauncherProcess, psutil.Process]:
-    """A run after its third step, and the process that makes its packs, which stands still."""
-    changes = {
-        "run_dir": str(folder / "run"),
-        "train": {"steps": 100_000},
-        "checkpoint": {"every": None},
-        "evaluate": {},
-    }
-    data = recipe["data"] | {"packs": str(folder / "packs")}
-    # a daemon, as the run is here, starts no processes that tokenise
-    prepare(DataSettings(**data), progress=False)
-    there = len(part_folders(folder / "packs"))
+    """Return a run after its third step, and the process that makes its packs, suspended."""
+    changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
+    recipe = elsewhere(recipe, folder) | changes
+    # The run is a daemon here, which starts no processes that tokenise.
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    first_parts = len(part_folders(folder / "packs"))
     run = LauncherProcess(
-        [str(write_recipe(recipe | changes | {"data": data}, folder))],
-        folder / "log",
-        Moment("logged", "^3$"),
+        [str(write_recipe(recipe, folder))], folder / "log", Moment("logged", "^3$")
     )
     run.wait_until_it_waits()
-    # whoever tokenises for the packer has begun
-    run.wait_until(lambda: len(part_folders(folder / "packs")) > there)
-    packer = next(
-        each
-        for each in psutil.Process(run.pid).children()
-        if "packing.prepare" in " ".join(each.cmdline())
-    )
+    # Then the packer has started the processes that tokenise.
+    run.wait_until(lambda: len(part_folders(folder / "packs")) > first_parts)
+    packer = packer_of(run)
     packer.suspend()
     run.go_on()
     return run, packer
 
 
 @pytest.mark.parametrize("packer_dies", [False, True])
-def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
+def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
     packer_dies: bool, recipe: dict[str, Any], tmp_path: Path
 ) -> None:
     run, packer = waiting_for_packs(recipe, tmp_path)
@@ -96,34 +115,110 @@ def test_a_run_without_packs_saves_its_step_when_signalled_or_its_packer_dies(
         packer.kill()
     else:
         run.send_signal(SIGTERM)
-    status, output = run.end(), (tmp_path / "log").read_text()
+    status = run.end()
+    output = (tmp_path / "log").read_text()
     assert status == (2 if packer_dies else 128 + SIGTERM) and not packer.is_running(), output
-    assert (
-        output.count("error: ") == packer_dies
-        and ("signal 9" in output) == packer_dies
-        and "Traceback" not in output
-    )
+    assert output.count("error: ") == packer_dies and "Traceback" not in output
+    assert ("signal 9" in output) == packer_dies
     assert steps_saved(tmp_path / "run") == [steps_logged(tmp_path / "run")]
 
 
-@pytest.mark.multi
-def test_a_streamed_run_goes_on_with_the_same_curve_on_two_machines_with_empty_disks(
-    recipe: dict[str, Any], folder: Path, start_here: Callable, start_as_ranks: Callable
+def test_a_killed_run_ends_its_packer_and_resumes_exactly(
+    alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
 ) -> None:
-    alone = start_here(recipe, folder)  # beyond the end of the text
-    unbroken = alone.losses()
-    assert alone.status == 0 and len(unbroken) == STEPS, alone.output
-    assert (
-        sum(path.stat().st_size for path in (folder / "packs").rglob("*") if path.is_file())
-        <= 300_000
+    recipe = elsewhere(recipe, tmp_path)
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    run = LauncherProcess(
+        [str(write_recipe(recipe, tmp_path))],
+        tmp_path / "log",
+        Moment("logged", "^5$"),
+        Moment("logged", "^20$", SIGKILL),
     )
-
-    # as if it had been killed before
-    for checkpoint in sorted((alone.run_dir / "checkpoints").glob("step-*"))[-2:]:
-        shutil.rmtree(checkpoint)
-    shutil.rmtree(folder / "packs")
-    prepare(DataSettings(**recipe["data"] | {"packs": str(folder / "others")}), progress=False)
-    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
-    resumed = start_as_ranks(recipe, folder, f"data.packs={folder}/others", launch=ddp)
+    run.wait_until_it_waits()
+    packer = packer_of(run)
+    run.go_on()
+    assert run.end() == -SIGKILL
+    packer.wait(60)  # It raises TimeoutExpired if the packer still runs.
+    resumed = start_here(recipe, tmp_path)
     assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
-    assert resumed.losses() == pytest.approx(unbroken, rel=1e-5)
+    assert resumed.losses() == alone.losses()
+
+
+def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
+    alone: Finished, recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+) -> None:
+    recipe = elsewhere(recipe, tmp_path)
+    packs = tmp_path / "packs"
+    command = [sys.executable, "-m", "packing", "follow", str(write_recipe(recipe, tmp_path))]
+    packer = subprocess.Popen(command, cwd=ROOT, env=os.environ)
+    try:
+        end = time.monotonic() + 60
+        while len(part_folders(packs)) < 3:
+            assert packer.poll() is None and time.monotonic() < end
+            time.sleep(0.02)
+        finished = start_here(recipe, tmp_path)
+        assert packer.wait(60) == 0
+    finally:
+        packer.kill()
+    assert f"waiting for process {packer.pid} on" in (packs / "packer.log").read_text()
+    assert finished.status == 0 and finished.losses() == alone.losses(), finished.output
+
+
+def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
+    recipe: dict[str, Any], start_here: Callable, tmp_path: Path
+) -> None:
+    recipe = elsewhere(recipe, tmp_path) | {"checkpoint": {"every": 16}}
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    run_dir = tmp_path / "run"
+    parts: list[set[str]] = []  # names of those on the disk before the rollback
+
+    def poison(loss: torch.Tensor) -> torch.Tensor:
+        steps = steps_logged(run_dir) if (run_dir / "metrics.jsonl").exists() else 0
+        if steps == 30 and not parts:
+            parts.append({path.name for path in part_folders(tmp_path / "packs")})
+            return loss * math.inf
+        return loss
+
+    with losses_changed(poison):
+        finished = start_here(recipe, tmp_path, "health.on_nan=rollback")
+    assert finished.status == 0 and len(finished.losses()) == STEPS, finished.output
+    [event] = [record for record in finished.records() if record.get("event") == "rollback"]
+    assert event["resumed_from"] == 16 and event["left_out"] == 31 - 16
+    part_of_checkpoint = finished.steps()[15]["part"]
+    assert part_of_checkpoint > 0 and f"part-{part_of_checkpoint:08d}" not in parts[0]
+
+
+@pytest.mark.multi
+def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
+    alone: Finished, recipe: dict[str, Any], start_as_ranks: Callable, tmp_path: Path
+) -> None:
+    packs = Path(recipe["data"]["packs"])
+    assert sum(path.stat().st_size for path in packs.rglob("*") if path.is_file()) <= 300_000
+
+    run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
+    # As if the run had been killed before.
+    for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:
+        shutil.rmtree(checkpoint)
+    recipe = elsewhere(recipe, tmp_path)
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
+    resumed = start_as_ranks(recipe, tmp_path, launch=ddp)
+    assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
+    assert resumed.losses() == pytest.approx(alone.losses(), rel=1e-5)
+
+
+@pytest.mark.multi
+def test_a_packers_error_before_the_first_step_ends_all_ranks(
+    recipe: dict[str, Any], start_as_ranks: Callable, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts.jsonl"
+    lines = Path(recipe["data"]["source"]).read_text().splitlines(keepends=True)
+    texts.write_text("".join(lines[:60]) + '{"tixt": "no text"}\n')
+    streaming = {"disk_gb": 0.0003, "window": 300}
+    recipe = elsewhere(recipe, tmp_path, source=str(texts), streaming=streaming)
+    recipe |= {"batch": {"tokens": 2048, "microbatch": 2}}
+    prepare(DataSettings(**recipe["data"]), progress=False)
+    ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
+    ended = start_as_ranks(recipe, tmp_path, launch=ddp)
+    assert ended.status != 0 and "texts.jsonl:61: no column `text`" in ended.output, ended.output
+    assert "another process has no more packs" in ended.output and "is saved" not in ended.output

@@ -180,9 +180,7 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
 
 @pytest.mark.parametrize("mask_boundaries", [True, False])
 @pytest.mark.parametrize("per_step", [16, 8])
-def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_totals(
-    per_step, mask_boundaries
-):
+def test_any_number_of_ranks_sees_the_same_packs_and_totals(per_step, mask_boundaries):
     """Blank packs fill the rest: at most one microbatch of blanks on a rank, and none first: what looks at a step looks there."""
     packs = packs_of_text()
     order = Order(Mixture.alone(len(packs)), per_step, seed=11)
@@ -221,7 +219,7 @@ def test_all_world_and_microbatch_sizes_cover_the_same_packs_with_the_same_total
                 assert step.places == range(per_step * number, per_step * (number + 1))
 
 
-def test_prefetched_steps_are_the_pure_ones_and_resuming_gives_identical_tensors():
+def test_prefetched_and_resumed_steps_have_identical_tensors():
     batches = stream(packs_of_text(), rank=1, world_size=2)
     with batches.steps(0, 9) as steps:
         prefetched = list(steps)
@@ -231,7 +229,7 @@ def test_prefetched_steps_are_the_pure_ones_and_resuming_gives_identical_tensors
         assert all(same_step(a, b) for a, b in zip(resumed, prefetched[4:], strict=True))
 
 
-def test_an_exception_in_the_thread_reaches_the_consumer_at_its_step_and_ends_the_thread():
+def test_an_exception_of_the_thread_is_raised_at_its_step():
     packs = packs_of_text()
     bad_step = 2
     bad = int(Order(Mixture.alone(len(packs)), 8, 11).packs_of_step(bad_step)[3])
@@ -259,7 +257,7 @@ def test_closing_early_ends_the_thread_and_iteration():
     assert not prefetch_threads() and list(steps) == []
 
 
-def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():
+def test_data_wait_counts_all_waits_for_a_step():
     gate = threading.Event()
 
     def build(number: int) -> int:
@@ -277,7 +275,7 @@ def test_a_step_may_be_waited_for_a_moment_at_a_time_and_all_of_it_counts():
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 1000])
-def test_evaluation_sees_each_pack_once_with_equally_many_microbatches_on_every_rank(limit):
+def test_evaluation_sees_each_pack_once_in_equal_shares(limit):
     packs = packs_of_text(count=13)
     seen = min(limit or 13, 13)
     once = sorted(

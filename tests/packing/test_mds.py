@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from foundation.errors import InputError
 from packing.arrow import Packs
-from packing.other_formats import decoder, read_index
+from packing.mds import decoder, read_index
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_columns import number_documents
@@ -72,7 +72,7 @@ def test_every_sample_is_what_the_formats_own_library_reads(fixture, name):
                 )
 
 
-def test_reference_packs_have_the_documents_and_first_positions_that_its_columns_say():
+def test_columns_decide_documents_and_first_positions():
     packs, rows = open_mds(FIXTURES / "reference"), EXPECTED["reference"]
     assert len(packs) == len(rows) == 12
     for index in np.random.default_rng(0).permutation(12).tolist():
@@ -92,9 +92,7 @@ def test_reference_packs_have_the_documents_and_first_positions_that_its_columns
     assert any(packs[index].first_position > 0 for index in range(12))
 
 
-def test_train_and_val_folders_are_the_two_splits_and_val_alone_is_not_trained_on(
-    fixture, tmp_path
-):
+def test_train_and_val_folders_are_the_two_splits(fixture, tmp_path):
     fixture("reference").rename(tmp_path / "train")
     one_shard = fixture("reference").rename(tmp_path / "val")
     index = json.loads((one_shard / "index.json").read_text())

@@ -55,7 +55,7 @@ def data(values: dict[str, Any]) -> DataSettings:
     return made
 
 
-def test_sources_are_prepared_each_by_itself_and_trained_on_in_their_shares(
+def test_sources_are_prepared_separately_and_mixed_by_weight(
     data: DataSettings, values: dict[str, Any]
 ) -> None:
     packs, held_out = open_packs(data, "train"), open_packs(data, "held_out")

@@ -98,9 +98,7 @@ def test_truncate_is_concatenate_and_reshape(lengths: list[int], length: int) ->
 @example(np.random.default_rng(1).integers(1, 4096, 4000).tolist(), 4096)
 @example(np.random.default_rng(1).integers(1, 200_000, 300).tolist(), 100_000)
 @given(document_lengths, pack_lengths)
-def test_best_fit_is_the_textbooks_and_cuts_only_what_is_longer_than_a_pack(
-    lengths: list[int], length: int
-) -> None:
+def test_best_fit_cuts_only_documents_longer_than_a_pack(lengths: list[int], length: int) -> None:
     layout = best_fit(lengths, length)
     assert layout.cut_documents == sum(size > length for size in lengths)
     assert not np.any(layout.start % length)

@@ -44,9 +44,7 @@ def test_prepare_takes_a_recipes_data_section_and_keys_over_it(
     )
 
 
-def test_a_mistyped_command_and_a_folder_or_an_option_in_a_recipes_place_are_named(
-    recipe: Path, capsys
-) -> None:
+def test_mistakes_on_the_command_line_are_named(recipe: Path, capsys) -> None:
     assert main(["prepar"]) == 2 and "prepare" in capsys.readouterr().err
     for wrong in ([str(recipe.parent)], [str(recipe), "--source", "x"]):
         assert main(["prepare", *wrong]) == 2 and "data.source=" in capsys.readouterr().err

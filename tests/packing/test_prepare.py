@@ -22,9 +22,11 @@ from tokenizers.models import Model, Unigram, WordLevel
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
-from packing.prepare import PackMaker, TokenLog, prepare, summary
+from packing.pack_maker import PackMaker
+from packing.prepare import prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer
 
 
@@ -111,9 +113,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(
     code = (
         "import sys, json; from packing.prepare import prepare; from packing.settings import DataSettings\n"
         + (
-            "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000; packing.prepare._COMMIT_SECONDS = 0\n"
-            "import time; slow = packing.prepare.TokenLog.append\n"
-            "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+            "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
+            "packing.token_log._COMMIT_SECONDS = 0\n"
+            "import time; slow = packing.token_log.TokenLog.append\n"
+            "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
             "if __name__ == '__main__': prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
         )
     )
@@ -174,7 +177,7 @@ def test_the_same_settings_find_their_packs_and_others_are_refused(
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
-def test_another_spelling_of_a_source_and_a_copy_of_its_tokenizer_are_the_same_settings(
+def test_a_source_spelled_otherwise_is_the_same_source(
     settings: DataSettings, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(settings, progress=False)
@@ -224,7 +227,7 @@ def test_workers_that_die_at_first_are_told_of(
     large = Tokenizer.from_file(settings.tokenizer)
     large.add_tokens([f"<{number}>" for number in range(5000)])
     large.save(str(tmp_path / "large.json"))
-    monkeypatch.setattr("packing.prepare.START", multiprocessing.get_context("spawn"))
+    monkeypatch.setattr("packing.pack_maker.SPAWN", multiprocessing.get_context("spawn"))
     monkeypatch.setattr(
         sys, "path", [path for path in sys.path if not Path(path, "packing").is_dir()]
     )
@@ -287,7 +290,7 @@ def test_memory_that_runs_out_keeps_what_is_tokenised(
         raise MemoryError("Unable to allocate 8.00 GiB")
 
     monkeypatch.setattr(PackMaker, "arrange", arrange)
-    with pytest.raises(InputError, match=r"Unable to allocate .*is kept in .*\.packs\.tokens"):
+    with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
         prepare(settings, progress=False)
     kept = settings.packs.with_name(".packs.tokens") / "progress.json"
     assert json.loads(kept.read_text())["complete"]

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from foundation.errors import InputError
 from packing.arrow import read_manifest
+from packing.chunks import Chunk, Counts, tokenize
 from packing.prepare import prepare
 from packing.records import CHATML, UNTRAINED, chat_template, records_of
 from packing.settings import DataSettings
-from packing.sources import Chunk, Counts, tokenize
 from packing.store import open_packs
 from packing.tokenizer import TextTokenizer
 

@@ -15,9 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from packing.chunks import read_chunk
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
-from packing.sources import open_source, read_chunk
+from packing.sources import open_source
 
 
 def opened(source: Path | str, **more: Any) -> Any:
@@ -63,7 +64,7 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "dataset", "text files"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_format_yields_the_same_documents_from_the_beginning_and_behind_any_chunk(
+def test_every_format_yields_the_same_documents_from_any_place(
     kind: str, documents: list[str], tmp_path: Path
 ) -> None:
     path, before = written(tmp_path, kind, documents), 0
@@ -137,7 +138,7 @@ def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path:
         texts_of(tmp_path)
 
 
-def test_files_that_are_not_read_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
+def test_unread_files_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
     assert "files not read: 1 .csv" in opened(tmp_path).description
@@ -223,7 +224,7 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
         (["title", "body"], "title, body. Set data.text"),
     ],
 )
-def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(
+def test_a_missing_column_is_reported_with_usual_keys(
     columns: list[str], keys: str, tmp_path: Path
 ):
     rows = [{key: ["x"] for key in columns}]
@@ -234,7 +235,7 @@ def test_a_file_without_the_column_says_which_it_has_and_which_key_reads_them(
             texts_of(path)
 
 
-def test_a_list_in_one_line_is_its_records_and_one_over_lines_says_how_it_becomes_lines(
+def test_a_line_with_a_list_holds_its_records(
     tmp_path: Path,
 ) -> None:
     records = [{"text": "one"}, {"text": "zwei, ü"}]

@@ -131,7 +131,7 @@ def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path):
     assert len({fingerprints[0], *others}) == 4
 
 
-def test_files_that_travel_with_the_packs_are_recorded_and_verified_and_never_stop_a_run(tmp_path):
+def test_files_beside_the_packs_are_verified_and_never_stop_a_run(tmp_path):
     with PackWriter(tmp_path / "packs", LENGTH) as writer:
         writer.add("train", some_packs(1)[0])
         (writer.folder / "tokenizer.json").write_text("{}")
@@ -145,7 +145,7 @@ def test_files_that_travel_with_the_packs_are_recorded_and_verified_and_never_st
         ArrowPacks(tmp_path / "packs").verify()
 
 
-def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_afresh(tmp_path):
+def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
     with pytest.raises(KeyboardInterrupt), PackWriter(tmp_path / "packs", LENGTH) as writer:
         writer.add("train", some_packs(1)[0])
         raise KeyboardInterrupt
@@ -159,7 +159,7 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path_and_a_new_one_starts_a
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]
 
 
-def test_a_damaged_shard_is_named_with_a_remedy_before_anything_is_read(tmp_path):
+def test_a_damaged_shard_is_named_before_anything_is_read(tmp_path):
     write(tmp_path / "packs", some_packs(40), shard_bytes=1000)
     open_packs(data_settings(tmp_path / "packs"), "train")
     shard = sorted((tmp_path / "packs" / "train").glob("*.arrow"))[-1]
@@ -199,7 +199,7 @@ def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
 
 
 @given(count=st.integers(2, 300), share=st.floats(0.001, 0.999))
-def test_the_packs_with_the_smallest_hashes_are_held_out_and_the_others_trained_on(count, share):
+def test_packs_with_the_smallest_hashes_are_held_out(count, share):
     """Packs held out today must be those held out when a run resumes."""
 
     class Numbers(Packs):

@@ -1,56 +1,71 @@
-"""Packs that are made while a run trains: the same whoever makes them and how often, on a disk that is bounded."""
+"""Packs that are made while a run trains: always the same, on a bounded disk."""
 
 from __future__ import annotations
 
 import itertools
 import json
+import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from foundation.files import locked, write_json
 from packing import arrow, stream
 from packing.arrow import FIRST
-from packing.prepare import PackMaker, pack_ahead, prepare
+from packing.follow import ReadingRun, pack_ahead
+from packing.pack_maker import PackMaker
+from packing.packer import PackerProcess
+from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, training_parts
-from packing.stream import PackerProcess, PartStart, StreamedPacks, bytes_below
+from packing.stream import (
+    POSITION,
+    RUN_LOCK,
+    PartStart,
+    StreamedPacks,
+    bytes_below,
+    read_position,
+)
 
 LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
 
 
-class PackingHere(ExitStack):
-    """Packs in this process, and only what is waited for."""
+class PackerHere(ExitStack):
+    """A packer in this process, which works only while a part is waited for."""
 
     def __init__(self, data: DataSettings) -> None:
         super().__init__()
-        self.data, self.most, self.steps = data, 0, iter(())
+        self.data = data
+        self.most = 0  # bytes that were on the disk
         self.makers = {
             name: self.enter_context(PackMaker(part, 1))
             for name, part in training_parts(data).items()
         }
+        self.parts = pack_ahead(data, self.makers)
 
-    def begin(self, starts: Mapping[str, Any]) -> None:
-        self.reading = dict.fromkeys(starts, (0, 0))
-        parts = {name: PartStart(**each) for name, each in starts.items()}
-        self.steps = pack_ahead(self.data, self.makers, parts, self.reading)
-
-    def tell(self, reading: Mapping[str, tuple[int, int]]) -> None:
-        self.reading.update(reading)
+    def publish(self, position: dict[str, Any], *, waits: bool) -> None:
+        write_json(self.data.packs / POSITION, position)
 
     def check(self) -> None:
-        next(self.steps, None)
+        next(self.parts)
         self.measure()
 
     def run_ahead(self) -> None:
-        while next(self.steps, False):
+        while next(self.parts):
             self.measure()
 
     def measure(self) -> None:
@@ -59,7 +74,7 @@ class PackingHere(ExitStack):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Nothing here cuts the power, and who waits for a part makes it himself."""
+    """Do not wait or flush: nothing cuts the power, and the packer works while it is asked."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "LOOK", 0)
         for name in ("fsync", "fsync_tree"):
@@ -69,14 +84,14 @@ def quick() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
-    """Two sources."""
+    """Return a folder with two sources."""
     folder = tmp_path_factory.mktemp("streams")
     for name, size, count in (("web", 500, 90), ("code", 260, 60)):
         texts = [
-            text[begin : begin + size]
+            text[start : start + size]
             for text in documents
-            for begin in (0, 3000, 6000)
-            if text[begin:]
+            for start in (0, 3000, 6000)
+            if text[start:]
         ][:count]
         (folder / f"{name}.jsonl").write_text(
             "".join(json.dumps({"text": text}) + "\n" for text in texts)
@@ -97,41 +112,42 @@ def values(folder: Path, tokenizer_file: Path) -> dict[str, Any]:
 
 
 def two_sources(values: dict[str, Any], folder: Path) -> dict[str, Any]:
-    both = [
+    sources = [
         {"source": str(folder / f"{name}.jsonl"), "weight": weight}
         for name, weight in (("web", 0.7), ("code", 0.3))
     ]
-    return {key: value for key, value in values.items() if key != "source"} | {"sources": both}
+    return {key: value for key, value in values.items() if key != "source"} | {"sources": sources}
 
 
 def streamed(values: dict[str, Any], packs: Path, **streaming: Any) -> DataSettings:
+    """Prepare the first part of a stream, and return its settings."""
     data = DataSettings(**values | {"packs": packs, "streaming": values["streaming"] | streaming})
     prepare(data, progress=False)
     return data
 
 
 def packed_by(
-    packing: Any, data: DataSettings, record: dict[str, Any] | None = None
+    packer: Any, data: DataSettings, record: dict[str, Any] | None = None
 ) -> StreamedPacks:
-    """The packs that a run reads, from where a checkpoint was."""
+    """Return the packs that a run reads from the record of a checkpoint on."""
     packs = open_packs(data, "train")
-    packs.packing = packing
-    packs.begin(record)
+    packs.packer = packer
+    packs.start_at(record)
     return packs
 
 
 def steps(
-    packs: StreamedPacks, first: int, last: int, *, ahead: PackingHere | None = None
+    packs: StreamedPacks, first: int, last: int, *, ahead: PackerHere | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
-    """Of each step the packs that it trains on, and what a checkpoint after it says."""
+    """Yield the packs of each step, and the record of a checkpoint after it."""
     order = packs.order(STEP, seed=3)
     for number in range(first, last):
-        packs.reads(order.places_of_step(number))
+        packs.advance_to(order.places_of_step(number))
         if ahead:
             ahead.run_ahead()
         read = [packs[index].input_ids.tobytes() for index in order.packs_of_step(number).tolist()]
-        packs.reads(order.places_of_step(number + 1))
-        yield read, json.loads(json.dumps(packs.record()))
+        packs.advance_to(order.places_of_step(number + 1))
+        yield read, json.loads(json.dumps(packs.record))
 
 
 def part_folders(packs: Path) -> list[Path]:
@@ -140,129 +156,228 @@ def part_folders(packs: Path) -> list[Path]:
 
 @settings(max_examples=3)
 @given(st.data())
-def test_resumed_anywhere_a_stream_is_the_same_and_never_exceeds_its_disk(
+def test_a_resumed_stream_is_the_same_and_within_its_disk(
     values: dict[str, Any],
     folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
     draw: st.DataObject,
 ) -> None:
     sources = draw.draw(st.sampled_from([values, two_sources(values, folder)]))
-    window, disk = draw.draw(st.integers(1200, 4000)), draw.draw(st.floats(0.00024, 0.0006))
-    killed, last = draw.draw(st.integers(1, 19)), 20
+    window = draw.draw(st.integers(1200, 4000))
+    disk = draw.draw(st.floats(0.00024, 0.0006))
+    killed = draw.draw(st.integers(1, 19))
+    last = 20
     packs = tmp_path_factory.mktemp("drawn")
-    with PackingHere(whole := streamed(sources, packs / "whole", window=window)) as packing:
-        unbounded = packed_by(packing, whole)
-        expected = [read for read, _ in steps(unbounded, 0, last)]
+    unbounded = streamed(sources, packs / "unbounded", window=window)
+    with PackerHere(unbounded) as packer:
+        unbroken = packed_by(packer, unbounded)
+        expected = [read for read, _ in steps(unbroken, 0, last)]
 
-    with PackingHere(
-        data := streamed(sources, packs / "bounded", window=window, disk_gb=disk)
-    ) as packing:
-        first = packed_by(packing, data)
-        assert first.fingerprint == unbounded.fingerprint
-        before = list(steps(first, 0, killed, ahead=packing))
-        with first.waiting():
-            list(steps(first, killed, min(killed + 2, last)))  # which are lost
-        first.begin(before[-1][1])  # as a rollback does, in the same process
+    data = streamed(sources, packs / "bounded", window=window, disk_gb=disk)
+    with PackerHere(data) as packer:
+        first = packed_by(packer, data)
+        assert first.fingerprint == unbroken.fingerprint
+        before = list(steps(first, 0, killed, ahead=packer))
+        list(steps(first, killed, min(killed + 2, last)))  # These steps are lost.
+        first.start_at(before[-1][1])  # as a rollback does, in the same process
         again = [read for read, _ in steps(first, killed, min(killed + 2, last))]
-    if draw.draw(st.booleans()):  # another machine, or all of it was passed long ago
+    if draw.draw(st.booleans()):  # as on another machine
         for part in part_folders(data.packs):
             shutil.rmtree(part)
-    with PackingHere(data) as resumed:
+    with PackerHere(data) as resumed:
         second = packed_by(resumed, data, before[-1][1])
         rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
-    assert [read for read, _ in before] + rest == expected and again == expected[
-        killed : killed + 2
-    ]
-    assert 0 < max(packing.most, resumed.most) <= disk * 1e9
+    assert [read for read, _ in before] + rest == expected
+    assert again == expected[killed : killed + 2]
+    assert 0 < max(packer.most, resumed.most) <= disk * 1e9
 
 
 @pytest.mark.parametrize("window", [3000, 10**6], ids=["a part of the text", "all of it"])
-def test_what_is_held_out_is_not_trained_on_where_the_text_begins_again(
+def test_held_out_documents_are_not_trained_on_in_later_epochs(
     window: int, values: dict[str, Any], tmp_path: Path
 ):
     data = streamed(values | {"held_out": 0.2}, tmp_path / "packs", window=window)
-    held_out = open_packs(data, "held_out")
-    of_evaluation = {
-        tuple(document)
-        for index in range(len(held_out))
-        for document in documents_in(held_out[index])
-    }
-    with PackingHere(data) as packing:
-        packs = packed_by(packing, data)
-        order, epochs = packs.order(1, seed=1), list[list[bytes]]()
-        trained: set[tuple[int, ...]] = set()
+    held_out_packs = open_packs(data, "held_out")
+    held_out = set()
+    for index in range(len(held_out_packs)):
+        held_out |= documents_in(held_out_packs[index])
+    epochs: list[list[bytes]] = [[], [], []]
+    trained: set[tuple[int, ...]] = set()
+    with PackerHere(data) as packer:
+        packs = packed_by(packer, data)
+        order = packs.order(1, seed=1)
         for step in itertools.count():
-            packs.reads(order.places_of_step(step))
+            packs.advance_to(order.places_of_step(step))
             pack = packs[int(order.packs_of_step(step)[0])]
-            if (epoch := int(order.epoch_of(step + 1))) == 3:
+            epoch = int(order.epoch_of(step + 1))
+            if epoch == len(epochs):
                 break
-            epochs += [[]] if epoch == len(epochs) else []
             epochs[epoch].append(pack.input_ids.tobytes())
-            trained |= {tuple(document) for document in documents_in(pack)}
-    assert of_evaluation and not trained & of_evaluation
+            trained |= documents_in(pack)
+    assert held_out and not trained & held_out
     assert sorted(epochs[0]) == sorted(epochs[1]) == sorted(epochs[2]) and epochs[0] != epochs[1]
 
 
-def documents_in(pack: Any) -> list[list[int]]:
-    """Pieces of documents that are long enough to be of one only."""
+def documents_in(pack: Any) -> set[tuple[int, ...]]:
+    """Return the pieces of documents that are long enough to identify one."""
     pieces = np.split(pack.input_ids, np.cumsum(pack.lengths))[: len(pack.lengths)]
-    return [piece.tolist() for piece in pieces if len(piece) >= 16]
+    return {tuple(piece.tolist()) for piece in pieces if len(piece) >= 16}
 
 
-def test_text_that_has_changed_where_a_run_goes_on_is_refused(
-    values: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_resume_with_changed_text_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
     source = Path(shutil.copy(values["source"], tmp_path / "text.jsonl"))
     data = streamed(values | {"source": str(source)}, tmp_path / "packs")
-    with PackingHere(data) as packing:
-        *_, (_, record) = steps(packed_by(packing, data), 0, 30)
+    with PackerHere(data) as packer:
+        *_, (_, record) = steps(packed_by(packer, data), 0, 30)
     lines = source.read_text().splitlines(keepends=True)
     source.write_text("".join(line.replace("s", "z") for line in lines))
     for part in part_folders(data.packs):
         shutil.rmtree(part)
-    with PackingHere(data) as packing, pytest.raises(InputError, match="text has changed"):
-        list(steps(packed_by(packing, data, record), 30, 31))
+    with PackerHere(data) as packer, pytest.raises(InputError, match="text has changed"):
+        list(steps(packed_by(packer, data, record), 30, 31))
 
 
-def test_packs_come_from_a_process_of_their_own_whose_end_is_told(
+# ── The packer as a process ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def streamed_here(
     values: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+) -> DataSettings:
+    """Two sources whose parts are to be made, in a folder that nobody may import from."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stream, "LOOK", 0.02)
     Path("numpy.py").write_text("raise SystemExit('imported from the current folder')")
-    data = streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
-    # so that it has to make the first ones again, by the same settings
-    for part in part_folders(data.packs):
-        shutil.rmtree(part)
+    return streamed(two_sources(values, folder) | {"text": "{text}."}, tmp_path / "packs")
 
-    packing = PackerProcess(data)
+
+@contextmanager
+def started_by_a_user(data: DataSettings) -> Iterator[subprocess.Popen[str]]:
+    """Run `python -m packing follow` on these settings."""
+    recipe = data.packs.with_name("recipe.yaml")
+    recipe.write_text(yaml.safe_dump({"data": data.model_dump(mode="json")}))
+    command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
     try:
-        with pytest.raises(InputError, match=r"another run, process \d+"):
-            PackerProcess(data)
-        packs = packed_by(packing, data)
-        order = packs.order(STEP, 3)
-        with packs.waiting():
-            packs.reads(order.places_of_step(0))
-            assert len(order.packs_of_step(30)) == STEP  # of a part that was not there
-            assert order.figures(30)["share/web"] == pytest.approx(
-                0.7, abs=0.05
-            ) and "part/web" in order.figures(30)
-            packing._process.kill()
-            packing._process.wait()
-            with pytest.raises(
-                InputError,
-                match="the process that makes the packs of the stream has ended with signal 9",
-            ):
-                order.packs_of_step(10**4)
+        yield process
     finally:
-        packing.close()
+        process.kill()
+        process.wait()
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_packer_process_makes_parts_and_reports_why_it_ended(
+    streamed_here: DataSettings,
+) -> None:
+    packs = open_packs(streamed_here, "train")
+    with PackerProcess(streamed_here, packs.position) as packer:
+        with pytest.raises(InputError, match=r"another run, process \d+"):
+            PackerProcess(streamed_here, packs.position)
+        packs.packer = packer
+        order = packs.order(STEP, 3)
+        packs.advance_to(order.places_of_step(0))
+        assert len(order.packs_of_step(30)) == STEP
+        assert order.figures(30)["share/web"] == pytest.approx(0.7, abs=0.05)
+        assert "part/web" in order.figures(30)
+        packer.process.kill()
+        packer.process.wait()
+        with pytest.raises(InputError, match="the packer of the stream has ended with signal 9"):
+            order.packs_of_step(10**4)
+
+
+def test_a_packers_error_is_the_runs_error(values: dict[str, Any], tmp_path: Path) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text(Path(values["source"]).read_text() + '{"tixt": "a"}\n')
-    data = streamed(values | {"source": str(bad)}, tmp_path / "of bad")
-    packing = PackerProcess(data)
-    try:
-        packs = packed_by(packing, data)
-        with pytest.raises(InputError, match=r"bad\.jsonl:\d+: no column `text`"):
-            packs.order(STEP, 3).packs_of_step(10**4)
-    finally:
-        packing.close()
+    data = streamed(values | {"source": str(bad)}, tmp_path / "packs")
+    packs = open_packs(data, "train")
+    with PackerProcess(data, packs.position) as packs.packer:
+        order = packs.order(STEP, 3)
+        with pytest.raises(InputError, match=r"^\S+bad\.jsonl:\d+: no column `text`"):
+            order.packs_of_step(10**4)
+
+
+def test_a_thread_that_waits_for_a_part_can_be_stopped(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    order = open_packs(streamed(values, tmp_path / "packs"), "train").order(STEP, 3)
+    with ThreadPoolExecutor(1) as thread:
+        packs = thread.submit(order.packs_of_step, 10**4)
+        order.stop_waiting()
+        with pytest.raises(InputError, match="does not wait for packs any more"):
+            packs.result()
+
+
+def test_a_killed_packer_is_replaced_and_a_finished_run_ends_it(
+    streamed_here: DataSettings,
+) -> None:
+    """A user starts a packer before the run; the run's own one waits until it is needed."""
+    data = streamed_here
+    with PackerHere(data) as here:
+        expected = [read for read, _ in steps(packed_by(here, data), 0, 40)]
+    for part in part_folders(data.packs):
+        shutil.rmtree(part)
+    (data.packs / POSITION).unlink()
+
+    with started_by_a_user(data) as first:
+        wait_until(lambda: part_folders(data.packs))  # and no run is there yet
+        packs = open_packs(data, "train")
+        with PackerProcess(data, packs.position) as packs.packer:
+            with started_by_a_user(data) as second:
+                assert second.wait() == 2
+                assert "makes the parts of this stream already" in second.stderr.read()
+            log = data.packs / "packer.log"
+            wait_until(lambda: f"waiting for process {first.pid} on" in log.read_text())
+            read = [packs for packs, _ in steps(packs, 0, 10)]
+            first.kill()
+            read += [packs for packs, _ in steps(packs, 10, 40)]
+    assert read == expected
+
+
+def test_a_packer_of_a_user_ends_with_the_run(values: dict[str, Any], tmp_path: Path) -> None:
+    data = streamed(values, tmp_path / "packs")
+    with started_by_a_user(data) as packer:
+        wait_until(lambda: part_folders(data.packs))
+        with locked(data.packs / RUN_LOCK, pytest.fail):
+            time.sleep(0.3)
+            assert packer.poll() is None
+        assert packer.wait() == 0 and "the run has ended" in packer.stderr.read()
+
+
+def test_a_packer_of_a_run_ends_with_its_parent(tmp_path: Path) -> None:
+    assert not ReadingRun(tmp_path, os.getppid()).has_ended()
+    assert ReadingRun(tmp_path, os.getpid()).has_ended()
+
+
+def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) -> None:
+    start = asdict(PartStart())
+    position = {"starts": {"web": start | {"number": 3}}, "ends": {"web": 95}}
+    write_json(tmp_path / POSITION, position)
+    assert read_position(tmp_path, ["web"]) == position
+    both = read_position(tmp_path, ["web", "code"])
+    assert both == {"starts": {"web": start, "code": start}, "ends": {"web": 0, "code": 0}}
+
+
+def test_sources_with_differently_full_packs_are_packed_in_step(
+    values: dict[str, Any], tmp_path: Path
+) -> None:
+    """A source with half empty packs has twice the packs for its share of the tokens."""
+    sources = []
+    for name, words in (("full", LENGTH - 1), ("half", LENGTH // 2 + 1)):
+        source = tmp_path / f"{name}.jsonl"
+        text = json.dumps({"text": "a " * words}) + "\n"
+        source.write_text(text * 3000)
+        sources.append({"source": str(source), "weight": 0.5})
+    both = {key: value for key, value in values.items() if key != "source"}
+    both |= {"sources": sources, "packing": "best_fit", "held_out": 0.0}
+    data = streamed(both, tmp_path / "packs", disk_gb=0.0002)
+    with PackerHere(data) as packer:
+        for _ in steps(packed_by(packer, data), 0, 80, ahead=packer):
+            pass
+        assert packer.most <= 200_000

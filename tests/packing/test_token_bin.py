@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from packing.other_formats import TokenBin
 from packing.settings import DataSettings
 from packing.store import open_packs
+from packing.token_bin import TokenBin
 from packing.tokenizer import save_tokenizer, train_tokenizer
 
 
@@ -21,9 +21,7 @@ def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 9))
-def test_packs_are_the_files_tokens_in_order_cut_into_documents_at_the_end_token(
-    tmp_path_factory, tokens, length
-):
+def test_packs_are_the_tokens_of_the_file_cut_at_the_end_token(tmp_path_factory, tokens, length):
     folder = tmp_path_factory.mktemp("bin")
     packs = TokenBin(write(folder / "train.bin", tokens), length, end_token=5)
     read, documents = [], []

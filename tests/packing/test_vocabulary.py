@@ -68,7 +68,7 @@ def test_files_without_a_tokenizer_json_are_converted_as_the_message_says(
     )
 
 
-def test_a_tokenizer_is_never_written_over_and_has_room_for_words_and_the_tokens_asked_for(
+def test_a_tokenizer_is_never_overwritten_and_has_room_for_words(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     source = tmp_path / "texts.jsonl"

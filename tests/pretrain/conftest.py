@@ -20,7 +20,9 @@ from pretrain.model import attention
 from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import wrap_layers
-from pretrain.precision.emulation import EmulationBackend
+from pretrain.precision.emulation import EmulationEngine
+from pretrain.precision.gemm import GemmEngine
+from pretrain.precision.product import LinearState, PrecisionContext
 from pretrain.precision.settings import (
     PRECISIONS,
     ActivePrecision,
@@ -69,8 +71,25 @@ def to_nearest(precision: str) -> dict[str, bool]:
     )
 
 
-def emulation_of(precision: str, **fp8_config: Any) -> EmulationBackend:
-    return EmulationBackend(active_in(precision, **fp8_config), torch.device("cpu"))
+def emulation_of(precision: str, **fp8_config: Any) -> EmulationEngine:
+    return EmulationEngine(active_in(precision, **fp8_config), torch.device("cpu"))
+
+
+def linear_of(
+    engine: GemmEngine,
+    in_features: int,
+    out_features: int,
+    *,
+    name: str = "layer",
+    bias: bool = False,
+) -> LinearState:
+    """Return a linear layer that `engine` computes, with a context in which a forward is under way.
+
+    The caller enters the engine's own `forward` where delayed scaling needs it.
+    """
+    linear = LinearState(name, PrecisionContext(engine, torch.bfloat16, low_precision=True))
+    linear.add(engine, in_features, out_features, bias=bias)
+    return linear
 
 
 @contextmanager

@@ -1,13 +1,14 @@
-"""What a fused layer computes with: its products, and the norms, activations and rotations between them, which write the format
-of the product after them.
+"""The computations of a fused layer: products, and norms, activations and rotations in between.
 
-Queries, keys and values are one product, as gate and up are: one large product is faster than three. Their parameters are laid
-into one storage, one after the other, so the stacked matrix is a view, and optimizer, checkpoints and export know nothing of it.
-Where they lie apart (FSDP2 gathers them so), the matrix is put together when it is used: right, and slower.
+Queries, keys and values are one product, and so are gate and up: one large product is faster than
+three. Their parameters lie in one storage, one after the other. So the stacked matrix is a view,
+and optimizer, checkpoints and export do not notice. Where the parameters lie apart, as FSDP2
+gathers them, the matrix is copied together at each use. That is correct, and slower.
 
-Between the products stand torch's own operations (`pretrain.model.fused.formulas`), Triton kernels for BF16 on a GPU, or
-Transformer Engine, whose norms add the residual's gradient in backward and in low precision write quantized operands, as SwiGLU
-does there. Under delayed scaling the rotation's backward does so too.
+Between the products compute torch's operations (`pretrain.model.fused.formulas`), Triton kernels
+for BF16 on a GPU, or Transformer Engine. Transformer Engine's norms add the residual's gradient in
+backward. In low precision its norms and its SwiGLU write quantized operands. Under delayed scaling
+the backward of the rotation writes them too.
 """
 
 from __future__ import annotations
@@ -26,64 +27,46 @@ from torch.autograd.function import FunctionCtx
 
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.plain_forward import TwoForms
-from pretrain.precision.product import (
-    Backend,
-    Multiplication,
-    Operand,
-    PlainProduct,
-    PrecisionContext,
-    Product,
-    TakesTurns,
-)
-from pretrain.precision.transformer_engine import TransformerEngineProduct
+from pretrain.precision.gemm import Gemm, GemmEngine, Operand, TorchGemm
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext
+from pretrain.precision.transformer_engine import TransformerEngineGemm
 
-_NOBODY = PrecisionContext(None, torch.bfloat16)  # to see products that are not in low precision
-# heads of other sizes, such as 80 values, would leave lanes of a tile idle
+# Sizes of heads that the rotation's kernel takes. Others, such as 80, would leave lanes idle.
 ROTARY_KERNEL_DIMS = (32, 64, 128)
 
 
-class By(IntEnum):
-    """What computes norms and activations; each brings what those before it have."""
+class Implementation(IntEnum):
+    """The implementation of norms and activations. Each one includes those before it."""
 
     FORMULAS, KERNELS, TRANSFORMER_ENGINE = range(3)
 
 
-class CastProduct(PlainProduct):
-    """Keeps the cast of a weight for a step's later microbatches, as others do a quantized one."""
+class StackedLinear(LinearState):
+    """Linear layers that read the same input, as one product with the stacked weight [out, in].
 
-    weight_operand = Product.weight_operand
-
-
-class StackedProduct(TakesTurns, Multiplication):
-    """y = x w^T + b for the weights [sum of out, in] and biases of some linears, stacked, by the `Product` of what computes now:
-    forward and backward, each a call of its own, on operands that a norm or an activation may have written. Parameters are looked
-    up at each use, as FSDP2 exchanges them."""
+    Parameters are looked up at each use, because FSDP2 exchanges them.
+    """
 
     def __init__(
         self,
         name: str,
         linears: Mapping[str, nn.Linear],
         arithmetic: Arithmetic,
-        low_precision: Sequence[Backend] = (),
+        engines: Sequence[GemmEngine] = (),
     ) -> None:
-        """`name`: of its history and scales in a checkpoint. `linears`: by name in the model. `low_precision`: the backends that
-        compute it in low precision, when it is their turn."""
-        self.members, self.linears, self._arithmetic = (
-            tuple(linears),
-            tuple(linears.values()),
-            arithmetic,
-        )
-        sizes = self.linears[0].in_features, sum(linear.out_features for linear in self.linears)
-        self.products = {
-            backend: backend.product(name, *sizes, bias=False) for backend in low_precision
-        }
-        self.plain = CastProduct(name)
-        for product in (self.plain, *self.products.values()):
-            product.members = self.members
-        super().__init__(self.plain, arithmetic.context)
+        """`name`: of the histories and scales in a checkpoint. `linears`: by their names.
 
-    # ── Parameters ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+        `engines`: the engines that quantize this product.
+        """
+        super().__init__(name, arithmetic.context, tuple(linears))
+        self.linears = tuple(linears.values())
+        self.arithmetic = arithmetic
+        in_features = self.linears[0].in_features
+        out_features = sum(linear.out_features for linear in self.linears)
+        for engine in engines:
+            self.add(engine, in_features, out_features)
+        # The Gemm without quantization. It caches the cast of a weight for a step's microbatches.
+        self.plain = TorchGemm(name, self.members)
 
     @property
     def weights(self) -> list[Tensor]:
@@ -91,97 +74,112 @@ class StackedProduct(TakesTurns, Multiplication):
 
     @property
     def biases(self) -> list[Tensor]:
-        """The biases: none, or one for each linear, as no architecture here has a bias in one of them alone."""
+        """The biases of all layers, or none. No architecture has a bias in some of them only."""
         return [linear.bias for linear in self.linears if linear.bias is not None]
 
     @torch.no_grad()
     def lay_together(self) -> None:
-        """Move the parameters into one storage, in order; they keep their identity, shape and values."""
+        """Move the parameters into one storage, in order. Identity, shape and values stay."""
         for parameters in (self.weights, self.biases):
             if len(parameters) > 1:
                 storage = torch.cat([parameter.data for parameter in parameters])
-                for parameter, part in zip(
-                    parameters, storage.split([len(p) for p in parameters]), strict=True
-                ):
+                parts = storage.split([len(parameter) for parameter in parameters])
+                for parameter, part in zip(parameters, parts, strict=True):
                     parameter.data = part
 
     def matrix(self) -> Tensor:
-        """The weights [out, in] in the compute dtype, without a graph: a view of the parameters wherever they allow it."""
+        """Return the weights [out, in] in the compute dtype, detached, as a view if possible."""
         return _stacked(self.weights).to(self.context.compute_dtype)
 
     @property
     def main_gradient(self) -> Tensor | None:
-        """The buffer that the weights' gradients add up in, laid out as the weights are; None where autograd collects them."""
+        """The buffer [out, in] where the weights' gradients add up.
+
+        None if there is none, or if the parts of the weights do not lie together.
+        """
         gradients = [getattr(weight, "main_grad", None) for weight in self.weights]
         return None if gradients[0] is None else _rows_of_one(gradients)
 
     def bias_gradients(self, dy: Tensor) -> list[Tensor]:
-        """Returns the gradient of each bias, from dy [tokens, out], summed in FP32. Empty where the linears have none."""
+        """Return the gradient of each bias from dy [tokens, out], summed in FP32."""
         if not self.biases:
             return []
         return list(dy.sum(dim=0, dtype=torch.float32).split([len(bias) for bias in self.biases]))
 
-    # ── Products ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    def start(self, x: Tensor) -> StackedPass:
+        """Start a forward over `x` [tokens, ...] in the current precision."""
+        return StackedPass(self, x)
 
-    @property
-    def low_precision(self) -> bool:
-        """Whether the forward under way is in low precision, and its backward."""
-        return self.product is not self.plain
 
-    def begin(self, x: Tensor) -> None:
-        """Call this before the first use in a forward over `x` [tokens, ...]; `forward` is the last use."""
-        self.product = self.low or self.plain
-        self.seen_by = self.context if self.low_precision else _NOBODY
-        self.refresh, self.differentiable = (
-            self.context.first_microbatch,
-            self._arithmetic.differentiable,
+class StackedPass(LinearPass):
+    """One forward of a `StackedLinear` and its backward, each product a call of its own.
+
+    A norm or an activation may have written the operands.
+    """
+
+    def __init__(self, stack: StackedLinear, x: Tensor) -> None:
+        super().__init__(
+            stack.low or stack.plain,
+            stack.context,
+            refresh=stack.context.first_microbatch,
+            differentiable=stack.arithmetic.differentiable,
         )
-        self.product.begin(x)
-
-    def forward(self, x: Operand, residual: Tensor | None = None) -> Tensor:
-        """-> [tokens, out], `residual` and the bias added, see `output`."""
-        bias = _stacked(self.biases).to(self.context.compute_dtype) if self.biases else None
-        return self.output(x, self._weight(refresh=self.refresh), self.matrix, bias, residual)
-
-    def input_gradient(self, dy: Operand) -> Tensor:
-        """-> [tokens, in]."""
-        return self.multiply("dgrad", dy, self._weight(refresh=False))
-
-    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
-        """Returns one for each weight; None where it has been added to the main gradient."""
-        gradient = self.weight_gradient(dy, x, self.main_gradient)
-        if gradient is None:
-            return [None] * len(self.linears)
-        return list(gradient.split([len(weight) for weight in self.weights]))
+        self.stack = stack
+        self.gemm.begin(x)
 
     def quantizer(self, role: Role) -> Any | None:
-        """What a kernel that writes this operand quantizes with; None where `operand` makes it."""
-        return self.product.quantizer(role, both=self.differentiable)
+        """Return the quantizer for a kernel that writes this operand, see `Gemm.quantizer`."""
+        if self.forward_in_bf16 and role == "input":
+            return None
+        return self.gemm.quantizer(role, both=self.differentiable)
 
-    def _weight(self, *, refresh: bool) -> Operand:
-        """Asked for in forward and in backward: FSDP2 frees a matrix in between, of which nothing may be kept."""
-        if not self.low_precision and self.linears[0].weight.dtype == self.context.compute_dtype:
-            return self.matrix()
-        return self.product.weight_operand(
-            self.matrix, refresh=refresh, differentiable=self.differentiable
+    def project(self, x: Operand, residual: Tensor | None = None) -> Tensor:
+        """Return x w^T + bias + residual [tokens, out]. Called once."""
+        biases = self.stack.biases
+        bias = _stacked(biases).to(self.context.compute_dtype) if biases else None
+        weight = self._stacked_weight(refresh=self.refresh)
+        return self.forward_product(x, weight, self.stack.matrix, bias, residual)
+
+    def input_gradient(self, dy: Operand) -> Tensor:
+        """Return the gradient of the input [tokens, in]."""
+        return self.gradient_product("dgrad", dy, self._stacked_weight(refresh=False))
+
+    def weight_gradients(self, dy: Operand, x: Operand) -> list[Tensor | None]:
+        """Return the gradient of each weight, None if added to the main gradient."""
+        gradient = self.weight_gradient(dy, x, self.stack.main_gradient)
+        if gradient is None:
+            return [None] * len(self.stack.linears)
+        return list(gradient.split([len(weight) for weight in self.stack.weights]))
+
+    def _stacked_weight(self, *, refresh: bool) -> Operand:
+        """Return the weight as an operand, in forward and again in backward.
+
+        The pass keeps no unquantized weight in between, because FSDP2 frees its memory.
+        """
+        stack = self.stack
+        if not self.gemm.quantizes and stack.weights[0].dtype == self.context.compute_dtype:
+            return stack.matrix()
+        return self.gemm.weight_operand(
+            stack.matrix, refresh=refresh, differentiable=self.differentiable
         )
 
 
 def _stacked(parameters: Sequence[Tensor]) -> Tensor:
     parts = [parameter.detach() for parameter in parameters]
-    whole = _rows_of_one(parts)
-    return torch.cat(parts) if whole is None else whole
+    view = _rows_of_one(parts)
+    return torch.cat(parts) if view is None else view
 
 
 def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
-    """Tensors that lie one after the other in one storage as one tensor, stacked along their first dimension; else None."""
+    """Return a view of all parts, stacked along their first dimension.
+
+    Return None unless they lie one after the other in one storage.
+    """
     first = parts[0]
-    for one, next_one in pairwise(parts):
-        adjacent = next_one.data_ptr() == one.data_ptr() + one.numel() * one.element_size()
-        if (
-            not adjacent
-            or one.untyped_storage().data_ptr() != next_one.untyped_storage().data_ptr()
-        ):
+    for part, next_part in pairwise(parts):
+        is_adjacent = next_part.data_ptr() == part.data_ptr() + part.numel() * part.element_size()
+        shared = part.untyped_storage().data_ptr() == next_part.untyped_storage().data_ptr()
+        if not (is_adjacent and shared):
             return None
     if not all(part.is_contiguous() for part in parts):
         return None
@@ -191,55 +189,64 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
 
 @dataclass(eq=False)
 class Arithmetic:
-    """What the fused layers of one model have in common, and what they compute between products: in FP32, rounded to the
-    context's compute dtype. A `norm` is a module of transformers, whose weight is looked up at each use."""
+    """The computations that the fused layers of one model share.
+
+    They run in FP32 and round to the compute dtype of `context`. A `norm` is a module of
+    transformers, whose weight is looked up at each use.
+    """
 
     context: PrecisionContext
-    by: By = By.FORMULAS
-    differentiable: bool = True  # the forward under way will be differentiated
-    # for backward, where heads are normed: queries, keys and values, else made again from qkv
+    implementation: Implementation = Implementation.FORMULAS
+    # A backward may follow the forward under way.
+    differentiable: bool = True
+    # Keep queries, keys and values for backward where heads are normed. Else backward makes them
+    # again from the output of the product.
     keeps_rotated: bool = False
 
-    def norm(self, x: Tensor, norm: nn.Module, product: StackedProduct) -> tuple[Operand, Tensor]:
-        """x [tokens, hidden] normalised, as the input of `product`, and 1 / root mean square, FP32, for backward."""
-        weight, eps = self._weight_of(norm), norm.variance_epsilon
-        if self.by == By.TRANSFORMER_ENGINE:
+    def norm(self, x: Tensor, norm: nn.Module, product: StackedPass) -> tuple[Operand, Tensor]:
+        """Normalise x [tokens, hidden] as the input of `product`.
+
+        Return the operand, and 1 / root mean square in FP32 for backward.
+        """
+        weight = self._weight_of(norm)
+        eps = norm.variance_epsilon
+        if self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
             options = (tex.DType.kBFloat16, 0, False)
-            if (quantizer := product.quantizer("input")) is not None and product.seen_by.observers:
+            if (quantizer := product.quantizer("input")) is not None and product.observed.observers:
                 product.show("input", tex.rmsnorm_fwd(x, weight, eps, None, None, *options)[0])
             y, _, rstd = tex.rmsnorm_fwd(x, weight, eps, None, quantizer, *options)
-            return (product.operand("input", y) if quantizer is None else y), rstd
+            return (product.quantize("input", y) if quantizer is None else y), rstd
         y, rstd = self.kernels.norm.rms_norm(x, weight, eps)
-        return product.operand("input", y), rstd
+        return product.quantize("input", y), rstd
 
     def norm_backward(
         self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of x, `residual` [tokens, hidden] added to it, and that of the norm's weight."""
+        """Return the gradient of x plus `residual` [tokens, hidden], and that of the weight."""
         weight = self._weight_of(norm)
-        if self.by == By.TRANSFORMER_ENGINE:
+        if self.implementation == Implementation.TRANSFORMER_ENGINE:
             import transformer_engine_torch as tex
 
             return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
         return self.kernels.norm.rms_norm_backward(dy, x, rstd, weight, residual)
 
     def _weight_of(self, norm: nn.Module) -> Tensor:
-        """Rounded to the activations' dtype, as working copies are."""
+        """Return the weight of a norm in the dtype of activations, as working copies are."""
         return norm.weight.detach().to(self.context.compute_dtype)
 
     @cached_property
     def kernels(self) -> SimpleNamespace:
-        """The modules with norms, rotations and activations: the formulas, or kernels for BF16 on a GPU."""
-        if self.by == By.FORMULAS:
+        """Modules with norms, rotations and activations: formulas, or kernels for BF16 on a GPU."""
+        if self.implementation == Implementation.FORMULAS:
             return SimpleNamespace(norm=formulas, rotary=formulas, activation=formulas)
         from pretrain.model.fused import activation_kernel, norm_kernel, rotary_kernel
 
         return SimpleNamespace(norm=norm_kernel, rotary=rotary_kernel, activation=activation_kernel)
 
     def rotation(self, heads: formulas.Heads) -> ModuleType:
-        """What has `rotate` and `rotate_backward` for heads like these."""
+        """Return the module with `rotate` and `rotate_backward` for such heads."""
         return self.kernels.rotary if heads.dim in ROTARY_KERNEL_DIMS else formulas
 
     def rotate_backward(
@@ -250,87 +257,97 @@ class Arithmetic:
         sin: Tensor,
         heads: formulas.Heads,
         norms: formulas.HeadNorms | None,
-        product: StackedProduct,
+        product: StackedPass,
     ) -> tuple[Operand, Sequence[Tensor | None], list[Tensor]]:
-        """The gradient of `qkv` as the output gradient of `product`, and those of the head norms' weights and of the biases.
-        `gradients` is empty afterwards: memory for what is made of them."""
-        rotation, quantizer, rest = (
-            self.rotation(heads),
-            product.quantizer("grad_output"),
-            (qkv, cos, sin, heads, norms),
+        """Return the gradient of `qkv` as an operand of `product`, and gradients of parameters.
+
+        The parameters are the head norms' weights and the biases. The list `gradients`, of queries,
+        keys and values, is emptied to free memory for the results.
+        """
+        rotation = self.rotation(heads)
+        quantizer = product.quantizer("grad_output")
+        inputs = (qkv, cos, sin, heads, norms)
+        stack = product.stack
+        writes_codes = (
+            quantizer is not None
+            and not stack.biases
+            and rotation is not formulas
+            and rotation.writes(quantizer, gradients[0])
         )
-        if (
-            quantizer is None
-            or product.biases
-            or rotation is formulas
-            or not rotation.writes(quantizer, gradients[0])
-        ):
-            dqkv, *of_norms = rotation.rotate_backward(*gradients, *rest)
+        if not writes_codes:
+            dqkv, *of_norms = rotation.rotate_backward(*gradients, *inputs)
             gradients.clear()
-            return product.operand("grad_output", dqkv), of_norms, product.bias_gradients(dqkv)
-        if product.seen_by.observers:  # who looks at the gradient wants it unquantized
-            product.show("grad_output", rotation.rotate_backward(*gradients, *rest)[0])
-        codes, of_norms = rotation.quantized_rotate_backward(quantizer, gradients, *rest)
+            return product.quantize("grad_output", dqkv), of_norms, stack.bias_gradients(dqkv)
+        if product.observed.observers:  # they see the gradient before it is quantized
+            product.show("grad_output", rotation.rotate_backward(*gradients, *inputs)[0])
+        codes, of_norms = rotation.quantized_rotate_backward(quantizer, gradients, *inputs)
         gradients.clear()
         return codes, of_norms, []
 
     def activate(
-        self, hidden: Tensor, gate_up: StackedProduct, down: StackedProduct
+        self, hidden: Tensor, gate_up: StackedPass, down: StackedPass
     ) -> tuple[Operand, Operand | None]:
-        """hidden [tokens, 2 x width: gate, then up], the output of `gate_up` -> silu(gate) * up as the input of `down`, and what
-        `activate_backward` is to be given as `kept`."""
-        if (quantizer := down.quantizer("input")) is not None:
-            import transformer_engine_torch as tex
+        """Return silu(gate) * up as the input of `down`, and the operand to keep for backward.
 
-            if down.seen_by.observers:
-                down.show("input", tex.swiglu(hidden, None))
-            if gate_up.low_precision and self.kernels.activation.takes(hidden, quantizer):
-                return self.kernels.activation.quantized_swiglu(hidden, quantizer)
-            activated = tex.swiglu(hidden, quantizer)
-            return activated, activated
-        operand = down.operand("input", self.kernels.activation.swiglu(hidden))
-        return operand, operand if isinstance(operand, TwoForms) else None
+        `hidden` [tokens, 2 x width], gate and then up, is the output of `gate_up`.
+        """
+        if (quantizer := down.quantizer("input")) is None:
+            operand = down.quantize("input", self.kernels.activation.swiglu(hidden))
+            return operand, operand if down.forward_in_bf16 else None
+        import transformer_engine_torch as tex
+
+        if down.observed.observers:
+            down.show("input", tex.swiglu(hidden, None))
+        if gate_up.gemm.quantizes and self.kernels.activation.takes(hidden, quantizer):
+            return self.kernels.activation.quantized_swiglu(hidden, quantizer)
+        activated = tex.swiglu(hidden, quantizer)
+        return activated, activated
 
     def activate_backward(
         self,
         d_activated: Tensor,
         hidden: Tensor,
-        kept: Operand,
-        gate_up: StackedProduct,
-        down: StackedProduct,
+        kept: Operand | None,
+        gate_up: StackedPass,
+        down: StackedPass,
     ) -> tuple[Operand, Operand]:
-        """The gradient of `hidden` as the output gradient of `gate_up`, and the activated values as the weight gradient of `down`
-        takes them."""
+        """Return the gradient of `hidden` and the input of `down` as operands of gradients.
+
+        The first is the output gradient of `gate_up`, the second serves the weight's gradient of
+        `down`. `kept` is what `activate` returned to keep.
+        """
         if (of_down := down.quantizer("input")) is None:
             d_hidden, activated = self.kernels.activation.swiglu_backward(d_activated, hidden)
-            activated = down.product.operand("input", activated) if kept is None else kept
-            return gate_up.operand("grad_output", d_hidden), activated
+            operand = down.gemm.quantize("input", activated) if kept is None else kept
+            return gate_up.quantize("grad_output", d_hidden), operand
         import transformer_engine_torch as tex
 
         of_gate_up = gate_up.quantizer("grad_output")
-        if gate_up.seen_by.observers:  # who looks at the gradient wants it unquantized
+        if gate_up.observed.observers:  # they see the gradient before it is quantized
             gate_up.show("grad_output", tex.dswiglu(d_activated, hidden, None))
-        if gate_up.low_precision and self.kernels.activation.takes(hidden, of_down):
+        if gate_up.gemm.quantizes and self.kernels.activation.takes(hidden, of_down):
             return self.kernels.activation.quantized_swiglu_backward(
                 d_activated, hidden, of_gate_up, of_down, kept
             )
         return tex.dswiglu(d_activated.contiguous(), hidden, of_gate_up), kept
 
     @property
-    def library(self) -> type[Product]:
-        """What takes operands apart for autograd, and knows when a backward ends."""
-        return TransformerEngineProduct if self.by == By.TRANSFORMER_ENGINE else PlainProduct
+    def gemm_class(self) -> type[Gemm]:
+        """The class that saves operands for autograd and knows when a backward ends."""
+        on_te = self.implementation == Implementation.TRANSFORMER_ENGINE
+        return TransformerEngineGemm if on_te else TorchGemm
 
     def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
-        """ctx.save_for_backward for operands of any kind; of a quantized one, what the weight's gradient takes. Nothing where
-        there is no backward."""
+        """Save operands of any kind for backward, where they serve weights' gradients only.
+
+        Does nothing if no backward follows.
+        """
         if self.differentiable:
-            tensors, ctx.rest = self.library.save(
-                *(each.low if isinstance(each, TwoForms) else each for each in operands)
-            )
+            tensors, ctx.rest = self.gemm_class.save(*operands)
             ctx.save_for_backward(*tensors)
 
     def saved(self, ctx: FunctionCtx) -> Sequence[Operand | None]:
-        """Returns what `save` was given, in order."""
-        rest, ctx.rest = ctx.rest, None
-        return self.library.restore(ctx.saved_tensors, rest)
+        """Return the operands that `save` was given, in order."""
+        rest = ctx.rest
+        ctx.rest = None
+        return self.gemm_class.restore(ctx.saved_tensors, rest)

@@ -22,9 +22,9 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear
 from pretrain.model.fused.heads import HeadNorms, Heads
-from pretrain.precision.product import Backend
+from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.scope import LINEARS, Decision
 
 Gradients = tuple[Tensor | None, ...]
@@ -125,13 +125,13 @@ class FusedLayers:
     arithmetic: Arithmetic
 
     @property
-    def products(self) -> list[StackedProduct]:
-        """Stacked products of all fused layers."""
+    def products(self) -> list[StackedLinear]:
+        """Stacked linears of all fused layers."""
         return [product for layer in self.layers.values() for product in layer.products]
 
     @property
-    def members(self) -> dict[str, StackedProduct]:
-        """Names of the linears that fused layers compute, with their stacked products."""
+    def members(self) -> dict[str, StackedLinear]:
+        """Names of the linears that fused layers compute, with their stacked linears."""
         return {member: product for product in self.products for member in product.members}
 
     @property
@@ -169,7 +169,7 @@ class FusedLayer:
         name: str,
         arithmetic: Arithmetic,
         *,
-        low_precision: Mapping[Backend, Collection[str]],
+        low_precision: Mapping[GemmEngine, Collection[str]],
     ) -> None:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
@@ -183,8 +183,8 @@ class FusedLayer:
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
             # Either all linears of a stack are in low precision or none.
             first = next(iter(linears))
-            backends = [backend for backend, low in low_precision.items() if first in low]
-            product = StackedProduct(f"{name}.{stacked_name}", linears, arithmetic, backends)
+            engines = [engine for engine, low in low_precision.items() if first in low]
+            product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic, engines)
             product.lay_together()
             products.append(product)
         self.products = tuple(products)
@@ -300,13 +300,13 @@ class NormedAttention(torch.autograd.Function):
         *_: Tensor,
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
-        product = layer.qkv
-        product.begin(x)
+        product = layer.qkv.start(x)
         ctx.layer = layer
+        ctx.product = product
         ctx.documents = documents
-        ctx.is_first_in_forward = arithmetic.library.is_first_in_forward()
+        ctx.is_first_in_forward = arithmetic.gemm_class.is_first_in_forward()
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
-        qkv = product.forward(normed)
+        qkv = product.project(normed)
         results = arithmetic.rotation(layer.heads).rotate(
             qkv, cos, sin, layer.heads, layer.head_norms_in(qkv.dtype)
         )
@@ -324,6 +324,7 @@ class NormedAttention(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: Tensor) -> Gradients:
         layer = ctx.layer
         arithmetic = layer.arithmetic
+        product = ctx.product
         *gradients, residual = gradients
         # `saved` has qkv, cos and sin, then inputs and results of attention if it is in this node.
         x, normed, rstd, *saved = arithmetic.saved(ctx)
@@ -331,12 +332,12 @@ class NormedAttention(torch.autograd.Function):
         if ctx.documents is not None:
             gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, ctx.documents)
         del saved
-        dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, layer.qkv)
-        d_normed = layer.qkv.input_gradient(dqkv)
-        d_weights = layer.qkv.weight_gradients(dqkv, normed)
+        dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
+        d_normed = product.input_gradient(dqkv)
+        d_weights = product.weight_gradients(dqkv, normed)
         dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
         if ctx.is_first_in_forward:
-            arithmetic.library.finish_backward()
+            arithmetic.gemm_class.finish_backward()
         d_head_norms = d_head_norms[: len(layer.head_norms)]
         return None, None, dx, None, None, d_norm, *d_head_norms, *d_weights, *d_biases
 
@@ -372,19 +373,17 @@ class OutputAndMLP(torch.autograd.Function):
         ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
     ) -> Tensor:
         arithmetic = layer.arithmetic
-        output = layer.output
-        gate_up = layer.gate_up
-        down = layer.down
-        ctx.layer = layer
-        output.begin(attended)
-        operand = output.operand("input", attended)
-        x = output.forward(operand, residual)
-        gate_up.begin(x)
+        output = layer.output.start(attended)
+        operand = output.quantize("input", attended)
+        x = output.project(operand, residual)
+        gate_up = layer.gate_up.start(x)
         normed, rstd = arithmetic.norm(x, layer.norms[1], gate_up)
-        hidden = gate_up.forward(normed)
-        down.begin(hidden)
+        hidden = gate_up.project(normed)
+        down = layer.down.start(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
-        y = down.forward(activated, x)
+        ctx.layer = layer
+        ctx.products = output, gate_up, down
+        y = down.project(activated, x)
         # Save after the products, because saving takes quantized operands apart.
         arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
         return y
@@ -394,11 +393,9 @@ class OutputAndMLP(torch.autograd.Function):
     def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
         layer = ctx.layer
         arithmetic = layer.arithmetic
-        output = layer.output
-        gate_up = layer.gate_up
-        down = layer.down
+        output, gate_up, down = ctx.products
         operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
-        quantized = down.operand("grad_output", dy)
+        quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)
         d_hidden, activated = arithmetic.activate_backward(d_activated, hidden, kept, gate_up, down)
         del d_activated, hidden, kept
@@ -409,7 +406,7 @@ class OutputAndMLP(torch.autograd.Function):
         del d_hidden, normed
         dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[1], residual=dy)
         del d_normed, x
-        quantized = output.operand("grad_output", dx)
+        quantized = output.quantize("grad_output", dx)
         d_attended = output.input_gradient(quantized)
         d_output = output.weight_gradients(quantized, operand)
         return None, d_attended, dx, *d_output, d_norm, *d_gate_up, *d_down

@@ -1,12 +1,13 @@
-"""The LM head on Transformer Engine's FP8 products, forward and backward at once, chunk by chunk.
+"""The LM head with its loss in FP8 on Transformer Engine, forward and backward at once, by chunks.
 
-Here the softmax writes the logits' gradient as FP8 operands, which te.Linear would quantize and transpose from BF16, and the
-product of the weight's gradient adds up in FP32 by itself. The gradient's rows have a scale a token, by which what the hidden
-states get is multiplied afterwards. The rest is te.Linear's: its quantizers with their scales and histories, its copy of the
-quantized weight, its GEMM, called where the audit looks on.
+The softmax writes the logits' gradient as FP8 operands. te.Linear would quantize and transpose it
+from BF16. The product of the weight's gradient adds up in FP32 by itself. Each row of the logits'
+gradient has its own scale, and the gradient of the hidden states is multiplied by these scales
+afterwards. All else is as in other layers: the quantizers with their scales and histories, the
+cached weight, and the GEMM, where the audit observes it.
 
-For one scale a tensor (delayed and current scaling) on GPUs up to Hopper, whose FP8 products read both operands along the inner
-dimension.
+This works with one scale a tensor (delayed and current scaling) on GPUs up to Hopper, whose FP8
+products read both operands along the inner dimension.
 """
 
 from __future__ import annotations
@@ -22,43 +23,46 @@ from torch import Tensor
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
 from pretrain.precision.observed import fp8_format
-from pretrain.precision.product import Multiplication, PrecisionContext
-from pretrain.precision.transformer_engine import TransformerEngineProduct
+from pretrain.precision.product import LinearPass, PrecisionContext
+from pretrain.precision.transformer_engine import TransformerEngineGemm
 
 _BF16 = torch.bfloat16
 
 
 @contextmanager
 def fused_head(
-    product: TransformerEngineProduct, weight: Tensor, context: PrecisionContext
+    gemm: TransformerEngineGemm, weight: Tensor, context: PrecisionContext
 ) -> Iterator[Callable[..., Tensor]]:
-    """`product` as the LM head with its loss, around the chunks of one forward with gradients, inside of the backend's `forward`.
-    Each is computed by what is yielded, called as that of `head._differentiating`.
+    """Yield the function that computes loss and gradients of a chunk of tokens.
 
-    weight [vocabulary, hidden] FP32 or BF16, quantized in the step's first microbatch. The observers of `context` see each
-    operand in BF16, as it stands before it is quantized, and what the first chunk's products give.
+    Enter it inside of the engine's `forward` context, around the chunks of one forward. The
+    function is called as the one that `head._differentiating` yields. `weight` [vocabulary,
+    hidden], FP32 or BF16, is quantized in the step's first microbatch. The observers of `context`
+    see each operand in BF16, before it is quantized, and the products of the first chunk.
     """
 
     def matrix() -> Tensor:
         return weight.detach().to(_BF16)
 
-    call = Multiplication(product, context, refresh=context.first_microbatch)
-    # all that is asked of the input is its dtype and device
-    product.begin(torch.empty(0, dtype=_BF16, device=weight.device))
+    head_pass = LinearPass(gemm, context, refresh=context.first_microbatch, differentiable=True)
+    # The library reads nothing of the input but its dtype and device.
+    gemm.begin(torch.empty(0, dtype=_BF16, device=weight.device))
     try:
-        alone = product.is_first_in_forward()
-        quantized = product.weight_operand(matrix, refresh=call.refresh, differentiable=True)
-        call.show_weight(quantized, matrix)
-        yield partial(chunk_loss, call, quantized)
+        is_first = gemm.is_first_in_forward()
+        quantized_weight = gemm.weight_operand(
+            matrix, refresh=head_pass.refresh, differentiable=True
+        )
+        head_pass.show_weight(quantized_weight, matrix)
+        yield partial(chunk_loss, head_pass, quantized_weight)
     finally:
-        product.end()
-    if alone and product.backend.precision.keeps_history:
-        # Histories of backward move on in the backward of a forward's first module. With nothing before it, that is this one.
-        product.finish_backward()
+        gemm.end()
+    if is_first and gemm.engine.precision.keeps_history:
+        # The backward of a forward's first layer updates the histories. Here the head is the first.
+        gemm.finish_backward()
 
 
 def chunk_loss(
-    call: Multiplication,
+    head_pass: LinearPass,
     weight: Any,
     hidden: Tensor,
     labels: Tensor,
@@ -66,28 +70,33 @@ def chunk_loss(
     *,
     first: bool,
 ) -> Tensor:
-    """`weight`: quantized, both layouts. No bias: a head that has one is not fused."""
+    """Return the losses of a chunk, and write its gradients.
 
-    def show_result(gemm: str, result: Tensor) -> None:
+    `weight` is quantized in both layouts. There is no bias: a head with a bias is not fused.
+    """
+
+    def show_result(kind: str, result: Tensor) -> None:
         if first:
-            call.show_result(gemm, result)
+            for observer in head_pass.observed.result_observers:
+                observer(gemm.name, kind, result.detach(), None)
 
-    product, (d_hidden, d_weight, _) = call.product, gradients
-    x = call.operand("input", hidden.to(_BF16))
-    logits = product.multiply("forward", x, weight, _BF16)
+    gemm = head_pass.gemm
+    d_hidden, d_weight, _ = gradients
+    x = head_pass.quantize("input", hidden.to(_BF16))
+    logits = gemm.matmul("forward", x, weight, _BF16)
     show_result("forward", logits)
-    quantizer, te = product.quantizer("grad_output", both=True), product.backend.te
-    # Delayed scaling's scale is the quantizer's, and the chunk's amax goes where its history begins.
-    delayed = product.backend.precision.keeps_history
+    quantizer, te = gemm.quantizer("grad_output", both=True), gemm.engine.te
+    # Under delayed scaling the quantizer has the scale, and its amax is the start of the history.
+    delayed = gemm.engine.precision.keeps_history
     amax = quantizer.amax if delayed else torch.zeros(1, dtype=torch.float32, device=logits.device)
     scale = quantizer.scale if delayed else None
     losses, codes = quantized_softmax_gradient(
         logits, labels, IGNORE, fp8_format(te, quantizer.dtype)[0], amax, scale
     )
-    if call.seen_by.observers:
-        # the logits have been used, and take the gradient in BF16
+    if head_pass.observed.observers:
+        # The logits are used up, so their memory takes the gradient in BF16.
         softmax_loss(logits, labels, IGNORE, with_gradient=True)
-        call.show("grad_output", logits)
+        head_pass.show("grad_output", logits)
     del logits
 
     def operand(rows: Tensor | None, columns: Tensor | None, scale_inv: Tensor) -> Any:
@@ -95,9 +104,9 @@ def chunk_loss(
         return te.Float8TensorStorage(data=rows, data_transpose=columns, **options)
 
     by_rows = operand(codes.rows, None, torch.ones_like(codes.scale_inv))
-    product.multiply("dgrad", by_rows, weight, d_hidden.dtype, out=d_hidden)
+    gemm.matmul("dgrad", by_rows, weight, d_hidden.dtype, out=d_hidden)
     d_hidden.mul_(codes.rows_scale_inv[:, None])
     show_result("dgrad", d_hidden)
-    product.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
+    gemm.accumulate(d_weight, operand(None, codes.columns, codes.scale_inv), x, overwrite=first)
     show_result("wgrad", d_weight)
     return losses

@@ -37,13 +37,8 @@ from transformers import PretrainedConfig
 
 from foundation.errors import InputError
 from packing.arrow import IGNORE
-from pretrain.precision.product import (
-    LinearCall,
-    PrecisionContext,
-    Product,
-    TakesTurns,
-    summing_where,
-)
+from pretrain.precision.gemm import Gemm
+from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, summing_where
 from pretrain.precision.searched import add_product_, linear
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
@@ -80,13 +75,14 @@ def check(config: PretrainedConfig, settings: LossSettings) -> None:
             )
 
 
-class LossHead(TakesTurns, nn.Linear):
+class LossHead(nn.Linear):
     """LM head that maps hidden states and labels to the loss.
 
     Without labels it returns logits, like the head that it replaces. It computes in the dtype of
     the hidden states, or in the current low precision. The weight may have another dtype.
     """
 
+    state: LinearState
     settings: LossSettings
     chunk: int  # tokens whose logits exist at once
     penalty: Penalty | None
@@ -94,11 +90,15 @@ class LossHead(TakesTurns, nn.Linear):
 
     @classmethod
     def replacing(
-        cls, linear: nn.Linear, settings: LossSettings, context: PrecisionContext | None = None
+        cls,
+        linear: nn.Linear,
+        settings: LossSettings,
+        context: PrecisionContext | None = None,
+        name: str = "lm_head",
     ) -> LossHead:
         """Return a head with the parameters of `linear`, so that a tied weight stays tied.
 
-        Its products in the precisions of `context` are added later.
+        `name` is the head's in its model. Its Gemms in the precisions of `context` are added later.
         """
         has_bias = linear.bias is not None
         if settings.kind == "cce" and has_bias:
@@ -110,8 +110,7 @@ class LossHead(TakesTurns, nn.Linear):
         head.bias = linear.bias
         head.settings = settings
         head.chunk = settings.tokens_at_once
-        head.context = context or PrecisionContext(None, linear.weight.dtype)
-        head.products = {}
+        head.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
         head.penalty = None
         if settings.penalty:
             head.penalty = Penalty(settings.penalty, settings.penalty_weight)
@@ -130,7 +129,7 @@ class LossHead(TakesTurns, nn.Linear):
         """
         if labels is None:
             return F.linear(hidden, *in_dtype(hidden.dtype, self.weight, self.bias))
-        low = self.low
+        low = self.state.low
         hidden = hidden.flatten(0, -2)
         labels = labels.flatten()
         if self.settings.kind == "cce":
@@ -146,24 +145,20 @@ class LossHead(TakesTurns, nn.Linear):
         self._parts = parts if self._parts is None else self._parts + parts
         return trained if self.training else parts[0]
 
-    def _evaluate(
-        self, hidden: Tensor, labels: Tensor, low: Product | None
-    ) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, hidden: Tensor, labels: Tensor, low: Gemm | None) -> tuple[Tensor, Tensor]:
         """Return the results of `add_up` without computing gradients."""
-        dtype = self.context.compute_dtype if low else hidden.dtype
+        dtype = self.state.context.compute_dtype if low else hidden.dtype
         weight, bias = in_dtype(dtype, self.weight, self.bias)
+        linear = self.state if low else F.linear
 
         def losses(rows: slice) -> Tensor:
-            if low:
-                logits = low(hidden[rows], weight, bias, self.context)
-            else:
-                logits = F.linear(hidden[rows], weight, bias)
+            logits = linear(hidden[rows], weight, bias)
             return token_losses(logits, labels[rows], self.penalty, with_gradient=False)
 
         return self.add_up(losses, labels, low)
 
     def add_up(
-        self, losses: Callable[[slice], Tensor], labels: Tensor, low: Product | None
+        self, losses: Callable[[slice], Tensor], labels: Tensor, low: Gemm | None
     ) -> tuple[Tensor, Tensor]:
         """Sum the losses of all chunks.
 
@@ -229,7 +224,7 @@ class ChunkedLoss(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         head: LossHead,
-        low: Product | None,
+        low: Gemm | None,
     ) -> tuple[Tensor, Tensor]:
         # Gradients are allocated for each microbatch. Keeping them between microbatches would save
         # no time, and would add to the workspace of the layers' backward at the peak of memory. The
@@ -269,7 +264,7 @@ class ChunkedLoss(torch.autograd.Function):
 
 
 def _differentiating(
-    head: LossHead, low: Product | None, dtype: torch.dtype
+    head: LossHead, low: Gemm | None, dtype: torch.dtype
 ) -> AbstractContextManager[Callable[..., Tensor]]:
     """Return a context manager around the chunks of one training forward.
 
@@ -277,25 +272,26 @@ def _differentiating(
     the function overwrites the weight gradient, which is uninitialized. `dtype` is that of the
     hidden states.
     """
-    if low and low.supports_fused_loss and not head.penalty:
+    context = head.state.context
+    if low and low.supports_fused_loss and not (context.backend.forward_in_bf16 or head.penalty):
         # Imported here because it imports Triton, which is slow.
         from pretrain.model.loss.fp8_head import fused_head
 
-        return fused_head(low, head.weight, head.context)
-    weight, bias = in_dtype(head.context.compute_dtype if low else dtype, head.weight, head.bias)
+        return fused_head(low, head.weight, context)
+    weight, bias = in_dtype(context.compute_dtype if low else dtype, head.weight, head.bias)
 
     def chunk_loss(hidden: Tensor, labels: Tensor, gradients: Gradients, *, first: bool) -> Tensor:
         d_hidden, d_weight, d_bias = gradients
         if low:
-            refresh = head.context.first_microbatch and first
-            call = LinearCall(low, head.context, refresh=refresh, differentiable=True)
-            logits, saved = call.forward(hidden.to(weight.dtype), weight, bias)
+            refresh = context.first_microbatch and first
+            linear_pass = LinearPass(low, context, refresh=refresh, differentiable=True)
+            logits, saved = linear_pass.forward(hidden.to(weight.dtype), weight, bias)
         else:
             logits = linear(hidden, weight, bias)
         losses = token_losses(logits, labels, head.penalty, with_gradient=True)
         # `logits` now holds their gradient.
         if low:
-            d_hidden.copy_(call.backward(logits, saved, d_weight, overwrite=first)[0])
+            d_hidden.copy_(linear_pass.backward(logits, saved, d_weight, overwrite=first)[0])
         else:
             torch.mm(logits, weight, out=d_hidden)
             add_product_(d_weight, logits.t(), hidden, overwrite=first)

@@ -1,1 +1,1 @@
-"""The precisions, one file each. A file defines a subclass of `Precision` and ends with its object, PRECISION."""
+"""The precisions, one file each. Each file defines a `Precision` object, named PRECISION."""

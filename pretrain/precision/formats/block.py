@@ -1,12 +1,13 @@
-"""FP8 with a scale for each 1x128 values of activations and gradients, and for each 128x128 of weights; in E4M3 throughout."""
+"""FP8 E4M3 with one scale for 1x128 values of activations and gradients, and 128x128 of weights."""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling
 
 PRECISION = QuantizedPrecision(
     name="block",
-    description="FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for 128x128 of weights; from sm_100 "
-    "on Transformer Engine multiplies the same codes as MXFP8, each scale written once for 32 values",
+    description="FP8 E4M3 products; a scale for 1x128 values of activations and gradients, for "
+    "128x128 of weights; from sm_100 on Transformer Engine multiplies the same codes as MXFP8, "
+    "each scale written once for 32 values",
     peak="fp8",
     multiple_of=128,
     hardware=Hardware((9, 0), "H100, H200, B200"),
@@ -18,5 +19,5 @@ PRECISION = QuantizedPrecision(
     te_recipe="Float8BlockScaling",
     te_available="is_fp8_block_scaling_available",
     operand_bytes=1 + 4 / 128,
-    weight_bytes=1.0,  # a scale for a square of 128 x 128 is next to nothing
+    weight_bytes=1.0,  # the scale of a square of 128 x 128 is negligible
 )

@@ -1,4 +1,4 @@
-"""FP8 with current scaling: a scale for the whole tensor, from its own largest value, for which it is read twice."""
+"""FP8 with current scaling: one scale a tensor, from its own amax, so a tensor is read twice."""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling

@@ -1,7 +1,8 @@
-"""What a precision is: everything that the rest of the program asks about one, with the answers that most of them share.
+"""The definition of a precision: all its properties, with the defaults that most precisions share.
 
-Each precision is one file beside this one, which ends with its object; `settings` lists them. Nothing here imports torch
-before a quantizer is needed. docs/precision.md ("How a linear computes") says which operand is quantized along which axis.
+Each precision is one file in this folder. `pretrain.precision.settings` lists them. This file
+imports torch only when a quantizer is made. docs/precision.md ("How a linear computes") has a table
+of the axis along which each operand is quantized.
 """
 
 from __future__ import annotations
@@ -15,63 +16,70 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 if TYPE_CHECKING:
     from torch import Tensor
 
-Role = Literal["input", "weight", "grad_output"]  # of a tensor that a product quantizes
-# The axis of a product's sum, seen from one operand [rows, features]: `rows` are tokens, or the out_features of a weight.
+Role = Literal["input", "weight", "grad_output"]  # of an operand in a linear layer's products
+# The axis of an operand [rows, features] that a product sums along. `rows` are the tokens of an
+# activation and the out_features of a weight.
 Along = Literal["features", "rows"]
 
-# The resolved settings of a precision: an attribute for each key of `fp8_config`, None for options that it does not take.
+# The resolved settings of a precision: an attribute for each key of `fp8_config`, None for an
+# option that the precision does not take.
 OptionValues = Any
 
-# (x [rows, features], scale of delayed scaling or None, amax of x if known or None) -> codes whose last dimension is the sum's.
+# (x [rows, features], scale of delayed scaling or None, amax of x or None) -> codes, with the axis
+# of the sum last.
 Quantize = Callable[["Tensor", "Tensor | None", "Tensor | None"], Quantized]
 
 
 class Given(NamedTuple):
-    """What a format's quantizer is given beside x."""
+    """Arguments of a format's quantizer, beside x."""
 
     grid: Grid  # of the codes
     square: bool  # blocks are squares
     scale: Tensor | None  # of delayed scaling
-    amax: Tensor | None  # of x, where it is known
-    # random numbers of x's shape to round by, FP32 in [0, 1); None: to nearest
+    amax: Tensor | None  # of x, if already computed
+    # Random numbers in [0, 1) for stochastic rounding, FP32, of x's shape. None: round to nearest.
     uniform: Tensor | None
 
 
 @dataclass(frozen=True)
 class Scaling:
-    """Which values of an operand share a scale, and which scales are allowed; the audit compares operands with this.
+    """The values of an operand that share a scale, and the allowed scales. The audit checks both.
 
-    `least`: the share of the format's maximum that the largest code reaches under a scale that fits. A scale rounded to a power
-    of two can halve it; a scale from the past promises nothing."""
+    `least`: the smallest share of the format's maximum that the largest code may have. A scale that
+    is rounded to a power of two can halve the code. A scale from past microbatches guarantees
+    nothing.
+    """
 
     kind: Literal["FP32", "power of two", "E4M3"]
     least: float
-    # values along the axis of the sum that share a scale; None: the whole tensor has one
+    # The number of values along the axis of the sum that share a scale. None: one scale a tensor.
     block: int | None = None
-    square: bool = False  # as many rows share it too
+    square: bool = False  # `block` rows share the scale too
 
     def __str__(self) -> str:
         return f"in blocks of {self.block}" if self.block else "tensor-scaled"
 
 
-PLAIN_FORWARD = "_bf16_forward"  # what a phase with `forward: bf16` adds to a precision's name
+PLAIN_FORWARD = "_bf16_forward"  # suffix of a precision's name in a phase with `forward: bf16`
 HOPPER = (9, 0)
-BLACKWELL = (10, 0)  # the compute capability from which on FP8 products read operands as they lie
+BLACKWELL = (10, 0)  # from this compute capability on, FP8 products read both layouts of operands
 
 
 @dataclass(frozen=True)
 class Hardware:
     """The GPUs whose tensor cores multiply in a format, by CUDA compute capability."""
 
-    # the least; None: no GPU is supported, and `examples` says why
+    # The lowest supported one. None: no GPU is supported, for the reason in `examples`.
     capability: tuple[int, int] | None
     examples: str
-    # capabilities from here on are not supported by the kernels yet
+    # The kernels do not support this capability and higher ones yet.
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """What a device of `capability` (None: no GPU) would need; None if it has all. What Transformer Engine needs beside it,
-        such as a CUDA version, it says itself."""
+        """Return what a device of `capability` (None: no GPU) lacks, or None.
+
+        Transformer Engine itself reports other requirements, such as a CUDA version.
+        """
         if self.capability is None:
             return f"emulation, because {self.examples}"
         if (
@@ -82,66 +90,69 @@ class Hardware:
             least, end = (
                 ".".join(map(str, version or ())) for version in (self.capability, self.below)
             )
-            return f"a GPU of compute capability {least} or higher{end and f' and below {end}'} ({self.examples})"
+            return (
+                f"a GPU of compute capability {least} or higher{end and f' and below {end}'} "
+                f"({self.examples})"
+            )
         return None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Precision:
-    """One way to compute; this class itself for those that quantize nothing."""
+    """A precision. This class itself is for precisions without quantization."""
 
     quantized: ClassVar[bool] = False
 
     name: str
     description: str
-    # of activations and, where nothing is quantized, of products
+    # Of activations and, without quantization, of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    peak: str  # the column of the device's peak table (pretrain.metrics.peaks) for its products
-    # what both features of a linear and the number of tokens must be multiples of
+    peak: str  # column of the devices' peak table (pretrain.metrics.peaks) for its products
+    # Both features of a linear layer and the number of tokens must be multiples of this.
     multiple_of: int = 1
-    # forward products take operands as they are: in a phase with `forward: bf16`
+    # Forward products are not quantized: a phase with `forward: bf16`.
     plain_forward: bool = False
-    # of `fp8_config`, those that it takes: with their defaults
+    # Keys of `fp8_config` that the precision takes -> defaults.
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def use(self) -> str:
-        """Its name in a recipe, which a phase with `forward: bf16` shares with one without."""
+        """The name in a recipe, the same with and without `forward: bf16`."""
         return self.name.removesuffix(PLAIN_FORWARD)
 
     @property
     def number_bytes(self) -> int:
-        """The bytes of a number in `compute_dtype`."""
+        """Bytes of a number in `compute_dtype`."""
         return {"float32": 4, "bfloat16": 2}[self.compute_dtype]
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """How many layouts of a quantized operand that two products read a device of this compute capability holds."""
+        """Return the number of layouts of a quantized operand that a device holds."""
         return 0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantizedPrecision(Precision):
-    """A precision whose products take quantized operands. `settings` are resolved for it everywhere."""
+    """A precision with quantized operands. `settings` of all methods are resolved for it."""
 
     quantized: ClassVar[bool] = True
 
     hardware: Hardware
     scales: Scaling
     square_weights: bool = False  # a weight's blocks are squares, which serve both of its products
-    # x [rows, features] to codes whose blocks lie along its features
+    # Quantizes x [rows, features] in blocks along its features.
     quantize: Callable[[Tensor, Given], Quantized]
-    codes: Grid = E4M3  # but for gradients under `fp8_format: HYBRID`
-    keeps_history: bool = False  # scales come from earlier steps, and a checkpoint holds them
-    # the class of transformer_engine.common.recipe that takes its options; None: emulated only
+    codes: Grid = E4M3  # except of gradients under `fp8_format: HYBRID`
+    keeps_history: bool = False  # scales come from earlier steps, and checkpoints store them
+    # Class in transformer_engine.common.recipe that takes the options. None: emulated only.
     te_recipe: str | None = None
-    # Transformer Engine's function that says whether a device has it
+    # Function of Transformer Engine that checks whether the device supports the precision.
     te_available: str | None = None
-    # of a value with its share of the scales, in one layout of the two that a step's products read
+    # Bytes of a value with its share of the scales, in one of the two layouts that a step reads.
     operand_bytes: float = 1.0
-    weight_bytes: float | None = None  # the same of a weight; None: as any other operand
-    # the share of the decoder layers, those at the model's end, that it leaves in BF16 by default
+    weight_bytes: float | None = None  # the same for a weight; None: as other operands
+    # Share of the decoder layers, at the model's end, that stay in BF16 by default.
     keeps_last: float = 0.0
-    # the share of an operand's values that become zero from which on its scales do not fit
+    # Share of an operand's values that may become zero before the scales count as unfit.
     underflow_limit: float = 0.05
 
     @property
@@ -150,24 +161,29 @@ class QuantizedPrecision(Precision):
 
     @property
     def tensor_scaled(self) -> bool:
-        """Whether there is a scale for the whole tensor, by itself or above those of the blocks."""
+        """Whether there is a scale of the whole tensor, alone or above the scales of blocks."""
         return self.scales.kind != "power of two"
 
     def grid(self, settings: OptionValues, role: Role) -> Grid:
-        """The number format of an operand's codes. HYBRID gives gradients range in place of precision."""
+        """Return the number format of an operand's codes.
+
+        HYBRID gives gradients a larger range and less precision.
+        """
         return E5M2 if role == "grad_output" and settings.fp8_format == "HYBRID" else self.codes
 
     def scaling(self, role: Role) -> Scaling:
-        """Which values of an operand share a scale in each of its products, and what scales there are."""
+        """Return the scaling of an operand in each of its products."""
         return replace(self.scales, square=self.square_weights and role == "weight")
 
     def serves_both(self, role: Role) -> bool:
-        """Whether the codes of one quantization enter both products of an operand."""
+        """Return whether one quantization of an operand serves both of its products."""
         return not self.block_scaled or self.scaling(role).square
 
     def fuses_head_on(self, capability: tuple[int, int] | None) -> bool:
-        """Whether the softmax can write its gradient as the head's operand (pretrain.model.loss.fp8_head) on a device of this
-        compute capability (None: Hopper's)."""
+        """Return whether the softmax can write its gradient as the LM head's operand.
+
+        See pretrain.model.loss.fp8_head. `capability`: the device's, None for Hopper's.
+        """
         return not (self.block_scaled or self.plain_forward) and (
             capability is None or capability < BLACKWELL
         )
@@ -175,8 +191,11 @@ class QuantizedPrecision(Precision):
     def no_groups_on(
         self, capability: tuple[int, int] | None, settings: OptionValues
     ) -> str | None:
-        """Why a mixture's experts stay unquantized on a device of this compute capability (None: Hopper's); None: they do not.
-        torch's grouped product in FP8 takes a scale a row, and E4M3 alone."""
+        """Return why a mixture's experts stay unquantized on a device, or None.
+
+        torch's grouped product in FP8 takes E4M3 only, with a scale a row. `capability`: the
+        device's, None for Hopper's.
+        """
         if self.block_scaled or capability not in (None, HOPPER):
             return f"no grouped product for experts in {self.name} on this device"
         if settings.fp8_format == "HYBRID":
@@ -184,18 +203,23 @@ class QuantizedPrecision(Precision):
         return None
 
     def layouts_on(self, capability: tuple[int, int] | None) -> int:
-        """One or two; `capability` None: Hopper's. Where FP8 products read operands either way (Transformer Engine's
-        nvte_is_non_tn_fp8_gemm_supported()), an operand with one scale has no transpose. Scales of blocks lie along the sum."""
+        """Return 1 or 2. `capability`: the device's, None for Hopper's.
+
+        If FP8 products read both layouts (Transformer Engine's
+        nvte_is_non_tn_fp8_gemm_supported()), an operand with one scale needs no transpose. Scales
+        of blocks lie along the sum.
+        """
         both_ways = capability is not None and (
             BLACKWELL <= capability < (12, 0) or capability >= (13, 0)
         )
         return 1 if both_ways and not self.block_scaled else 2
 
     def along_features(self, settings: OptionValues, role: Role) -> Quantize:
-        """The quantizer of an operand in a product that sums along its features."""
+        """Return the quantizer of an operand for products that sum along its features."""
         import torch
 
-        from pretrain.precision.quantizers import blocks, tensor  # noqa: F401, as `quantize` takes them from the package
+        # `quantize` takes these modules from the package.
+        from pretrain.precision.quantizers import blocks, tensor  # noqa: F401
 
         quantize, stochastic = self.quantize, self.is_stochastic(settings, role)
         grid, square = self.grid(settings, role), self.scaling(role).square
@@ -207,20 +231,26 @@ class QuantizedPrecision(Precision):
         return quantized
 
     def transform(self, settings: OptionValues, role: Role) -> Callable[[Tensor], Tensor] | None:
-        """What is done to x^T before it is quantized along rows; None: nothing."""
+        """Return the transform of x^T before it is quantized along rows, or None."""
         from pretrain.precision.quantizers.blocks import hadamard
 
         return hadamard if settings.disable_rht is False and role != "weight" else None
 
     def is_stochastic(self, settings: OptionValues, role: Role) -> bool:
-        """Whether an operand is rounded by chance. Only gradients are: their sum stays right on average; to activations and
-        weights it would add noise in every forward."""
+        """Return whether an operand is rounded stochastically.
+
+        Only gradients are, so that the mean of their sum is right. In activations and weights,
+        stochastic rounding would add noise to every forward.
+        """
         return settings.disable_stochastic_rounding is False and role == "grad_output"
 
     def quantizer(self, settings: OptionValues, role: Role, along: Along) -> Quantize:
-        """The quantizer of an operand in a product that sums `along` its features or its rows: a pure function of tensors. `amax`
-        is not used along rows, where x may be transformed. Codes come with the axis of the sum last: [rows, features], or
-        [features, rows]. Raises RuntimeError where blocks do not divide that axis."""
+        """Return the quantizer of an operand for products that sum along `along`.
+
+        It is a pure function of tensors. Codes have the axis of the sum last: [rows, features], or
+        [features, rows]. Along rows, where x may be transformed, it ignores `amax`. It raises
+        RuntimeError if blocks do not divide the axis.
+        """
         quantize = self.along_features(settings, role)
         if along == "features":
             return quantize
@@ -232,7 +262,7 @@ class QuantizedPrecision(Precision):
         )
 
     def operand_kind(self, settings: OptionValues, role: Role, gemm: str | None = None) -> str:
-        """What an operand, in one of its products, is called in the audit: "e4m3 in blocks of 128"."""
+        """Return the audit's name of an operand in a product, such as "e4m3 in blocks of 128"."""
         if self.plain_forward and gemm == "forward":
             return self.compute_dtype
         return f"{self.grid(settings, role).name.lower()} {self.scales}"

@@ -1,4 +1,7 @@
-"""FP8 with delayed scaling: a scale for the whole tensor, from the largest values of past microbatches (`delayed_state`)."""
+"""FP8 with delayed scaling: one scale a tensor, from the amaxes of past microbatches.
+
+`pretrain.precision.delayed_state` keeps the amaxes.
+"""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling

@@ -1,11 +1,11 @@
-"""MXFP4: FP4 with a power of two as the scale of every 32 values (OCP Microscaling Formats v1.0), in emulation alone.
+"""MXFP4: FP4 with a power-of-two scale for 32 values (OCP Microscaling Formats v1.0), emulated.
 
-A power of two brings a block's largest value to between 3 and 6, the maximum of E2M1, so nothing is cut. MXFP4 needs the two
-means of NVFP4 even more:
+The scale brings a block's largest value between 3 and 6, the maximum of E2M1, so no value
+saturates. MXFP4 needs the two methods of NVFP4 even more:
 
-* Gradients are rounded stochastically, which is right on average as nothing is cut.
-* Both operands of the weight gradient are spread by a random Hadamard transform. One of 16 values multiplies by 1/4, which BF16
-  holds; one of 32, the size of a block, would not be exact.
+* Gradients are rounded stochastically. Their mean is right, because no value saturates.
+* A random Hadamard transform spreads both operands of the weight gradient. A transform of 16 values
+  multiplies by 1/4, which is exact in BF16. A transform of 32 values, the block size, would not be.
 """
 
 from pretrain.precision import quantizers
@@ -13,7 +13,8 @@ from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, 
 
 PRECISION = QuantizedPrecision(
     name="mxfp4",
-    description="FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); emulated only",
+    description="FP4 products; a power-of-two scale for every 32 values (OCP Microscaling); "
+    "emulated only",
     peak="fp4",
     multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
@@ -22,6 +23,6 @@ PRECISION = QuantizedPrecision(
     codes=quantizers.E2M1,
     quantize=lambda x, given: quantizers.blocks.quantize_mx(x, given.grid, uniform=given.uniform),
     operand_bytes=1 / 2 + 1 / 32,
-    # a run in which 55 % of an operand became zero trained; the same run in NVFP4 lost 38 %
+    # A run with an underflow of 55 % trained. The same run in NVFP4 had 38 %.
     underflow_limit=0.75,
 )

@@ -1,4 +1,4 @@
-"""MXFP8: FP8 with a power of two as the scale of every 32 values (OCP Microscaling Formats v1.0)."""
+"""MXFP8: FP8 with a power-of-two scale for every 32 values (OCP Microscaling Formats v1.0)."""
 
 from pretrain.precision import quantizers
 from pretrain.precision.formats.definition import Hardware, QuantizedPrecision, Scaling

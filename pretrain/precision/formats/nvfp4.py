@@ -1,6 +1,7 @@
-"""NVFP4: FP4 with an E4M3 scale for every 16 values under an FP32 scale for the tensor; weights in squares of 16x16.
+"""NVFP4: FP4 with an E4M3 scale for 16 values and an FP32 scale a tensor; weights in 16x16 squares.
 
-The last layers stay in BF16, as where others train in it: torchtitan keeps 15 % of the layers, Megatron Bridge 4 of 32.
+The last layers stay in BF16, as in other NVFP4 trainings: torchtitan keeps 15 % of the layers,
+Megatron Bridge 4 of 32.
 """
 
 from pretrain.precision import quantizers
@@ -10,12 +11,13 @@ PRECISION = QuantizedPrecision(
     name="nvfp4",
     description="FP4 products; an E4M3 scale for every 16 values under a scale a tensor",
     peak="fp4",
-    # not its blocks' 16: rows of codes begin at 16 bytes, two codes in each, whichever way a
-    # product reads
+    # Not 16, the block size: a row of codes must be a multiple of 16 bytes, with two codes a byte,
+    # in both layouts.
     multiple_of=32,
     options={"disable_rht": False, "disable_stochastic_rounding": False},
     hardware=Hardware((10, 0), "B200, GB200"),
-    # An E4M3 scale is a 17th off at most, so the largest value lies between 5.6 and 6.4. Rounded by chance it may become 4.
+    # An E4M3 scale is off by at most 1/17, so the largest value lies between 5.6 and 6.4.
+    # Stochastic rounding may make it 4.
     scales=Scaling("E4M3", 4 / 6, 16),
     square_weights=True,
     codes=quantizers.E2M1,
@@ -26,7 +28,7 @@ PRECISION = QuantizedPrecision(
     te_available="is_nvfp4_available",
     operand_bytes=1 / 2 + 1 / 16,
     keeps_last=0.15,
-    # it loses 45 % of a gradient and still trains, as stochastic rounding makes up for it on
-    # average
+    # Training works with an underflow of 45 % of a gradient, because stochastic rounding keeps the
+    # mean right.
     underflow_limit=0.6,
 )

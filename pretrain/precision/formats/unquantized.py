@@ -1,5 +1,7 @@
-"""FP32 and BF16: products of operands as they are. FP32 weights are cast to BF16 working copies at each use, BF16 weights are
-used as they are."""
+"""FP32 and BF16: products of unquantized operands.
+
+Under BF16, FP32 weights are cast to BF16 working copies at each use.
+"""
 
 from pretrain.precision.formats.definition import Precision
 

@@ -1,6 +1,8 @@
-"""The formats' arithmetic: the few values that a low-precision format can hold, and a tensor of them with its scales.
+"""Arithmetic of low-precision formats: the grid of values of a format, and quantized tensors.
 
-`tensor` rounds to them and scales whole tensors, `blocks` scales blocks. This file does not import torch."""
+`tensor` rounds to a grid and scales whole tensors. `blocks` scales blocks. This file does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Grid:
-    """A binary format with subnormals: a sign, `mantissa_bits` and exponents from `min_exponent` up to that of `maximum`."""
+    """A binary format with subnormals: its sign, mantissa bits and range of exponents."""
 
     name: str
     mantissa_bits: int
@@ -32,27 +34,30 @@ E2M1 = Grid("E2M1", mantissa_bits=1, min_exponent=0, maximum=6.0)
 class Quantized:
     """x ~= codes * block_scale * tensor_scale, all FP32.
 
-    Scales are those that decode. A matrix product can take the tensor scale out of its sum and must apply block scales inside it.
+    The scales decode. A matrix product can take the tensor scale out of its sum. It must apply
+    block scales inside of the sum.
     """
 
     codes: Tensor  # values of `grid`, the shape of x
-    # of each value's block, broadcastable to x; the scalar 1 where one scale serves the whole
-    # tensor
+    # The scale of each value's block, broadcastable to x. The scalar 1 without blocks.
     block_scale: Tensor
-    tensor_scale: Tensor  # scalar; 1 where only blocks are scaled
+    tensor_scale: Tensor  # scalar; 1 if only blocks are scaled
     grid: Grid
 
     @property
     def operand(self) -> Tensor:
-        """What a product multiplies, FP32 of x's shape; as exact in BF16 where block scales are powers of two or on a grid."""
+        """The factor of a product, FP32, of x's shape.
+
+        It is exact in BF16 too, if block scales are powers of two or lie on a grid.
+        """
         return self.codes * self.block_scale
 
     def dequantize(self) -> Tensor:
-        """The values that the codes stand for, FP32 of x's shape."""
+        """Return the decoded values, FP32, of x's shape."""
         return self.operand * self.tensor_scale
 
     def t(self) -> Quantized:
-        """The quantized x^T, where the scales serve it as well."""
+        """Return the quantized x^T. The scales must serve x^T too."""
         blocks = self.block_scale
         return Quantized(
             self.codes.t(), blocks.t() if blocks.dim() else blocks, self.tensor_scale, self.grid

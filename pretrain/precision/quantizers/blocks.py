@@ -1,7 +1,10 @@
-"""Formats with a scale for each block of values: FP8 in blocks of 128, the MX formats, NVFP4; and the transform before FP4.
+"""Quantizers with a scale a block: FP8 in blocks of 128, the MX formats and NVFP4.
 
-A compiler finds one loop here, from reading a block over its amax to writing its operand. Joining the blocks before the last
-step, or splitting the last dimension of a transposed tensor, would break it in two, and can double the time that a GPU takes.
+Also the Hadamard transform, which FP4 formats apply before they quantize.
+
+torch.compile makes one loop of a quantizer, from reading a block over its amax to writing the
+operand. Joining the blocks before the last step, or splitting the last dimension of a transposed
+tensor, would make two loops, which can double the time on a GPU.
 """
 
 from __future__ import annotations
@@ -24,20 +27,22 @@ from pretrain.precision.quantizers.tensor import (
 
 FP8_BLOCK, MX_BLOCK, NVFP4_BLOCK = 128, 32, 16  # values that share a scale
 HADAMARD_BLOCK = 16  # values that one transform mixes
-SMALLEST, LARGEST = 0, 254  # E8M0 bytes: 2^-127 and 2^127; 255 is not a number
-# bits of 2^-127, which FP32 holds only as a subnormal
+SMALLEST, LARGEST = 0, 254  # E8M0 bytes: 2^-127 and 2^127; 255 is NaN
+# Bits of 2^-127, a subnormal of FP32.
 HALF_OF_SMALLEST_NORMAL = 1 << (FP32_MANTISSA_BITS - 1)
 NVFP4_MAXIMUM = E2M1.maximum * E4M3.maximum  # the largest code times the largest block scale
-# Transformer Engine's signs of the transform, bit i for value i of a block: + + + - + - - - - - - + - + - -
+# Transformer Engine's signs of the transform, bit i for value i of a block:
+# + + + - + - - - - - - + - + - -
 NEGATIVE = 0b1101_0111_1110_1000
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """Blocks of `size` values along the last dimension, or squares over the last two, in tensors [..., m, n] of one shape.
+    """Blocks of tensors [..., m, n]: `size` values along the last dimension, or squares.
 
-    Split, these are [..., m, n / size, size], or [..., m / size, size, n / size, size] for squares. Tensors that lie in memory
-    as the transpose of a contiguous one (`transposed`) are split as that: [..., n / size, size, m].
+    A split tensor is [..., m, n / size, size], or [..., m / size, size, n / size, size] for
+    squares. A tensor that is the transpose of a contiguous one (`transposed`) is split as
+    [..., n / size, size, m].
     """
 
     size: int
@@ -50,20 +55,20 @@ class Blocks:
 
     @property
     def within(self) -> tuple[int, ...]:
-        """The dimensions of a split tensor that lie inside a block; to reduce over, keeping them to broadcast the result."""
+        """The dimensions of a split tensor inside of a block. Reduce over them with keepdim."""
         if self.two_dimensional:
             return -3, -1
         return (-2,) if self.transposed else (-1,)
 
     def split(self, x: Tensor) -> Tensor:
-        """A view of x. Raises RuntimeError where `size` does not divide."""
+        """Return a view of x, split into blocks. Raise RuntimeError if `size` does not divide."""
         rows = x.mT if self.transposed else x
         if self.two_dimensional:
             return rows.unflatten(-1, (-1, self.size)).unflatten(-3, (-1, self.size))
         return rows.unflatten(self.within[0], (-1, self.size))
 
     def join(self, split: Tensor) -> Tensor:
-        """The inverse of `split`."""
+        """Undo `split`."""
         if self.two_dimensional:
             split = split.flatten(-2).flatten(-3, -2)
         else:
@@ -78,8 +83,10 @@ class Blocks:
         uniform: Tensor | None = None,
         tensor_scale: Tensor | None = None,
     ) -> BlockQuantized:
-        """Quantizes split values that are `scaled` to the grid, with the scales of their blocks that undo it; both FP32. To
-        nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of the unsplit shape."""
+        """Round split values that are `scaled` to the grid. `scale` decodes a block; both FP32.
+
+        Round to nearest even, or stochastically by `uniform`, FP32 in [0, 1), of the unsplit shape.
+        """
         codes = (
             round_to_grid(scaled, grid)
             if uniform is None
@@ -100,30 +107,32 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockQuantized(Quantized):
-    """A quantized tensor that can still be had block by block."""
+    """A quantized tensor that keeps its blocks."""
 
     blocks: Blocks
     split_codes: Tensor
-    split_scale: Tensor  # broadcasts against them
+    split_scale: Tensor  # broadcastable to `split_codes`
 
     @property
     def scales(self) -> Tensor:
-        """[rows, blocks along the last dimension] of a quantized matrix, or [rows / size, ...] for squares; a view."""
+        """A view of a matrix's scales: [rows, blocks], or [rows / size, blocks] for squares."""
         one_a_block = self.split_scale.squeeze(self.blocks.within)
         return one_a_block.mT if self.blocks.transposed else one_a_block
 
     def operand_in(self, dtype: torch.dtype) -> Tensor:
-        """`operand` in another dtype, rounded before the blocks are joined."""
+        """Return `operand` in `dtype`, rounded before the blocks are joined."""
         return self.blocks.join((self.split_codes * self.split_scale).to(dtype))
 
 
 def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuantized:
-    """FP8: x [rows, columns] of any float dtype and stride, in blocks of 1 x 128 along the last dimension, or of 128 x 128.
+    """Quantize x [rows, columns] to FP8 in blocks of 1 x 128 along its columns, or of 128 x 128.
 
-    This is Transformer Engine's block scaling, and the layout of DeepSeek-V3's training (arXiv:2412.19437, section 3.3). Each
-    block's scale is that of current scaling, from the block's own amax, rounded down to a power of two. A block of values so
-    tiny that its scale would overflow takes the largest value of x's own dtype for it (compute_scale_from_types in TE's
-    common/recipe/recipe_common.cuh). Raises RuntimeError where 128 does not divide a blocked dimension.
+    x has any float dtype and strides. This is Transformer Engine's block scaling, and the layout of
+    DeepSeek-V3's training (arXiv:2412.19437, section 3.3). A block's scale is the one of current
+    scaling, from the block's amax, rounded down to a power of two. If the scale would overflow,
+    because all values are tiny, it is the largest value of x's dtype (compute_scale_from_types in
+    TE's common/recipe/recipe_common.cuh). Raise RuntimeError if 128 does not divide a blocked
+    dimension.
     """
     blocks = Blocks.of(x, FP8_BLOCK, two_dimensional=two_dimensional)
     split = blocks.split(x)
@@ -133,16 +142,19 @@ def quantize_fp8(x: Tensor, grid: Grid, *, two_dimensional: bool) -> BlockQuanti
 
 
 def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> BlockQuantized:
-    """Codes of any grid under one power of two for every 32 values (OCP Microscaling Formats v1.0, section 5.2).
+    """Quantize x [..., n] to `grid` with a power of two for every 32 values of the last dimension.
 
-    x [..., n], any float dtype and strides, in blocks of 32 along the last dimension. Codes are rounded to nearest even, or
-    stochastically by `uniform`, FP32 in [0, 1) and of x's shape. Raises RuntimeError where 32 does not divide that dimension.
-    `operand` is exact in BF16 except where a block's amax is below 2^-100 or rounds up to 2^128.
+    See OCP Microscaling Formats v1.0, section 5.2. x has any float dtype and strides. Codes are
+    rounded to nearest even, or stochastically by `uniform`, FP32 in [0, 1), of x's shape. Raise
+    RuntimeError if 32 does not divide n. `operand` is exact in BF16 unless a block's amax is below
+    2^-100 or rounds up to 2^128.
 
-    A block's scale is an E8M0 byte, a biased exponent from 2^-127 to 2^127: by Transformer Engine's rule the smallest power of
-    two that brings the block's amax within the grid. (The exponent of amax less that of the grid's maximum, which the OCP
-    specification suggests, saturates some, and can make training diverge: Mishra et al., arXiv:2506.08027.) Zeros get the
-    smallest scale, an infinity gets 2^127 and an infinite operand; a NaN stays NaN and does not count for its block's scale.
+    A block's scale is an E8M0 byte, a biased exponent from 2^-127 to 2^127. By Transformer Engine's
+    rule it is the smallest power of two that brings the block's amax within the grid. The OCP
+    specification suggests the exponent of amax less the exponent of the grid's maximum. That
+    saturates some values, and training can diverge (Mishra et al., arXiv:2506.08027). A block of
+    zeros gets the smallest scale. An infinity gets 2^127 and an infinite operand. A NaN stays NaN
+    and does not count for the scale.
     """
     blocks = Blocks.of(x, MX_BLOCK, two_dimensional=False)
     split = blocks.split(x)
@@ -150,7 +162,7 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
     # as `float_to_e8m0` in Transformer Engine's common/util/ptx.cuh
     bits = (amax * (1.0 / grid.maximum)).view(torch.int32)
     exponent, mantissa = bits >> FP32_MANTISSA_BITS, bits & ((1 << FP32_MANTISSA_BITS) - 1)
-    # how much of a mantissa the exponent alone stands for
+    # The mantissa up to which the exponent alone is the exact scale.
     exact = torch.where(exponent == 0, HALF_OF_SMALLEST_NORMAL, 0)
     exponent = (exponent + (mantissa > exact).int()).clamp(max=LARGEST)
     return blocks.quantized(
@@ -159,9 +171,10 @@ def quantize_mx(x: Tensor, grid: Grid, *, uniform: Tensor | None = None) -> Bloc
 
 
 def _power_of_two(biased: Tensor) -> Tensor:
-    """2 ** (biased - 127), biased exponents 0..254 to FP32.
+    """Return 2 ** (biased - 127) in FP32, for biased exponents from 0 to 254.
 
-    Put together from bits: exp2 flushes 2^-127 to zero on GPUs, and a block scale of zero would lose the block.
+    It is made from bits, because exp2 flushes 2^-127 to zero on GPUs. A block with a scale of zero
+    would be lost.
     """
     bits = torch.where(biased == SMALLEST, HALF_OF_SMALLEST_NORMAL, biased << FP32_MANTISSA_BITS)
     return bits.view(torch.float32)
@@ -170,15 +183,17 @@ def _power_of_two(biased: Tensor) -> Tensor:
 def quantize_nvfp4(
     x: Tensor, *, two_dimensional: bool, uniform: Tensor | None = None, amax: Tensor | None = None
 ) -> BlockQuantized:
-    """NVFP4: E2M1 codes under an E4M3 scale for every 16 values, under one FP32 scale for the tensor.
+    """Quantize x [..., n] to NVFP4: E2M1 codes, an E4M3 scale for 16 values, one FP32 scale.
 
-    x [..., n], any float dtype and strides, in blocks of 16 along the last dimension, or of 16x16 over the last two. Rounds to
-    nearest even, or stochastically by `uniform`, FP32 in [0, 1) and of x's shape. `amax` is the tensor's largest magnitude, a
-    scalar, where it is known already. Raises RuntimeError where a blocked dimension is no multiple of 16.
+    x has any float dtype and strides. Blocks are 16 values along the last dimension, or 16x16 over
+    the last two. Rounds to nearest even, or stochastically by `uniform`, FP32 in [0, 1), of x's
+    shape. `amax`: the tensor's largest magnitude, a scalar, if already computed. Raise RuntimeError
+    if a blocked dimension is no multiple of 16.
 
-    The tensor scale, amax / 2688, brings the largest block scale to E4M3's maximum; a code is relative to its block scale as that
-    was rounded. The order of steps is that of Transformer Engine's NVFP4QuantizerRef: equal formulas in another order pick other
-    codes. The operand has at most 6 significant bits, exact in BF16. A NaN or an infinity shows in the tensor scale.
+    The tensor scale, amax / 2688, brings the largest block scale to E4M3's maximum. Codes are
+    relative to the rounded block scale. The order of steps is the one of Transformer Engine's
+    NVFP4QuantizerRef: the same formulas in another order give other codes. The operand has at most
+    6 significant bits, so it is exact in BF16. A NaN or an infinity appears in the tensor scale.
     """
     amax = (x.abs().amax() if amax is None else amax).float()
     blocks = Blocks.of(x, NVFP4_BLOCK, two_dimensional=two_dimensional)
@@ -187,13 +202,13 @@ def quantize_nvfp4(
 
     tensor_encode = scale_from_amax(amax, NVFP4_MAXIMUM)
     wanted = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
-    # zero for a block far below the tensor's amax, whose codes are worth nothing
+    # Zero for a block far below the tensor's amax. Its values are lost, whatever the codes.
     block_scale = round_to_grid(wanted, E4M3)
-    # At most FP32's largest number instead of infinity, so that at least zeros are encoded to zeros.
+    # Not infinity, but the largest FP32 number, so that zeros are encoded as zeros.
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
 
     scaled = split.float() * encode_scale
-    # -0.0 becomes 0.0, while what rounds to zero keeps its sign
+    # -0.0 becomes 0.0. A value that rounds to zero keeps its sign.
     scaled = torch.where(scaled == 0, 0.0, scaled)
     return blocks.quantized(
         scaled, block_scale, E2M1, uniform, tensor_scale=(amax.double() / NVFP4_MAXIMUM).float()
@@ -201,23 +216,27 @@ def quantize_nvfp4(
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """x [..., n] to the same shape and dtype, each block of 16 along the last dimension multiplied by `hadamard_matrix`.
+    """Multiply each block of 16 values along the last dimension of x by `hadamard_matrix`.
 
-    An outlier is spread over its block and no longer sets the scale for 15 small neighbours. The transform is orthogonal, so with
-    both operands transformed their product is what it was, but for the rounding. BF16 is summed in FP32 and rounded once, as in
-    Transformer Engine's reference and kernels. Raises RuntimeError where n is no multiple of 16.
+    Shape and dtype stay. An outlier is spread over its block, so it no longer sets the scale for 15
+    small neighbours. The transform is orthogonal: if both operands are transformed, their product
+    stays the same up to rounding. BF16 is summed in FP32 and rounded once, as in Transformer
+    Engine's reference and kernels. Raise RuntimeError if n is no multiple of 16.
     """
     orthogonal = hadamard_matrix(x.dtype, x.device)
-    # as x.t() has it: multiplied from the left, x needs no copy in the other order
+    # A transposed x, such as x.t(), is multiplied from the left, which needs no copy.
     if x.dim() > 1 and x.stride(-1) != 1:
         return (orthogonal.t() @ x.mT.unflatten(-2, (-1, HADAMARD_BLOCK))).reshape(x.mT.shape).mT
     return (x.unflatten(-1, (-1, HADAMARD_BLOCK)) @ orthogonal).reshape(x.shape)
 
 
 def hadamard_matrix(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The transform's matrix [16, 16]: the signs on a diagonal, times Sylvester's Hadamard matrix, times 1/4; exact in any dtype.
-    Entry (i, j) of Sylvester's is -1 where i and j share an odd number of bits. It is computed on the device: a constant would be
-    copied there at each call of a compiled function."""
+    """Return the transform's matrix [16, 16], exact in any dtype.
+
+    It is a diagonal of signs, times Sylvester's Hadamard matrix, times 1/4. Entry (i, j) of
+    Sylvester's matrix is -1 if i and j share an odd number of bits. The matrix is computed on the
+    device, because a compiled function would copy a constant there at each call.
+    """
     index = torch.arange(HADAMARD_BLOCK, device=device)
     odd = index[:, None] & index
     odd = odd ^ (odd >> 2)

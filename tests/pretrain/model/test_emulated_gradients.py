@@ -9,7 +9,7 @@ from transformers.pytorch_utils import Conv1D
 
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.wrapping import casting_parameters
-from pretrain.precision.emulation import BothWays, EmulatedProduct, Operand
+from pretrain.precision.emulation import BothWays, EmulatedGemm, Operand
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from tests.pretrain.conftest import QUANTIZED, emulation_of, to_nearest
 
@@ -20,16 +20,16 @@ TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The products that weight gradients should be, in FP64, of the operands that reach each of them."""
     exact: list[Tensor] = []
-    honest = EmulatedProduct.factors
+    honest = EmulatedGemm.factors
 
-    def noted(product: EmulatedProduct, gemm: str, *operands: BothWays) -> list[Operand]:
-        left, right = honest(product, gemm, *operands)
-        if gemm == "wgrad":
+    def noted(gemm: EmulatedGemm, kind: str, *operands: BothWays) -> list[Operand]:
+        left, right = honest(gemm, kind, *operands)
+        if kind == "wgrad":
             scale = 1.0 if left.scale is None else left.scale.double() * right.scale.double()
             exact.append(left.values.double() @ right.values.double().t() * scale)
         return [left, right]
 
-    monkeypatch.setattr(EmulatedProduct, "factors", noted)
+    monkeypatch.setattr(EmulatedGemm, "factors", noted)
     return exact
 
 
@@ -43,9 +43,9 @@ def test_many_microbatches_add_up_to_one_sum_in_fp64(
 ) -> None:
     context = PrecisionContext(emulation_of(precision, **to_nearest(precision)), torch.bfloat16)
     linear = (nn.Linear(IN, out, bias=False) if kind is nn.Linear else Conv1D(out, IN)).to(weights)
-    layer = nn.Sequential(
-        LowPrecisionLinear(linear, "l", context.backend.product("l", IN, out, bias=True), context)
-    )
+    low = LowPrecisionLinear(linear, "l", context)
+    low.state.add(context.backend, IN, out)
+    layer = nn.Sequential(low)
     attach_main_gradients(layer, torch.float32)
     forward = (
         layer

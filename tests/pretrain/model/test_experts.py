@@ -15,7 +15,6 @@ from foundation.errors import InputError
 from pretrain.model.experts import Dispatched, GroupedExperts, group_experts
 from pretrain.model.huggingface import build_on_meta, check_architecture, decoder_layers
 from pretrain.model.wrapping import convert
-from pretrain.precision.emulation import EmulatedProduct
 from pretrain.precision.grouped import arrange
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide
@@ -177,7 +176,7 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(
     rows = Dispatched.apply(x.detach(), groups).requires_grad_()
     experts.zero_grad()
     with context.forward(training=True):
-        y = experts.stacks["gate_up_proj"](rows, stack, groups)
+        y = experts.stacks["gate_up_proj"](rows, stack, ends=groups.ends)
     dy = torch.randn_like(y).index_fill_(0, groups.empty, 0)
     y.backward(dy)
 
@@ -204,10 +203,7 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(
 @given(counts=st.lists(st.integers(0, 3), min_size=EXPERTS, max_size=EXPERTS).filter(any))
 def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int]) -> None:
     """In a format whose scales are of blocks alone: blocks of tokens are an expert's own."""
-    backend = emulation_of("mxfp8")
-    together, alone = (
-        backend.product("experts", 64, 32, bias=False, grouped=grouped) for grouped in (True, False)
-    )
+    gemm = emulation_of("mxfp8").gemm("experts", 64, 32)
     torch.manual_seed(0)
     ends = 32 * torch.tensor(counts).cumsum(0)
     x, dy, stack = (
@@ -215,24 +211,23 @@ def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int
         torch.randn(ends[-1], 32),
         torch.randn(EXPERTS, 32, 64),
     )
-    together.ends = ends.int()
 
-    def three(product: EmulatedProduct, x: Tensor, dy: Tensor, weight: Tensor) -> list[Tensor]:
-        weight, gradient = product.operand("weight", weight), product.operand("grad_output", dy)
-        results = [product.multiply("forward", product.operand("input", x), weight, torch.float32)]
-        results.append(product.multiply("dgrad", gradient, weight, torch.float32))
-        (rows,) = product.restore(*product.save(product.operand("input", x)))
-        return [*results, product.multiply("wgrad", gradient, rows, torch.float32)]
+    def three(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor | None = None) -> list[Tensor]:
+        weight = gemm.quantize("weight", weight)
+        gradient = gemm.quantize("grad_output", dy)
+        operand = gemm.quantize("input", x)
+        y = gemm.matmul("forward", operand, weight, torch.float32, ends=ends)
+        dx = gemm.matmul("dgrad", gradient, weight, torch.float32, ends=ends)
+        (rows,) = gemm.restore(*gemm.save(operand))
+        return [y, dx, gemm.matmul("wgrad", gradient, rows, torch.float32, ends=ends)]
 
-    of_all = three(together, x, dy, stack)
+    of_all = three(x, dy, stack, ends.int())
     for expert, (begin, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
         ours = [of_all[0][begin:end], of_all[1][begin:end], of_all[2][expert]]
         if begin == end:
             assert not ours[2].any()
         else:
-            assert all(
-                map(torch.equal, ours, three(alone, x[begin:end], dy[begin:end], stack[expert]))
-            )
+            assert all(map(torch.equal, ours, three(x[begin:end], dy[begin:end], stack[expert])))
 
 
 def test_what_transformers_stacks_in_another_way_is_left_to_it() -> None:

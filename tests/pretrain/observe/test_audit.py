@@ -28,10 +28,9 @@ from pretrain.model.wrapping import fuse
 from pretrain.observe.audit import Entry, audit_products
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision import emulation
-from pretrain.precision.grouped import PlainGroupedProduct
+from pretrain.precision.gemm import TorchGemm
 from pretrain.precision.observed import watched
-from pretrain.precision.plain_forward import PlainForwardProduct
-from pretrain.precision.product import PlainProduct, PrecisionContext
+from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
@@ -150,35 +149,31 @@ def test_a_fused_product_that_multiplies_in_fp32_or_never_is_found(
     packed.context = PrecisionContext(None, torch.bfloat16)
     packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
     packed.train()
-    multiply = PlainProduct.multiply
+    matmul = TorchGemm.matmul
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
 
     def in_fp32_too(
-        product: PlainProduct, which: str, left: Tensor, right: Tensor, *rest: Any
+        torch_gemm: TorchGemm, kind: str, left: Tensor, right: Tensor, *rest: Any, **options: Any
     ) -> Tensor:
-        result = multiply(product, which, left, right, *rest)
-        return (
-            multiply(product, which, left.float(), right.float(), torch.float32).bfloat16()
-            if which == gemm
-            else result
-        )
+        result = matmul(torch_gemm, kind, left, right, *rest, **options)
+        if kind != gemm:
+            return result
+        return matmul(torch_gemm, kind, left.float(), right.float(), torch.float32).bfloat16()
 
     def without_dgrad(
-        product: PlainProduct, which: str, left: Tensor, right: Tensor, *rest: Any
+        torch_gemm: TorchGemm, kind: str, left: Tensor, right: Tensor, *rest: Any, **options: Any
     ) -> Tensor:
-        return (
-            left.new_zeros(len(left), right.shape[1])
-            if which == "dgrad"
-            else multiply(product, which, left, right, *rest)
-        )
+        if kind == "dgrad":
+            return left.new_zeros(len(left), right.shape[1])
+        return matmul(torch_gemm, kind, left, right, *rest, **options)
 
-    monkeypatch.setattr(PlainProduct, "multiply", in_fp32_too)
+    monkeypatch.setattr(TorchGemm, "matmul", in_fp32_too)
     message = refusal(observe, packed, inputs, BF16)
     assert (
         "14 of 15 modules" in message
         and "layers.0.self_attn.q_proj (bfloat16 x float32)" in message
     )
-    monkeypatch.setattr(PlainProduct, "multiply", without_dgrad)
+    monkeypatch.setattr(TorchGemm, "matmul", without_dgrad)
     assert "q_proj (bf16, dgrad not run)" in refusal(observe, packed, inputs, BF16)
 
 
@@ -231,13 +226,13 @@ def test_a_backward_in_bf16_is_found(small: Callable) -> None:
     """Straight-through fake quantization: forward is right, and both gradients are products of BF16 operands."""
     run = small()
     module = run.layers[0].mlp.down_proj
-    (quantize,) = module.products.values()
+    quantized = module.forward
 
-    def forward_only(x: Tensor, weight: Tensor, bias: None, context: PrecisionContext) -> Tensor:
-        plain = F.linear(x, weight)
-        return plain + (quantize(x, weight, bias, context) - plain).detach()
+    def forward_only(x: Tensor) -> Tensor:
+        plain = F.linear(x, module.weight)
+        return plain + (quantized(x) - plain).detach()
 
-    module.products[run.packed.context.backend] = forward_only
+    module.forward = forward_only
     message = refusal(run.audit)
     assert (
         "1 of 15" in message
@@ -287,14 +282,13 @@ def test_experts_that_multiply_something_else_than_codes_are_found(
 ) -> None:
     run = mixture("delayed")
     experts = run.layers[0].mlp.experts
-    (product,) = experts.stacks["down_proj"].products.values()
+    gemms = experts.stacks["down_proj"].gemms
+    (gemm,) = gemms.values()
     if scale == 1.0:
-        experts.stacks["down_proj"].products[run.packed.context.backend] = PlainGroupedProduct(
-            product.name
-        )
+        gemms[run.packed.context.backend] = TorchGemm(gemm.name)
     else:  # one of them moves the codes of all off their grid
-        quantized = product.quantized
-        product.quantized = lambda *args: (operand := quantized(*args))._replace(
+        quantize_along = gemm.quantize_along
+        gemm.quantize_along = lambda *args: (operand := quantize_along(*args))._replace(
             values=operand.values * 1.03
         )
     assert "mlp.experts.down_proj" in refusal(run.audit)
@@ -330,7 +324,7 @@ def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, ref
     )
     shapes = model.build_on_meta(model.load_config(settings))
     with (
-        pytest.raises(InputError, match="is left no linear of Qwen3ForCausalLM")
+        pytest.raises(InputError, match="no linear of Qwen3ForCausalLM can compute in it")
         if refused
         else nullcontext()
     ):
@@ -369,15 +363,9 @@ def test_a_phase_that_quantizes_its_forward_or_not_its_gradients_is_refused(
     small: Callable, monkeypatch: Any
 ) -> None:
     run = small("nvfp4_bf16_forward")
-    entries, right, fp4 = run.audit(), PlainForwardProduct.multiply, "e2m1 in blocks of 16"
-
-    def quantized(self: Any, gemm: str, left: Any, other: Any, *rest: Any) -> Tensor:
-        if gemm != "forward":
-            return right(self, gemm, left, other, *rest)
-        return self.low.multiply(gemm, left.low, other.low, *rest)
-
+    entries, fp4 = run.audit(), "e2m1 in blocks of 16"
     with monkeypatch.context() as patch:
-        patch.setattr(PlainForwardProduct, "multiply", quantized)
+        patch.setattr(run.packed.context.backend, "forward_in_bf16", False)
         assert f"forward {fp4} x {fp4}" in refusal(
             run.audit
         ) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)

@@ -35,10 +35,11 @@ class Watched:
         )
 
     def linear(self, name: str, inputs: int, outputs: int) -> LowPrecisionLinear:
-        product = self.backend.product(name, inputs, outputs, bias=False)
         linear = nn.Linear(inputs, outputs, bias=False, dtype=torch.bfloat16)
         linear.weight.data *= torch.randn_like(linear.weight).exp()
-        return LowPrecisionLinear(linear, name, product, self.context)
+        low = LowPrecisionLinear(linear, name, self.context)
+        low.state.add(self.backend, inputs, outputs)
+        return low
 
     def step(self, *, recompute: bool = False) -> list[Tensor]:
         """Forward and backward; the output and the gradients of the two weights."""

@@ -10,17 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from pretrain.precision.emulation import EmulationBackend
-from pretrain.precision.product import PrecisionContext, Product
+from foundation.overrides import overridden
+from pretrain.precision.emulation import EmulationEngine
+from pretrain.precision.product import LinearState, PrecisionContext
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
-from tests.pretrain.conftest import emulation_of
+from tests.pretrain.conftest import emulation_of, linear_of
 from tests.pretrain.precision.quantizers.test_tensor import one_column
 
 TOKENS, SIZE = 32, 16
 
 
-def in_microbatch(first: bool) -> PrecisionContext:
-    return PrecisionContext(None, torch.bfloat16, first_microbatch=first)
+def output(linear: LinearState, x: Tensor, weight: Tensor, *, first: bool) -> Tensor:
+    """Return the layer's output in the first microbatch of a step, or in a later one."""
+    with overridden(linear.context, first_microbatch=first):
+        return linear(x, weight)
 
 
 class PlainHistory:
@@ -36,7 +39,7 @@ class PlainHistory:
         self.amaxes, self.scale = one_column(self.amaxes, self.scale, *self.rule)
 
 
-def amax_histories(emulation: EmulationBackend, name: str) -> list[tuple[list[float], float]]:
+def amax_histories(emulation: EmulationEngine, name: str) -> list[tuple[list[float], float]]:
     """Of input, weight and grad_output of the product called `name`: the history and the scale."""
     state = emulation.state()
     columns = [(f"fp8/{name}/forward", 0), (f"fp8/{name}/forward", 1), (f"fp8/{name}/backward", 0)]
@@ -61,8 +64,8 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
         amax_history_len=length,
         amax_compute_algo=algorithm,
     )
-    product = emulation.product("layer", SIZE, SIZE, bias=False)
-    emulation.product("idle", SIZE, SIZE, bias=False)
+    linear = linear_of(emulation, SIZE, SIZE)
+    emulation.gemm("idle", SIZE, SIZE)
     gradient_grid = E5M2 if fp8_format == "HYBRID" else E4M3
     plain_x, plain_w = (PlainHistory(length, 448.0, margin, algorithm) for _ in range(2))
     plain_g = PlainHistory(length, gradient_grid.maximum, margin, algorithm)
@@ -80,7 +83,7 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
         if microbatch == 7:
             grad[0, 0] = math.inf
         with emulation.forward():
-            y = product(x, weight, None, in_microbatch(first))
+            y = output(linear, x, weight, first=first)
         y.backward(grad)
 
         quantized_x = tensor.quantize(x.detach(), torch.tensor(plain_x.scale), E4M3).dequantize()
@@ -102,16 +105,16 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
 def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() -> None:
     """As the LM head is called: a chunk of tokens at a time, each chunk's backward run inside of the forward."""
     emulation = emulation_of("delayed", amax_history_len=3)
-    head, layer = (emulation.product(name, SIZE, SIZE, bias=False) for name in ("head", "layer"))
+    head, layer = (linear_of(emulation, SIZE, SIZE, name=name) for name in ("head", "layer"))
     weight = torch.eye(SIZE).bfloat16()
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
     for _ in range(2):
         with emulation.forward():
-            y = layer(x, weight, None, in_microbatch(True))
+            y = output(layer, x, weight, first=True)
             for number, size in enumerate((2.0, 4.0, 3.0)):
                 chunk = (size * y.detach()).requires_grad_()
                 with emulation.forward():  # nested: the outermost one counts
-                    logits = head(chunk, weight, None, in_microbatch(number == 0))
+                    logits = output(head, chunk, weight, first=number == 0)
                 logits.backward(torch.full_like(logits, size / 2))
         # noted; the model's own backward is still to come
         assert amax_histories(emulation, "head")[2][0][0] == 2.0
@@ -123,17 +126,13 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
 
 def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None:
     emulation = emulation_of("delayed")
-    product = emulation.product("layer", SIZE, SIZE, bias=False)
+    linear = linear_of(emulation, SIZE, SIZE)
     seen = []
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
     x.register_hook(lambda _: seen.append(amax_histories(emulation, "layer")[2][1]))
     with emulation.forward():
-        y = product(
-            product(x, torch.eye(SIZE).bfloat16(), None, in_microbatch(True)),
-            x[:SIZE],
-            None,
-            in_microbatch(False),
-        )
+        y = output(linear, x, torch.eye(SIZE).bfloat16(), first=True)
+        y = output(linear, y, x[:SIZE], first=False)
     y.sum().backward()
     assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
 
@@ -144,18 +143,14 @@ def run_out_of_memory(_: Tensor) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("factor", [1000.0, 1e24, math.inf, math.nan])
-def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_broken_off(
-    factor: float, fails: bool
-) -> None:
+def test_a_pass_outside_of_training_leaves_no_trace(factor: float, fails: bool) -> None:
     torch.manual_seed(0)
     weight, values = torch.randn(SIZE, SIZE).bfloat16(), torch.randn(TOKENS, SIZE).bfloat16()
 
-    def step(
-        context: PrecisionContext, product: Product, factor: float = 1.0, *, fails: bool = False
-    ) -> Tensor:
+    def step(linear: LinearState, factor: float = 1.0, *, fails: bool = False) -> Tensor:
         x = (values * factor).requires_grad_()
-        with context.forward(training=True):
-            y = product(x, weight.clone().requires_grad_(), None, context)
+        with linear.context.forward(training=True):
+            y = linear(x, weight.clone().requires_grad_())
         if fails:
             x.register_hook(run_out_of_memory)
         y.sum().backward()
@@ -163,12 +158,13 @@ def test_a_pass_that_is_not_trainings_leaves_no_trace_even_if_its_backward_is_br
 
     runs = []
     for passes in (2, 0):
-        backend = emulation_of("delayed", amax_history_len=8)
-        context = PrecisionContext(backend, torch.bfloat16, backends=[backend])
-        product = backend.product("layer", SIZE, SIZE, bias=False)
-        step(context, product)
+        engine = emulation_of("delayed", amax_history_len=8)
+        context = PrecisionContext(engine, torch.bfloat16, backends=[engine])
+        linear = LinearState("layer", context)
+        linear.add(engine, SIZE, SIZE)
+        step(linear)
         for _ in range(passes):
             with suppress(torch.OutOfMemoryError), context.preserving_state():
-                step(context, product, factor, fails=fails)
-        runs.append([step(context, product), step(context, product), *context.state().values()])
+                step(linear, factor, fails=fails)
+        runs.append([step(linear), step(linear), *context.state().values()])
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))

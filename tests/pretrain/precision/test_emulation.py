@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from foundation.overrides import overridden
-from pretrain.precision.emulation import EmulatedProduct
-from pretrain.precision.product import PrecisionContext
+from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
-from tests.pretrain.conftest import QUANTIZED, emulation_of, to_nearest
+from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
 from tests.pretrain.observe.test_operand_statistics import Watched
 
 TOKENS, IN, OUT = 256, 128, 384
@@ -37,17 +36,17 @@ def operands(
 
 
 def run(
-    product: EmulatedProduct,
+    linear: LinearState,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     grad: Tensor,
     first_microbatch: bool = True,
 ) -> tuple[Tensor, ...]:
-    """The output, and the gradients of x, weight and bias."""
+    """Return the output, and the gradients of x, weight and bias."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-    context = PrecisionContext(None, torch.bfloat16, first_microbatch=first_microbatch)
-    y = product(leaves[0], leaves[1], leaves[2] if bias is not None else None, context)
+    with overridden(linear.context, first_microbatch=first_microbatch):
+        y = linear(*leaves)
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
 
@@ -120,11 +119,11 @@ def test_output_and_gradients_are_products_of_the_dequantized_operands(
 ) -> None:
     options, (x_out, w_out, g_in, w_in, g_w, x_w) = CASES[case]
     emulation = emulation_of(case.split()[0], **options)
-    product = emulation.product("layer", IN, OUT, bias=with_bias)
+    linear = linear_of(emulation, IN, OUT)
     x, weight, bias, grad = operands()
     bias = bias if with_bias else None
     with emulation.forward():
-        y, grad_x, grad_weight, *grad_bias = run(product, x, weight, bias, grad)
+        y, grad_x, grad_weight, *grad_bias = run(linear, x, weight, bias, grad)
     assert y.dtype == grad_x.dtype == grad_weight.dtype == torch.bfloat16
     assert close(y, x_out(x), w_out(weight), bias)
     assert close(grad_x, g_in(grad), w_in(weight.t()))
@@ -135,12 +134,12 @@ def test_output_and_gradients_are_products_of_the_dequantized_operands(
 
 def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> None:
     emulation = emulation_of("nvfp4")
-    product = emulation.product("layer", IN, OUT, bias=False)
+    linear = linear_of(emulation, IN, OUT)
     x, weight, _, grad = operands()
     runs = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
-        runs.append(run(product, x, weight, None, grad))
+        runs.append(run(linear, x, weight, None, grad))
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
     assert torch.equal(runs[0][0], runs[2][0])
     assert not torch.equal(runs[0][1], runs[2][1]) and not torch.equal(runs[0][2], runs[2][2])

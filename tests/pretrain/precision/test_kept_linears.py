@@ -145,7 +145,7 @@ def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, fir
         (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear of Qwen3ForCausalLM"),
         (
             ["layers.*"],
-            "`precision: delayed` is left no linear of Qwen3ForCausalLM (keep_bf16: layers.*; scope linear",
+            "`precision: delayed`: no linear of Qwen3ForCausalLM can compute in it (keep_bf16: layers.*; scope linear",
         ),
     ],
 )

@@ -7,7 +7,7 @@ import torch
 from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from tests.pretrain.conftest import active_in
 
 
@@ -17,10 +17,10 @@ def test_each_precision_of_a_run_is_found_by_the_backend_that_products_read() ->
         active_in("delayed"),
         active_in("bf16", "torch"),
     ]
-    backends = make_backends(precisions, torch.device("cpu"))
-    context = PrecisionContext(backends["delayed"], torch.bfloat16)
+    engines = make_engines(precisions, torch.device("cpu"))
+    context = PrecisionContext(engines["delayed"], torch.bfloat16)
     in_model = {
-        active.precision.name: PrecisionInModel(active, backends[active.precision.name], {}, {})
+        active.precision.name: PrecisionInModel(active, engines[active.precision.name], {}, {})
         for active in precisions
     }
     schedule = PrecisionSchedule([(None, precisions[1])], 10)
@@ -28,7 +28,7 @@ def test_each_precision_of_a_run_is_found_by_the_backend_that_products_read() ->
     assert precision.current.name == "delayed"
     for name in in_model:
         with precision.using(name):
-            assert precision.current.name == name and context.backend is backends[name]
+            assert precision.current.name == name and context.backend is engines[name]
         assert precision.current.name == "delayed"
     precision.use("bf16")
     assert precision.current.name == "bf16" and context.backend is None

@@ -22,10 +22,10 @@ from pretrain.model import attention
 from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.model.loss import head as loss_head
-from pretrain.precision import delayed_state, emulation, product
+from pretrain.precision import delayed_state, emulation, gemm, product
 from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
-from pretrain.precision.product import Product
+from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks, tensor
 from pretrain.verify import parity
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun
@@ -195,7 +195,8 @@ def in_torch(run: SmallRun) -> bool:
     """Fused, by torch's own operations."""
     return (
         run.packed.fused is not None
-        and run.packed.fused.arithmetic.by < arithmetic.By.TRANSFORMER_ENGINE
+        and run.packed.fused.arithmetic.implementation
+        < arithmetic.Implementation.TRANSFORMER_ENGINE
     )
 
 
@@ -321,45 +322,46 @@ fault("one weight's gradient is a quarter too large")(
 
 @fault("each quantized weight keeps the gradient of the last microbatch alone", emulated)
 def last_microbatch_alone(run: SmallRun, patch: Patch) -> None:
-    patch.setattr(product, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
+    for module in (gemm, product):
+        patch.setattr(module, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
 
 
 @fault("a square weight's gradient adds up transposed", emulated)
 def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
     """As where shapes told what is a transpose."""
-    multiply = Product.__call__
+    multiply = LinearState.__call__
 
     def transposed(
-        product: Product, x: Tensor, weight: Tensor, *rest: Any, **options: Any
+        linear: LinearState, x: Tensor, weight: Tensor, *rest: Any, **options: Any
     ) -> Tensor:
         main = getattr(weight, "main_grad", None)
         if main is not None and main.shape[0] == main.shape[1]:
             weight.main_grad = main.t()
-        return multiply(product, x, weight, *rest, **options)
+        return multiply(linear, x, weight, *rest, **options)
 
-    patch.setattr(Product, "__call__", transposed)
+    patch.setattr(LinearState, "__call__", transposed)
 
 
 # ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def changing_products(
-    gemm: str, left: Change = lambda values: values, right: Change = lambda values: values
+    kind: str, left: Change = lambda values: values, right: Change = lambda values: values
 ) -> Make:
     """The values of the operands, in the second layer."""
 
     def make(run: SmallRun, patch: Patch) -> None:
-        def changed(product: Any, kind: str, *operands: Any) -> Any:
-            made = factors(product, kind, *operands)
-            if kind == gemm and ".1." in product.name:
+        def changed(gemm: Any, gemm_kind: str, *operands: Any) -> Any:
+            made = factors(gemm, gemm_kind, *operands)
+            if gemm_kind == kind and ".1." in gemm.name:
                 return [
                     Operand(change(of.values), of.scale)
                     for change, of in zip((left, right), made, strict=True)
                 ]
             return made
 
-        factors = emulation.EmulatedProduct.factors
-        patch.setattr(emulation.EmulatedProduct, "factors", changed)
+        factors = emulation.EmulatedGemm.factors
+        patch.setattr(emulation.EmulatedGemm, "factors", changed)
 
     return make
 
@@ -379,16 +381,16 @@ fault("a weight's gradient is that of every second token, doubled", emulated)(
 
 @fault("one product's backward is not quantized", emulated)
 def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
-    prepare = emulation.EmulationBackend.prepare
+    prepare = emulation.EmulationEngine.prepare
 
     def unquantized(
-        backend: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None
+        engine: Any, role: str, x: Tensor, along: str, scale: Tensor | None = None
     ) -> tuple[Operand, Tensor | None]:
-        operand, amax = prepare(backend, role, x, along, scale)
+        operand, amax = prepare(engine, role, x, along, scale)
         plain = Operand(x.float() if along == "features" else x.t().float(), None)
         return plain if role == "grad_output" else operand, amax
 
-    patch.setattr(emulation.EmulationBackend, "prepare", unquantized)
+    patch.setattr(emulation.EmulationEngine, "prepare", unquantized)
 
 
 def in_quantizers(make: Make) -> Make:

@@ -31,7 +31,7 @@ from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import Decision, decide
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import ActivePrecision, precision_called
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 from pretrain.verify.parity import Parity, check_parity
@@ -203,9 +203,9 @@ def build_run(
         backend="packed_sdpa",
     )
     compute = getattr(torch, wanted.compute_dtype)
-    backends = make_backends([active], device)
+    engines = make_engines([active], device)
     context = PrecisionContext(
-        backends[precision], compute, backends=[*filter(None, backends.values())]
+        engines[precision], compute, backends=[*filter(None, engines.values())]
     )
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     inside = decoder_layers(hf)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from foundation.overrides import overridden
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic, StackedPass
 from pretrain.precision import searched
 from tests.pretrain.verify.faults import Change, Make, Patch, fault
 from tests.pretrain.verify.small_runs import SmallRun
@@ -132,8 +132,8 @@ fault("an operand is decoded by half of its scale, in hardware", on_te)(
 def te_another_format(run: SmallRun, patch: Patch) -> None:
     dtypes = importlib.import_module("transformer_engine_torch").DType
     e4m3, e5m2 = dtypes.kFloat8E4M3, dtypes.kFloat8E5M2
-    for product in run.packed.context.backend.products:
-        quantizer = product.linear.quantizers["scaling_bwd"][0]
+    for gemm in run.packed.context.backend.gemms.values():
+        quantizer = gemm.linear.quantizers["scaling_bwd"][0]
         patch.setattr(quantizer, "dtype", e4m3 if quantizer.dtype == e5m2 else e5m2)
 
 
@@ -181,12 +181,13 @@ def te_residual_lost(run: SmallRun, patch: Patch) -> None:
 
 @fault("a fused activation's gradient is that of the gate alone", fused_on_te)
 def te_half_of_the_activation(run: SmallRun, patch: Patch) -> None:
-    real = StackedProduct.weight_gradients
+    real = StackedPass.weight_gradients
 
-    def gate_only(product: Any, dy: Any, x: Any) -> Any:
-        gradients, main = real(product, dy, x), product.main_gradient
-        if len(product.members) == 2 and main is not None:
+    def gate_only(stacked: StackedPass, dy: Any, x: Any) -> Any:
+        gradients = real(stacked, dy, x)
+        main = stacked.stack.main_gradient
+        if len(stacked.stack.members) == 2 and main is not None:
             main[len(main) // 2 :].zero_()
         return gradients
 
-    patch.setattr(StackedProduct, "weight_gradients", gate_only)
+    patch.setattr(StackedPass, "weight_gradients", gate_only)

@@ -21,7 +21,7 @@ from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.precision.emulation import EmulatedProduct
+from pretrain.precision.emulation import EmulatedGemm
 from pretrain.precision.grouped import STACKS
 from pretrain.precision.observed import OPERANDS
 from pretrain.precision.product import LinearFunction
@@ -230,14 +230,13 @@ def test_the_products_of_experts_are_compared_and_rows_of_other_tokens_are_found
     assert {f"{name} {gemm}" for name in products for gemm in OPERANDS} < {
         each.name for each in parity.products
     }
-    (product,) = run.layers[0].mlp.experts.stacks["gate_up_proj"].products.values()
-    quantized = product.quantized
-    product.quantized = lambda role, x, *rest: quantized(
+    (gemm,) = run.layers[0].mlp.experts.stacks["gate_up_proj"].gemms.values()
+    quantize_along = gemm.quantize_along
+    gemm.quantize_along = lambda role, x, *rest: quantize_along(
         role, x.roll(16, 0) if role == "input" else x, *rest
     )
-    assert any(
-        each.name == f"{product.name} forward" for each in run.parity().products if each.excess > 1
-    )
+    wrong = [product.name for product in run.parity().products if product.excess > 1]
+    assert f"{gemm.name} forward" in wrong
 
 
 def test_documents_that_leak_are_found_where_each_pack_holds_one_document(small: Small) -> None:
@@ -281,17 +280,17 @@ def test_a_fault_at_one_end_of_every_product_is_found(
     small: Small, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As of a kernel that forgets its last tile: each product is looked at somewhere, and all of them everywhere."""
-    multiply = EmulatedProduct.multiply
+    matmul = EmulatedGemm.matmul
 
     def changed(
-        product: EmulatedProduct, gemm: str, *operands: object, **options: object
+        gemm: EmulatedGemm, kind: str, *operands: object, **options: object
     ) -> torch.Tensor:
-        result = multiply(product, gemm, *operands, **options)
-        if gemm == "forward" and result.shape[1] > 128:
+        result = matmul(gemm, kind, *operands, **options)
+        if kind == "forward" and result.shape[1] > 128:
             result[:, :32] = result[:, :32].roll(1, 1)
         return result
 
-    monkeypatch.setattr(EmulatedProduct, "multiply", changed)
+    monkeypatch.setattr(EmulatedGemm, "matmul", changed)
     products = small("nvfp4", layers=4).parity().products
     assert any(each.excess > 1 and each.name.endswith("forward") for each in products)
 

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from packing.batch import StepBatches
 from pretrain.model import gradients, packed
-from pretrain.model.fused import arithmetic
 from pretrain.model.gradients import gradient_of
 from pretrain.optimizer import adamw
 from pretrain.precision import delayed_state, emulation
-from pretrain.precision.transformer_engine import TransformerEngineProduct
+from pretrain.precision.gemm import Gemm
 from tests.pretrain.verify import small_runs
 from tests.pretrain.verify.faults import Make, Patch, delayed, emulated, fault, quantized
 from tests.pretrain.verify.small_runs import SmallRun
@@ -95,25 +94,20 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
 
     updates = 0
     after_update(run, patch, count)
-    for of, method in (
-        (emulation.EmulatedProduct, "weight_operand"),
-        (TransformerEngineProduct, "weight_operand"),
-        (arithmetic.CastProduct, "weight_operand"),
-    ):
-        patch.setattr(of, method, stale(getattr(of, method)))
+    patch.setattr(Gemm, "weight_operand", stale(Gemm.weight_operand))
 
 
 @fault("a weight's copy is stale from a step's second microbatch on", emulated)
 def stale_later(run: SmallRun, patch: Patch) -> None:
-    def later(product: emulation.EmulatedProduct, *args: Any, refresh: bool, **options: Any) -> Any:
-        operand = get(product, *args, refresh=refresh, **options)
+    def later(gemm: emulation.EmulatedGemm, *args: Any, refresh: bool, **options: Any) -> Any:
+        operand = get(gemm, *args, refresh=refresh, **options)
         if refresh:
-            before[product.name] = last.pop(product.name, operand)
-            last[product.name] = operand
-        return operand if refresh else before[product.name]
+            before[gemm.name] = last.pop(gemm.name, operand)
+            last[gemm.name] = operand
+        return operand if refresh else before[gemm.name]
 
-    get, before, last = emulation.EmulatedProduct.weight_operand, {}, {}
-    patch.setattr(emulation.EmulatedProduct, "weight_operand", later)
+    get, before, last = emulation.EmulatedGemm.weight_operand, {}, {}
+    patch.setattr(emulation.EmulatedGemm, "weight_operand", later)
 
 
 def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatches], Any]) -> Make:

@@ -26,7 +26,7 @@ from pretrain.observe.audit import is_expected
 from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
-from pretrain.precision.selection import make_backends
+from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.conftest import active_in, to_nearest
@@ -62,7 +62,7 @@ def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> Pa
     """A model that computes in the first of `actives`, or another, in its turn."""
     hf = build(ARCHITECTURES[kind] | SIZES)
     model.round_weights(hf, torch.bfloat16)
-    layers, made = decoder_layers(hf), make_backends(actives, torch.device("cpu"))
+    layers, made = decoder_layers(hf), make_engines(actives, torch.device("cpu"))
     context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, made.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
     decisions = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from pretrain.model.fused.arithmetic import Arithmetic, By
+from pretrain.model.fused.arithmetic import Arithmetic, Implementation
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
@@ -75,23 +75,23 @@ def test_a_layer_that_cannot_be_fused_is_unchanged_and_reported(
 
 
 @pytest.mark.parametrize(
-    ("setting", "device", "dtype", "by"),
+    ("setting", "device", "dtype", "implementation"),
     [
-        ("auto", "cuda", torch.bfloat16, By.KERNELS),
-        ("on", "cuda", torch.bfloat16, By.KERNELS),
+        ("auto", "cuda", torch.bfloat16, Implementation.KERNELS),
+        ("on", "cuda", torch.bfloat16, Implementation.KERNELS),
         ("auto", "cuda", torch.float32, None),
-        ("on", "cuda", torch.float32, By.FORMULAS),
+        ("on", "cuda", torch.float32, Implementation.FORMULAS),
         ("auto", "cpu", torch.bfloat16, None),
-        ("on", "cpu", torch.bfloat16, By.FORMULAS),
+        ("on", "cpu", torch.bfloat16, Implementation.FORMULAS),
     ],
 )
 def test_bf16_on_a_gpu_is_fused_by_kernels_and_all_else_on_demand(
-    setting: Any, device: str, dtype: torch.dtype, by: By | None
+    setting: Any, device: str, dtype: torch.dtype, implementation: Implementation | None
 ) -> None:
     name = {torch.bfloat16: "bf16", torch.float32: "fp32"}[dtype]
     active = ActivePrecision(name, PRECISIONS[name], "torch", LowPrecisionSettings())
     arithmetic, _ = choose_arithmetic(setting, active, device, PrecisionContext(None, dtype))
-    assert (arithmetic and arithmetic.by) == by
+    assert (arithmetic and arithmetic.implementation) == implementation
 
 
 # ── Losses and gradients ──

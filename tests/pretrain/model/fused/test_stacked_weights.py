@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pretrain.model.fused.arithmetic import Arithmetic, StackedProduct
+from pretrain.model.fused.arithmetic import Arithmetic, StackedLinear
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.precision.product import PrecisionContext
 
@@ -19,7 +19,7 @@ def stacks(
     draw: st.DrawFn,
     dtypes: st.SearchStrategy[torch.dtype] = DTYPES,
     compute_dtype: torch.dtype = torch.float32,
-) -> StackedProduct:
+) -> StackedLinear:
     """One linear to four of widths of their own, with or without biases."""
     torch.manual_seed(draw(st.integers(0, 2**16)))
     columns, dtype, bias = draw(st.integers(1, 9)), draw(dtypes), draw(st.booleans())
@@ -28,12 +28,12 @@ def stacks(
         for rows in draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
     ]
     named = {str(index): linear.to(dtype) for index, linear in enumerate(linears)}
-    return StackedProduct("all", named, Arithmetic(PrecisionContext(None, compute_dtype)))
+    return StackedLinear("all", named, Arithmetic(PrecisionContext(None, compute_dtype)))
 
 
 @given(DTYPES.flatmap(lambda dtype: stacks(compute_dtype=dtype)))
 def test_the_matrix_holds_the_rows_of_each_linear_in_order_wherever_they_lie(
-    stack: StackedProduct,
+    stack: StackedLinear,
 ) -> None:
     dtype, stored = stack.context.compute_dtype, stack.weights[0].dtype
     parameters = [*stack.weights, *stack.biases]
@@ -53,13 +53,13 @@ def test_the_matrix_holds_the_rows_of_each_linear_in_order_wherever_they_lie(
         assert parameter is same and torch.equal(parameter, value)
 
 
-def split(stack: StackedProduct, matrix: Tensor) -> list[Tensor]:
+def split(stack: StackedLinear, matrix: Tensor) -> list[Tensor]:
     return list(matrix.split([len(weight) for weight in stack.weights]))
 
 
 @given(stacks(), DTYPES, st.lists(st.integers(1, 5), min_size=1, max_size=3))
 def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
-    stack: StackedProduct, main: torch.dtype, microbatches: list[int]
+    stack: StackedLinear, main: torch.dtype, microbatches: list[int]
 ) -> None:
     stack.lay_together()
     before, columns = nn.Linear(3, 3), stack.linears[0].in_features
@@ -70,7 +70,7 @@ def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
     expected = torch.zeros(stack.main_gradient.shape)
     for tokens in microbatches:
         x, dy = torch.randn(tokens, columns), torch.randn(tokens, len(expected))
-        assert stack.weight_gradients(dy, x) == [None] * len(stack.weights)
+        assert stack.start(x).weight_gradients(dy, x) == [None] * len(stack.weights)
         expected += dy.t() @ x
     close = {"rtol": 1e-5, "atol": 1e-5} if main == torch.float32 else {"rtol": 2e-2, "atol": 5e-2}
     for weight, wanted in zip(stack.weights, split(stack, expected), strict=True):
@@ -79,7 +79,7 @@ def test_products_write_through_to_main_gradients_that_lie_as_the_weights_do(
 
 @given(stacks(st.just(torch.float32)), st.booleans())
 def test_gradients_that_do_not_lie_together_are_returned_to_autograd(
-    stack: StackedProduct, attached: bool
+    stack: StackedLinear, attached: bool
 ) -> None:
     """As over several processes, and where nobody said which parameters are stacked."""
     if attached:
@@ -88,7 +88,7 @@ def test_gradients_that_do_not_lie_together_are_returned_to_autograd(
         torch.randn(2, stack.linears[0].in_features),
         torch.randn(2, sum(map(len, stack.weights))),
     )
-    returned, wanted = stack.weight_gradients(dy, x), split(stack, dy.t() @ x)
+    returned, wanted = stack.start(x).weight_gradients(dy, x), split(stack, dy.t() @ x)
     for weight, gradient, expected in zip(stack.weights, returned, wanted, strict=True):
         assert attached or gradient is not None
         torch.testing.assert_close(weight.main_grad if gradient is None else gradient, expected)

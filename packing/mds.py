@@ -1,0 +1,270 @@
+"""Read MosaicML streaming's MDS shards: version 2, raw or zstd, every encoding that packs can use.
+
+The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
+the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32),
+a copy of its configuration, and the samples. A sample is the sizes of its variable-size columns
+(uint32 each), and then the values of all columns in the order of `column_names`. The name of a
+scalar is ambiguous (see docs/data.md); the declared size decides.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from functools import cached_property, partial
+from pathlib import Path
+from tempfile import NamedTemporaryFile, gettempdir
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from foundation.errors import InputError
+from foundation.files import FileRecord, check_files, hash_file, hash_of
+from foundation.progress import say
+from foundation.reading import load_object, refusing
+from packing.arrow import JoinedPacks, Pack, Packs, checked_index
+from packing.token_columns import (
+    BOUNDARIES,
+    LABELS,
+    MASK,
+    TOKEN_COLUMNS,
+    number_documents,
+    trained_tokens,
+)
+from packing.tokenizer import load_tokenizer
+
+INDEX = "index.json"
+_REMEDY = "fetch the folder again, or write it again"
+_SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
+    "float8"
+}
+# The dtypes of arrays whose encoding does not name one, by the first byte of the value.
+_VALUE_DTYPES = {
+    8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
+    34: "float32", 64: "uint64", 65: "int64", 66: "float64",
+}  # fmt: skip
+
+
+# ── Encodings ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
+    """Return the function that decodes the bytes of a value.
+
+    It returns a NumPy scalar, a read-only array, or the bytes for an encoding without tokens.
+    `size` is the declared number of bytes, or None if each sample states it.
+    """
+    name, _, arguments = encoding.partition(":")
+    if name in _SCALARS:
+        dtype = np.dtype(name).newbyteorder("<")
+        if size == dtype.itemsize:
+            return lambda data: np.frombuffer(data, dtype)[0]
+        return partial(np.frombuffer, dtype=dtype)
+    if name == "ndarray":
+        dtype_name, _, sides = arguments.partition(":")
+        shape = tuple(int(side) for side in sides.split(",")) if sides else None
+        return partial(_decode_array, dtype_name, shape)
+    return bytes
+
+
+def _decode_array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.ndarray:
+    """Return the array in `data`. Without a dtype or shape, they precede its values."""
+    if not dtype:
+        dtype = _VALUE_DTYPES[data[0]]
+        data = data[1:]
+    if shape is None:
+        # The upper six bits are the number of axes, the lower two log2 of the bytes of a side.
+        axes = data[0] >> 2
+        side_bytes = 1 << (data[0] & 3)
+        shape = tuple(np.frombuffer(data, f"<u{side_bytes}", axes, offset=1).tolist())
+        data = data[1 + axes * side_bytes :]
+    return np.frombuffer(data, np.dtype(dtype).newbyteorder("<")).reshape(shape)
+
+
+# ── Shards ────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Shard(Packs):
+    """The packs of one shard file, one for each sample.
+
+    A sample has `input_ids` (or `tokens`) and columns of `packing.token_columns`. An `end_token`
+    that is not None ends a document.
+    """
+
+    def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
+        """Check the `entry` of index.json. Raise InputError if it cannot be read here."""
+        if (entry["format"], entry["version"]) != ("mds", 2):
+            raise InputError(
+                f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; "
+                "MDS version 2 is read"
+            )
+        self.folder = folder
+        self.samples: int = entry["samples"]
+        raw = entry["raw_data"]
+        self.hashes: dict[str, str] = raw["hashes"]
+        self.is_compressed = bool(entry["zip_data"]) and not (folder / raw["basename"]).exists()
+        file = entry["zip_data"] if self.is_compressed else raw
+        name = Path(file["basename"])
+        if name.is_absolute() or ".." in name.parts:
+            raise InputError(f"{folder / INDEX}: {name} is outside of it; {_REMEDY}")
+        self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
+        self.path = folder / self.record.name
+        self.codec = (entry["compression"] or "").partition(":")[0]  # of `zstd:7`, zstd
+        self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
+        # A size is the bytes of every value, or None if each sample states it.
+        self._columns = [
+            (name, size, decoder(encoding, size))
+            for name, encoding, size in zip(*self.layout, strict=True)
+        ]
+        self.token_column = "input_ids" if "input_ids" in self.layout[0] else "tokens"
+
+    @cached_property
+    def content(self) -> tuple[memoryview, np.ndarray]:
+        """The mapped file, decompressed, and the offsets of its samples.
+
+        Raises InputError if the file's own table does not agree with the index.
+        """
+        # Arrow's map keeps no file open, Python's does. A terabyte is 16,000 shards, and a process
+        # often may open only 1,024.
+        file = self._decompressed() if self.is_compressed else pa.memory_map(str(self.path))
+        data = memoryview(file.read_buffer())
+        fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
+        offsets = np.frombuffer(data, "<u4", self.samples + 1 if fits else 0, offset=4)
+        if not fits or offsets[-1] != len(data) or (offsets[1:] < offsets[:-1]).any():
+            raise InputError(
+                f"{self.path}: damaged: its table of samples does not fit the file and its index; "
+                f"{_REMEDY}"
+            )
+        return data, offsets
+
+    def _decompressed(self) -> pa.MemoryMappedFile:
+        """Return the content of a compressed file, as the map of an unlinked temporary file."""
+        what = f"{self.path}: cannot be unpacked into {gettempdir()} (TMPDIR names another folder)"
+        with (
+            refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
+            NamedTemporaryFile() as file,
+        ):
+            shutil.copyfileobj(pa.input_stream(str(self.path), compression=self.codec), file)
+            file.flush()
+            return pa.memory_map(file.name)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        """Return the decoded columns of sample `index`. Arrays are views into the file."""
+        data, offsets = self.content
+        data = data[offsets[index] : offsets[index + 1]]
+        variable = sum(not size for _, size, _ in self._columns)
+        sizes = iter(np.frombuffer(data, "<u4", variable).tolist())
+        start = 4 * variable
+        columns = {}
+        for name, size, decode in self._columns:
+            end = start + (size or next(sizes))
+            columns[name] = decode(data[start:end])
+            start = end
+        return columns
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> Pack:
+        sample = self.sample(checked_index(index, len(self)))
+        where = f"{self.path}, sample {index}"
+        ids = _integers(sample, self.token_column, where)
+        if ids is None:
+            raise InputError(
+                f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
+            )
+        if len(ids) != self.length:
+            raise InputError(
+                f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
+            )
+        columns = {
+            name: _integers(sample, name, where)
+            for name in sample
+            if name in (LABELS, *TOKEN_COLUMNS)
+        }
+        if self.end_token is not None:
+            columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
+        with refusing((ValueError,), where):
+            numbers = number_documents(len(ids), columns)
+            trained = trained_tokens(ids, columns)
+        is_real = numbers >= 0
+        first_position = int(columns.get("position_ids", numbers)[0])
+        if first_position < 0 or not is_real[: max(1, is_real.sum())].all():
+            raise InputError(
+                f"{where}: {', '.join(columns)} make no documents that are padded at the end only"
+            )
+        lengths = np.bincount(numbers[is_real]).astype(np.int32)
+        if trained is not None:
+            trained = trained & is_real
+        return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
+
+
+def _integers(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
+    """Return a column with an integer for each token, or None if the sample has no such column."""
+    row = sample.get(name)
+    is_row = isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu"
+    if row is not None and not is_row:
+        raise InputError(
+            f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 "
+            "without a size"
+        )
+    return row
+
+
+def read_index(folder: Path) -> list[Shard]:
+    """Return the checked shards of `folder`. Raise InputError if one is missing or damaged."""
+    with refusing((LookupError, TypeError), f"{folder / INDEX}: no index of MDS shards", _REMEDY):
+        shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
+    check_files(folder, [shard.record for shard in shards], _REMEDY)
+    for shard in shards:
+        if not shard.is_compressed:  # A compressed file is read when its first pack is.
+            _ = shard.content
+    return shards
+
+
+class MDSPacks(JoinedPacks):
+    """The packs of MDS folders, one folder after another."""
+
+    def __init__(
+        self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None
+    ) -> None:
+        """Open the shards. Without `length`, the first sample decides.
+
+        The EOS token of `tokenizer` ends a document if no column of the first sample marks
+        documents.
+        """
+        shards = [shard for folder in folders for shard in read_index(folder)]
+        if not shards:
+            raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
+        super().__init__(path, shards)
+        first_sample = shards[0].sample(0)
+        tokens = first_sample.pop(shards[0].token_column, ())
+        self.length = length or len(tokens)
+        _report_unread(path, first_sample)
+        has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
+        end_token = None
+        if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
+            end_token = load_tokenizer(tokenizer).special.get("eos")
+        content = [
+            [shard.samples, shard.layout, shard.hashes or {"sha256": hash_file(shard.path)}]
+            for shard in shards
+        ]
+        # The same samples in other shards have another fingerprint.
+        self.fingerprint = hash_of(content if end_token is None else [*content, end_token])
+        for shard in shards:
+            shard.length = self.length
+            shard.end_token = end_token
+        self[0]  # A wrong length or dtype shows here, before anything costs time.
+
+    def verify(self) -> None:
+        for shard in self.joined:
+            check_files(shard.folder, [shard.record], _REMEDY, hashed=True)
+
+
+def _report_unread(path: Path, sample: dict[str, Any]) -> None:
+    """Print the columns of a sample that are not read, on the first rank."""
+    names = [name for name in sample if name not in (LABELS, *TOKEN_COLUMNS)]
+    is_first_rank = os.environ.get("RANK", "0") == "0"
+    say(f"{path}: columns not read: {', '.join(names)}", shown=bool(names) and is_first_rank)

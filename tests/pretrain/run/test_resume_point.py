@@ -1,0 +1,375 @@
+"""The checkpoint that a run continues from: found, compared with the recipe, and judged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from foundation.errors import InputError
+from pretrain.checkpoint.checkpoint import Checkpoints
+from pretrain.run.resume_point import (
+    FoundCheckpoint,
+    IdentityChanges,
+    ResumePoint,
+    build_resume_point,
+    compare_identities,
+    find_checkpoint,
+    find_resume_point,
+    horizon_may_move,
+    require_own_records,
+    require_same_stream,
+    require_same_training,
+    require_steps_to_train,
+)
+from pretrain.settings.config import load_recipe
+from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
+from tests.conftest import flip
+from tests.pretrain.compare.made_runs import make_run
+
+
+def record_of(step: int, steps: int = 12, **identity: Any) -> dict[str, Any]:
+    """Return the content of state.json after `step` of `steps` steps of 1,024 tokens."""
+    progress = {"step": step, "steps": steps, "tokens": 1024 * step, "left_out": 0, "shift": 0}
+    return {
+        "progress": progress | {"place": 4 * step},
+        "health": {"losses": [2.0], "rollbacks": 1, "switched_after": 3},
+        "identity": {"batch.tokens": 1024, "data.length": 256, "seed": 0} | identity,
+        "past": {"changed": [], "left_out": 2},
+    }
+
+
+def job_of(
+    steps: int = 12,
+    *,
+    schedule: str = "constant",
+    precision_changes: bool = False,
+    stream: object = None,
+    begin_with: str | None = None,
+    run_dir: Path = Path("run"),
+    **identity: Any,
+) -> Any:
+    """Return the parts of a job that decide where it resumes."""
+    recipe = SimpleNamespace(
+        schedule=ScheduleSettings(kind=schedule),
+        optimizer=OptimizerSettings(),
+        train=SimpleNamespace(steps=None, begin_with=begin_with),
+        data=SimpleNamespace(length=256),
+    )
+    plan = SimpleNamespace(
+        steps=steps,
+        schedule=SimpleNamespace(changes=precision_changes),
+        tokens_per_step=1024,
+        packs_per_step=4,
+        total_tokens=1024 * steps,
+    )
+    return SimpleNamespace(
+        recipe=recipe,
+        plan=plan,
+        data=SimpleNamespace(stream=stream),
+        identity=record_of(0, **identity)["identity"],
+        run_dir=run_dir,
+    )
+
+
+def found_at(
+    step: int, steps: int = 12, *, is_branch: bool = False, in_run_folder: bool = True
+) -> FoundCheckpoint:
+    path = Path(f"run/checkpoints/step-{step:08d}")
+    return FoundCheckpoint(path, record_of(step, steps), is_branch, in_run_folder)
+
+
+def save(folder: Path, *steps: int) -> list[Path]:
+    """Save tiny checkpoints of these steps into a run folder's `checkpoints`."""
+    checkpoints = Checkpoints(folder / "checkpoints", keep=10)
+    tensors = {"weight": torch.ones(3)}
+    return [checkpoints.save(step, tensors, {}, record_of(step), say=str) for step in steps]
+
+
+# ── Find ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find(
+    run_dir: Path, requested: str = "auto", branch_from: Path | None = None
+) -> FoundCheckpoint | None:
+    return find_checkpoint(Checkpoints(run_dir / "checkpoints", keep=10), requested, branch_from)
+
+
+def test_auto_finds_the_newest_intact_checkpoint(tmp_path: Path) -> None:
+    assert find(tmp_path) is None
+    _, middle, newest = save(tmp_path, 4, 8, 12)
+    found = find(tmp_path)
+    assert found.path == newest and found.step == 12
+    assert found.in_run_folder and not found.is_branch
+    flip(max(newest.glob("*.safetensors")))
+    assert find(tmp_path).path == middle
+
+
+def test_a_run_folder_to_resume_means_its_newest_checkpoint(tmp_path: Path) -> None:
+    first, last = save(tmp_path / "other", 4, 8)
+    run_dir = tmp_path / "run"
+    for requested, path in ((tmp_path / "other", last), (first, first)):
+        found = find(run_dir, str(requested))
+        assert found.path == path and not found.in_run_folder and not found.is_branch
+    with pytest.raises(InputError, match="this is no complete checkpoint"):
+        find(run_dir, str(tmp_path / "nowhere"))
+
+
+def test_a_run_branches_only_without_a_checkpoint_of_its_own(tmp_path: Path) -> None:
+    (trunk,) = save(tmp_path / "trunk", 4)
+    run_dir = tmp_path / "run"
+    branch = find(run_dir, branch_from=trunk)
+    assert branch.path == trunk and branch.is_branch and not branch.in_run_folder
+    (own,) = save(run_dir, 6)
+    resumed = find(run_dir, branch_from=trunk)
+    assert resumed.path == own and not resumed.is_branch
+
+
+def test_damaged_checkpoints_alone_are_refused(tmp_path: Path) -> None:
+    (trunk,) = save(tmp_path / "trunk", 4)
+    for path in save(tmp_path / "run", 4, 8):
+        flip(max(path.glob("*.safetensors")))
+    with pytest.raises(InputError, match="checkpoints: every checkpoint is damaged"):
+        find(tmp_path / "run", branch_from=trunk)
+
+
+@pytest.mark.parametrize(
+    ("folder", "example"),
+    [("trunk", "trunk/checkpoints/step-00000008"), ("nowhere", "RUN/checkpoints/step-00000100")],
+)
+def test_a_branch_needs_the_folder_of_a_checkpoint(
+    folder: str, example: str, tmp_path: Path
+) -> None:
+    save(tmp_path / "trunk", 4, 8)
+    with pytest.raises(InputError, match=f"is not a checkpoint; name one, such as .*{example}"):
+        find(tmp_path / "run", branch_from=tmp_path / folder)
+
+
+# ── Compare ───────────────────────────────────────────────────────────────────────────────────────
+
+SAVED = {"seed": 0, "train.steps": 8, "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("present", "how", "changed", "implied"),
+    [
+        ({}, {}, set(), set()),
+        ({"seed": 1}, {}, {"seed"}, set()),
+        ({"loss.penalty": None}, {}, set(), set()),
+        ({"loss.penalty": "neg_entropy"}, {}, {"loss.penalty"}, set()),
+        ({"train.steps": 9}, {}, {"train.steps"}, set()),
+        ({"train.steps": 9}, {"horizon_may_move": True}, set(), set()),
+        (
+            {"train.steps": None, "train.tokens": 64},
+            {"horizon_may_move": True},
+            set(),
+            set(),
+        ),
+        (
+            {"train.begin_with": "step-00000004"},
+            {"is_branch": True},
+            {"train.begin_with"},
+            {"train.begin_with"},
+        ),
+        (
+            {"precision": "delayed", "fp8_config.margin": 0},
+            {},
+            {"precision", "fp8_config.margin"},
+            {"fp8_config.margin"},
+        ),
+    ],
+)
+def test_identities_differ_by_these_keys(
+    present: dict[str, Any], how: dict[str, Any], changed: set[str], implied: set[str]
+) -> None:
+    changes = compare_identities(SAVED, SAVED | present, **how)
+    assert changes.values.keys() == changed
+    # A branch always implies its own key, whether or not it has changed.
+    assert changes.implied & changed == implied
+    for key, (saved, now) in changes.values.items():
+        assert saved == SAVED.get(key) and now == present[key]
+
+
+def test_tuples_equal_the_lists_that_json_makes_of_them() -> None:
+    changes = compare_identities({"betas": [0.9, 0.95]}, {"betas": (0.9, 0.95)})
+    assert not changes.values
+
+
+@pytest.mark.parametrize(
+    ("step", "job", "may_move"),
+    [
+        (12, job_of(12, schedule="cosine"), True),  # the same number of steps
+        (12, job_of(24), True),
+        (12, job_of(24, precision_changes=True), False),  # phases of precision
+        (9, job_of(24, schedule="wsd"), True),  # of 12 steps, the last two decay
+        (12, job_of(24, schedule="wsd"), False),
+        (4, job_of(24, schedule="cosine"), False),
+        (0, job_of(24, schedule="cosine"), True),
+    ],
+)
+def test_a_horizon_moves_while_the_learning_rate_is_the_same(
+    step: int, job: Any, may_move: bool
+) -> None:
+    assert horizon_may_move(record_of(step, steps=12), job) is may_move
+
+
+# ── Refuse ────────────────────────────────────────────────────────────────────────────────────────
+
+HORIZON_CHANGED = IdentityChanges({"train.steps": (12, 24)})
+SEED_CHANGED = IdentityChanges({"seed": (0, 1)})
+
+
+@pytest.mark.parametrize("in_run_folder", [True, False])
+def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None:
+    found = found_at(12, in_run_folder=in_run_folder)
+    with pytest.raises(InputError) as error:
+        require_same_training(found, SEED_CHANGED, job_of(), [])
+    message = str(error.value)
+    assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
+    assert ("Set another `run_dir`" if in_run_folder else "Omit --resume") in message
+    assert "--accept-changes" in message and "To end elsewhere" not in message
+
+
+def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
+    early, newest = save(tmp_path, 4, 12)
+    found = FoundCheckpoint(newest, record_of(12), False, True)
+    job = job_of(24, schedule="wsd")
+    with pytest.raises(InputError, match=f"with --resume, which {early} is"):
+        require_same_training(found, HORIZON_CHANGED, job, [newest, early])
+    with pytest.raises(InputError, match=r"with --resume\.$"):
+        require_same_training(found, HORIZON_CHANGED, job, [newest])
+
+
+@pytest.mark.parametrize(
+    ("found", "changes"),
+    [
+        (found_at(12), IdentityChanges({})),
+        (found_at(12, is_branch=True), SEED_CHANGED),
+        (found_at(30, 30), IdentityChanges({"train.steps": (30, 24)})),  # past the horizon
+    ],
+)
+def test_these_checkpoints_are_not_refused_for_their_changes(
+    found: FoundCheckpoint, changes: IdentityChanges
+) -> None:
+    require_same_training(found, changes, job_of(24), [])
+
+
+@pytest.mark.parametrize(
+    ("step", "in_run_folder", "message"),
+    [
+        (11, True, None),
+        (12, True, None),  # its run has ended
+        (12, False, "is from step 12, and `train` ends the run at 12; lengthen it$"),
+        (13, True, "ends the run at 12; lengthen it, or set another `run_dir`"),
+    ],
+)
+def test_a_checkpoint_must_leave_steps_to_train(
+    step: int, in_run_folder: bool, message: str | None
+) -> None:
+    source = ResumePoint(Path("step"), record_of(step), [])
+    if message is None:
+        require_steps_to_train(source, job_of(), in_run_folder=in_run_folder)
+        return
+    with pytest.raises(InputError, match=message):
+        require_steps_to_train(source, job_of(), in_run_folder=in_run_folder)
+
+
+def test_a_horizon_in_tokens_needs_steps_of_one_size() -> None:
+    record = record_of(4)
+    record["progress"]["tokens"] = 4 * 2048
+    source = ResumePoint(Path("step"), record, [])
+    with pytest.raises(InputError, match=r"set the horizon as `train.steps: 8`"):
+        require_steps_to_train(source, job_of(), in_run_folder=True)
+
+
+def test_another_stream_is_refused_unless_a_branch_starts_it() -> None:
+    job = job_of(stream=object(), **{"data.fingerprint": "b"})
+    record = record_of(4, **{"data.fingerprint": "a"})
+    resumed = ResumePoint(Path("step"), record, [])
+    with pytest.raises(InputError, match=r"is of another stream.*`train.begin_with: step`"):
+        require_same_stream(resumed, job)
+    branch = ResumePoint(Path("step"), record, [], is_branch=True)
+    require_same_stream(branch, job)
+    assert branch.place(job) == 0 and branch.shift(job) == -4 * 4
+
+
+@pytest.mark.parametrize("file", ["summary.json", "final"])
+def test_a_start_never_overwrites_a_finished_run(file: str, tmp_path: Path) -> None:
+    (tmp_path / file).mkdir()
+    with pytest.raises(InputError, match="is of a finished run that has no checkpoint"):
+        require_own_records(job_of(run_dir=tmp_path))
+
+
+def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").unlink(missing_ok=True)
+    job = job_of(run_dir=run_dir)
+    job.recipe = load_recipe(run_dir / "config.yaml")
+    job.data.train = SimpleNamespace(fingerprint="ab12")
+    require_own_records(job)
+    job.data.train.fingerprint = "cd34"
+    with pytest.raises(InputError, match=r"is of another training \(data.fingerprint\)"):
+        require_own_records(job)
+    job.run_dir = tmp_path / "nothing yet"
+    require_own_records(job)
+
+
+# ── Build ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_resumed_run_remembers_what_has_changed() -> None:
+    own = build_resume_point(found_at(4), SEED_CHANGED, job_of())
+    assert own.notes == ["the recipe has changed: seed: saved 0, now 1"]
+    assert own.past == {"changed": [{"step": 4, "was": {"seed": 0}}], "left_out": 2}
+    unchanged = build_resume_point(found_at(4), IdentityChanges({}), job_of())
+    assert unchanged.notes == [] and unchanged.past["changed"] == []
+
+
+def test_a_branch_starts_with_an_empty_past() -> None:
+    found = found_at(4, steps=8, is_branch=True, in_run_folder=False)
+    changes = IdentityChanges(
+        {"seed": (0, 1), "train.begin_with": (None, "x")}, frozenset({"train.begin_with"})
+    )
+    branch = build_resume_point(found, changes, job_of())
+    assert branch.notes == ["the recipe has changed: seed: saved 0, now 1"]
+    assert branch.past == {"changed": [], "left_out": 0} and branch.is_branch
+    assert branch.health.losses == [2.0]
+    assert branch.health.rollbacks == 0 and branch.health.switched_after is None
+
+
+def test_a_moved_horizon_is_noted() -> None:
+    point = build_resume_point(found_at(4, steps=8), IdentityChanges({}), job_of(24))
+    assert point.notes[0].startswith("the horizon moves from step 8 to 24; constant: ")
+    assert point.health.rollbacks == 1 and point.health.switched_after == 3
+
+
+def test_accepted_changes_are_not_refused(tmp_path: Path) -> None:
+    save(tmp_path, 4)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=10)
+    job = job_of(seed=1)
+    with pytest.raises(InputError, match="seed: saved 0, now 1"):
+        find_resume_point(checkpoints, "auto", job, accept_changes=False)
+    point = find_resume_point(checkpoints, "auto", job, accept_changes=True)
+    assert point.step == 4 and "seed" in point.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "length", "packs_per_step", "shift"),
+    [(1024, 256, 4, 0), (1024, 256, 8, -24), (2048, 256, 4, 24), (1024, 512, 4, -12)],
+    ids=["the same steps", "larger steps", "smaller steps", "shorter packs now"],
+)
+def test_packs_continue_where_the_checkpoints_ended(
+    tokens: int, length: int, packs_per_step: int, shift: int
+) -> None:
+    job = job_of()
+    job.recipe.data.length = length
+    job.plan.packs_per_step = packs_per_step
+    # Checkpoints of earlier versions have no place.
+    for place in ({"place": 6 * tokens // length}, {}):
+        progress = {"step": 5, "left_out": 1, "shift": 0, **place}
+        record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}
+        source = ResumePoint(Path("step-00000005"), record, [])
+        assert source.shift(job) == shift and source.place(job) == 6 * packs_per_step + shift
