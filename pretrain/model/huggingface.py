@@ -400,8 +400,18 @@ def build(
             f"`model.source`: {settings.source}: {len(surplus)} of its weights have no place in the"
             f" model, {surplus[0]} among them; {_making_room(settings, config, surplus) or remedy}"
         )
-    # which transformers forgets as it loads
-    for name, parameter in build_on_meta(config).named_parameters():
+    if broken := [name for name, weight in model.named_parameters() if not weight.isfinite().all()]:
+        raise InputError(
+            f"`model.source`: {settings.source}: {broken[0]} holds NaN or infinity; name other weights",
+        )
+    expected = dict(build_on_meta(config).named_parameters())
+    # transformers unties two parameters if the file holds both, with different values.
+    if untied := sorted(dict(model.named_parameters()).keys() - expected.keys()):
+        raise InputError(
+            f"`model.source`: {settings.source}: {untied[0]} has values of its own, though the "
+            "configuration ties it; set `model.config.tie_word_embeddings: false`",
+        )
+    for name, parameter in expected.items():  # which transformers forgets as it loads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.utils.stateless import _reparametrize_module
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -153,6 +155,9 @@ def wrap_layers(
     or a module such as the final norm. The LM head casts for itself. `cast_to`: dtype of the
     working copies, None if the parameters are in the compute dtype.
     """
+    for norm in packed.hf.modules():
+        if isinstance(norm, nn.LayerNorm):
+            norm.forward = partial(_layer_norm, norm)
     for unit in _units(packed.hf.base_model):
         if isinstance(unit, nn.Embedding):
             if cast_to is not None:
@@ -199,6 +204,17 @@ def _units(module: nn.Module) -> Iterator[nn.Module]:
     else:
         for child in module.children():
             yield from _units(child)
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    """Return the forward of `norm`, on a CPU in FP32 at least.
+
+    torch's CPU kernel sums the gradients of a BF16 weight and bias in BF16, which is off by 5 %
+    after 2,048 rows.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
+    weight, bias = (None if each is None else each.to(wide) for each in (norm.weight, norm.bias))
+    return F.layer_norm(x.to(wide), norm.normalized_shape, weight, bias, norm.eps).to(x.dtype)
 
 
 def _recomputed_in_backward(layer: nn.Module, context: PrecisionContext) -> Forward:

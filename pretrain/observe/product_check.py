@@ -150,9 +150,11 @@ class _ProductCheck:
     @torch.no_grad()
     def see_operand(self, name: str, role: Role, tensor: Tensor) -> None:
         """Sample an operand [rows, features] before it is quantized."""
-        if name not in self._of_head and (name, role, "features") in self._samples:
+        is_repeated = (name, role, "features") in self._samples
+        if role != "input" and name not in self._of_head and is_repeated:
             # A recomputed layer. Of the head the last tokens count, because documents at the end of
-            # a microbatch are compared.
+            # a microbatch are compared. If a forward calls a layer several times, its last input
+            # counts, because backward starts with the last call.
             return
         precision, settings = self._active.precision, self._active.settings
         amax = tensor.abs().amax().float()

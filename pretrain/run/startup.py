@@ -37,7 +37,7 @@ from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.job import Job
 from pretrain.run.out_of_memory import is_out_of_memory
 from pretrain.run.run import Run
-from pretrain.verify.parity import PLAIN_BYTES, Parity, check_parity
+from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
 # Share of a device's memory that stays free for fragments, communication buffers and evaluation.
 RESERVE = 0.04
@@ -299,7 +299,7 @@ def _compare_first_step(run: Run) -> Parity | str:
             "step 0 is compared only, and this run begins with the weights of step "
             f"{run.state.step:,}"
         )
-    if largest_over_ranks(accelerator, int(not _fits(model, accelerator.device))):
+    if largest_over_ranks(accelerator, int(not _fits(run.job, model, accelerator.device))):
         return (
             "plain transformers in FP32 does not fit beside the run "
             f"({PLAIN_BYTES} bytes a parameter)"
@@ -320,10 +320,13 @@ def _compare_first_step(run: Run) -> Parity | str:
     )
 
 
-def _fits(model: PackedLanguageModel, device: torch.device) -> bool:
+def _fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
     """Return whether plain transformers in FP32 fits beside the model."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return PLAIN_BYTES * sum(p.numel() for p in model.hf.parameters()) < 0.8 * free
+    parameters = sum(parameter.numel() for parameter in model.hf.parameters())
+    heads = model.hf.config.get_text_config().num_attention_heads
+    scores = heads * min(job.recipe.data.length, LONGEST["cuda"]) ** 2  # of attention
+    return PLAIN_BYTES * (parameters + scores) < 0.8 * free

@@ -1,6 +1,6 @@
-"""Does the fast path train what plain transformers trains? Tokens of the run's own step 0, three times over.
+"""Does the fast path train what plain transformers trains? Random tokens in step 0's shapes.
 
-docs/verification.md says what is compared, how far each may be off, and why both sides predict other tokens than the text's.
+docs/verification.md says what is compared, how far each may be off, and why tokens are random.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from packing.batch import Microbatch, StepBatches, build_microbatch
 from pretrain.metrics.health import TrainingHalted
 from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
-from pretrain.model.gradients import gradient_of
+from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
 from pretrain.observe.product_check import Compared, watching_products
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
@@ -37,21 +37,25 @@ from pretrain.verify.reference_model import (
     Document,
     reference_model,
     reference_pass,
-    routes_alike,
     whole,
     wrong_batches,
 )
 from pretrain.verify.reference_quantizer import watching_quantizers
 
-MICROBATCHES = 2  # of each rank: the first quantizes the weights, and the second takes its copies
 # of a pack, where its documents begin and end: no block of a kernel ends there
 SEVENTHS = (0, 1, 3, 5, 7)
-TOKENS, DOCUMENTS = 1024, 3  # of a microbatch, at most, that the plain side computes
-# a parameter: plain weights, their gradient, one to compare with, and sums of products, in FP32
+DOCUMENTS = 3  # of the first microbatch that have labels
+LABELS = 341  # of a document, at most
+# Tokens of the second microbatch's document that the plain side computes at most, by device. Eager
+# attention keeps heads x length^2 scores of a layer.
+LONGEST = {"cpu": 2048, "cuda": 4096}
+# Bytes that the plain side takes. A parameter: weights, their gradient, one to compare with, and
+# sums of products, in FP32. An attention score of a layer: four copies in FP32.
 PLAIN_BYTES = 16
-# tokens, at least, that a text has whose equal rows do not err alike by chance, as a nucleotide's
-# do
-DIFFERENT = 16
+# Standard deviations of the noise on values that are all the same: relative to them, and on zeros.
+# Larger biases would make the rows of a small model's attention nearly equal, and so their errors.
+NOISE, NOISE_ON_ZEROS = 0.1, 0.01
+LOGITS = 3.0  # standard deviation of a fresh model's logits: some tokens are likely, and none alone
 # of the norm of a gradient over several microbatches, from that of the sum of theirs
 SUMS_APART = 0.1
 # by which the quantized gradient's norm may be off the unquantized one's; healthy FP4 stays within
@@ -81,8 +85,6 @@ class Parity:
     sums: Sequence[Compared] = ()
     quantized_loss: float | None = None
     quantized_gradient_norm: float | None = None
-    # why quantized products were not compared, where there are some
-    quantized_left_out: str | None = None
 
     def summary(self) -> str:
         """In one line how far apart the sides are."""
@@ -90,11 +92,7 @@ class Parity:
         text = f"parity with plain transformers: loss {loss:+.1e}, gradients differ by at most {worst:.0%} of the tolerance"
         if self.products:
             text += f", {len(self.products)} quantized products by at most {self.products[0].excess:.0%} of theirs"
-        return text + (
-            f"; quantized products are not compared: {self.quantized_left_out}"
-            if self.quantized_left_out
-            else ""
-        )
+        return text
 
     def record(self) -> dict[str, Any]:
         """What audit.json says: the figures, the worst tensors and products, and how many there were."""
@@ -165,37 +163,46 @@ class _Check:
 
     def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
         failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
-        vocabulary = self.model.hf.config.get_text_config().vocab_size
-        recut = [
-            cut(batch, vocabulary, at_end=n % 2 == 0)
-            for n, batch in enumerate(step.microbatches[:MICROBATCHES])
+        head, like = self.model.hf.get_output_embeddings(), step.microbatches[0]
+        draw = np.random.default_rng(self.accelerator.process_index)
+        drawn = [
+            draw_microbatch(like, len(head.weight), draw),
+            draw_microbatch(like, len(head.weight), draw, LONGEST[self.accelerator.device.type]),
         ]
-        step = replace(step, microbatches=[batch for batch, _ in recut])
-        microbatches = [of_batch for _, of_batch in recut]
-        documents = [document for of_batch in microbatches for document in of_batch]
-        tokens = max(
-            sum(from_all_ranks(sum(int((each.labels != IGNORE).sum()) for each in documents))), 1
-        )
-        different = {token for each in documents for token in each.tokens.tolist()}
-        variety = min(from_all_ranks(len(different)))
-        is_varied = variety >= DIFFERENT
+        step = replace(step, microbatches=[batch for batch, _ in drawn])
+        tokens = self.accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
         valid_tokens = max(step.valid_tokens, 1)  # all of the step's, over which a loss is a mean
         mean_over = valid_tokens / tokens
 
-        # The loss of a microbatch in two chunks at least, as of training's microbatches, which may be larger.
-        head, half = (
-            self.model.hf.get_output_embeddings(),
-            -(-step.microbatches[0].input_ids.shape[1] // 2),
+        # A penalty has the weight 1.0 on both sides: beside the cross-entropy's gradient, that of a
+        # small penalty would be lost in rounding.
+        penalty = head.penalty and replace(
+            head.penalty,
+            weight=head.penalty.weight / (head.settings.penalty_weight or 1.0),
         )
-        with training_without_dropout(self.model), overridden(head, chunk=min(head.chunk, half)):
+        with (
+            training_without_dropout(self.model),
+            overridden(
+                head,
+                # In two chunks at least, as of training's microbatches, which may be larger.
+                chunk=min(head.chunk, -(-like.input_ids.shape[1] // 2)),
+                penalty=penalty,
+            ),
+            distinct_values(self.model) as sharper,
+            head.register_forward_pre_hook(lambda head, inputs: (sharper * inputs[0], inputs[1])),
+        ):
             advance()
             with (
                 overridden(self.model.context, quantizing=False),
                 recording_choices(self.model) as chosen,
             ):
                 loss = self._pass(step) * mean_over
-            of_plain = self._plain(_as_chosen(microbatches, chosen), valid_tokens, tokens)
-            losses, reference, loss_noise, noise, alike = of_plain
+            losses, reference, loss_noise, noise = self._plain(
+                _as_chosen([documents for _, documents in drawn], chosen),
+                valid_tokens,
+                tokens,
+                sharper,
+            )
             gradients = self._gradients()
             dtypes = {
                 self.model.context.compute_dtype,
@@ -208,11 +215,9 @@ class _Check:
                 tokens=tokens,
                 loss=loss,
                 reference_loss=sum(from_all_ranks(losses.double().sum().item())) / tokens,
-                loss_tolerated=loss_noise * resolution * (1.0 if is_varied else LEEWAY),
+                loss_tolerated=loss_noise * resolution,
                 gradient_norm=gradient_norm(self.model.parameters()).item(),
-                tensors=judge(
-                    distances(gradients, reference), noise, resolution, tokens, routes_alike=alike
-                ),
+                tensors=judge(distances(gradients, reference), noise, resolution),
             )
             # not-a-number is never tolerated
             if not abs(loss - parity.reference_loss) <= parity.loss_tolerated:
@@ -223,40 +228,49 @@ class _Check:
             failures += worst_of(
                 parity.tensors, "gradients", "the packed path is not plain transformers"
             )
-            if self.active.precision.quantized and is_varied:
+            if self.active.precision.quantized:
                 del reference
                 failures += self._quantized(parity, step, mean_over)
-            elif self.active.precision.quantized:
-                parity.quantized_left_out = (
-                    f"the text has {variety} different tokens, and they take {DIFFERENT}"
-                )
         return parity
 
     def _plain(
-        self, microbatches: Sequence[Sequence[Document]], valid_tokens: int, tokens: int
-    ) -> tuple[Tensor, dict[str, Tensor], float, dict[str, Distance], bool]:
-        """Losses and gradients of plain transformers; how far BF16 takes each from itself, of all `tokens` of all ranks; and
-        whether a mixture's tokens all went where they went in the packed path."""
+        self,
+        microbatches: Sequence[Sequence[Document]],
+        valid_tokens: int,
+        tokens: int,
+        sharper: float,
+    ) -> tuple[Tensor, dict[str, Tensor], float, dict[str, Distance]]:
+        """Losses and gradients of plain transformers; and how far BF16 takes each from itself.
+
+        `tokens`: compared, of all ranks.
+        """
         advance()
         plain = reference_model(self.model.hf, self.accelerator.device)
-        losses, reference = self._plain_pass(plain, microbatches, valid_tokens)
+        losses, reference = self._plain_pass(plain, microbatches, valid_tokens, sharper)
         for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
             parameter.data = parameter.data.to(torch.bfloat16)
-        rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens)
+        rounded_losses, rounded = self._plain_pass(plain, microbatches, valid_tokens, sharper)
         # modules whose forward was replaced are cycles, which wait for the collector
         for parameter in plain.parameters():
             parameter.data = parameter.data.new_empty(0)
         loss_noise = math.sqrt(
             sum(from_all_ranks((rounded_losses - losses).double().square().sum().item())) / tokens
         )
-        return losses, reference, loss_noise, distances(rounded, reference), routes_alike(plain)
+        return losses, reference, loss_noise, distances(rounded, reference)
 
     def _plain_pass(
-        self, plain: PreTrainedModel, microbatches: Sequence[Sequence[Document]], valid_tokens: int
+        self,
+        plain: PreTrainedModel,
+        microbatches: Sequence[Sequence[Document]],
+        valid_tokens: int,
+        sharper: float,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The losses of this rank's tokens, and the gradient of all ranks' losses, divided by the step's tokens."""
         losses, gradients = reference_pass(
-            plain, microbatches, self.model.hf.get_output_embeddings().settings
+            plain,
+            microbatches,
+            self.model.hf.get_output_embeddings().settings,
+            sharper,
         )
         # one by one, as a sum over ranks is a copy; the fast path's backward has made its own
         for name in gradients:
@@ -382,24 +396,29 @@ def worst_of(compared: Sequence[Compared], what: str, meaning: str) -> list[str]
     return [f"{what}, {len(wrong)} of {len(compared)}: {meaning}; {listed}"] if wrong else []
 
 
-def cut(batch: Microbatch, vocabulary: int, *, at_end: bool) -> tuple[Microbatch, list[Document]]:
-    """The tokens of `batch` in packs of four documents each, with labels in some of these, which are returned too: the first
-    ones of the microbatch, or the last, as what is lost is mostly lost at an end. Each is to predict another token than the
-    text's, half of the vocabulary of `vocabulary` tokens away."""
-    length = batch.max_seqlen
-    lengths = np.diff(np.unique([length * part // 7 for part in SEVENTHS])).astype(np.int32)
-    rows = batch.input_ids[0].view(-1, length).numpy().astype(np.uint32)
-    batch = build_microbatch([Pack(row, lengths) for row in rows], mask_boundaries=True)
-    spans = [slice(*ends) for ends in pairwise(batch.cu_seqlens.unique().tolist())]
+def draw_microbatch(
+    like: Microbatch, vocabulary: int, draw: np.random.Generator, longest: int | None = None
+) -> tuple[Microbatch, list[Document]]:
+    """Draw random tokens in the shape of a microbatch. Return the documents with labels too.
+
+    Each pack holds four documents, and the last three of the microbatch have labels: at most their
+    first LABELS tokens. With `longest` each pack is one document, and at most LABELS of the first
+    `longest` tokens of the first document have labels, evenly spaced. Labels are the next tokens.
+    """
+    size, length = like.input_ids.shape[1], like.max_seqlen
+    ends = np.unique(length * np.array((0, 7) if longest else SEVENTHS, np.int32) // 7)
+    rows = draw.integers(vocabulary, size=(size // length, length), dtype=np.uint32)
+    batch = build_microbatch([Pack(row, np.diff(ends)) for row in rows], mask_boundaries=True)
+    spans = list(pairwise(batch.cu_seqlens.unique().tolist()))
     labels, documents = torch.full_like(batch.labels, IGNORE), []
-    for span in (spans[::-1] if at_end else spans)[:DOCUMENTS]:
-        part = slice(span.start, min(span.stop, span.start + TOKENS // DOCUMENTS))
-        of_text = batch.labels[0, part]
-        labels[0, part] = torch.where(
-            of_text == IGNORE, IGNORE, (of_text + vocabulary // 2) % vocabulary
-        )
+    for begin, end in spans[:1] if longest else spans[-DOCUMENTS:]:
+        part = slice(begin, min(end, begin + (longest or LABELS)))
+        # An odd distance meets each place in the blocks of a kernel.
+        distance = -(-(part.stop - begin) // LABELS) | 1
+        labelled = torch.arange(part.stop - 2, begin - 1, -distance)
+        labels[0, labelled] = batch.labels[0, labelled]
         documents.append(Document(batch.input_ids[0, part], labels[0, part], part))
-    return replace(batch, labels=labels), documents
+    return replace(batch, labels=labels, valid_tokens=int((labels != IGNORE).sum())), documents
 
 
 # ── How far apart gradients are, and may be ────────────────────────────────────────────────────────────────────────────────────
@@ -415,13 +434,13 @@ TOTAL = "all of them together"
 LEEWAY = 2.0
 # a scalar's draw may be this many times smaller than usual, one of n values n times less often
 FEW_VALUES = 9.0
-# Tokens that BF16's rounding may send to other experts by chance, though it sent none where it was measured, and how much of such
-# a token's part in all other gradients changes with it. With four one of 48 small models that were right was stopped.
-ROUTED_ELSEWHERE, CHANGED_BESIDE = 6, 1 / 3
 
 
 class Distance(NamedTuple):
-    """Norms of a tensor's gradient on the reference's side, and of its difference to the measured one; the number of values."""
+    """Norms of a tensor's gradient, on the reference's side, and of its difference to the measured.
+
+    `values`: the number of values that err independently, at most.
+    """
 
     reference: float
     apart: float
@@ -454,7 +473,8 @@ def distances(
                 [torch.linalg.vector_norm(each, dtype=torch.float64) for each in (b, a - b)]
             )
         )
-        sizes[name] = a.numel()
+        # A gate's only row errs in the one direction that tokens share, like a scalar.
+        sizes[name] = 1 if a.dim() > 1 and len(a) == 1 else a.numel()
     of_all = torch.stack(norms)
     # waits for the device once
     of_all = torch.cat([of_all, torch.linalg.vector_norm(of_all, dim=0, keepdim=True)]).tolist()
@@ -468,16 +488,12 @@ def judge(
     apart: Mapping[str, Distance],
     noise: Mapping[str, Distance],
     resolution: float,
-    tokens: float,
-    *,
-    routes_alike: bool = False,
 ) -> list[Compared]:
     """Each tensor, and all as one, with what it may be off; the worst first.
 
     `noise`: of plain transformers in BF16 to itself in FP32. A tensor may be as far off as BF16 took itself, those of its kind in
     all layers, or the median one: for a tensor of few values, or one that is small because much cancels in it, its own draw may
-    be small by chance. `resolution`: how coarsely what is judged rounds; 1.0 is BF16. `tokens`: that are compared.
-    `routes_alike`: each went to the same experts on both sides.
+    be small by chance. `resolution`: how coarsely what is judged rounds; 1.0 is BF16.
     """
     total = noise[TOTAL].reference
     negligible = NEGLIGIBLE * total
@@ -488,31 +504,12 @@ def judge(
     squares: dict[str, list[float]] = defaultdict(list)
     for name, each in known.items():
         squares[kinds[name]].append(each.error**2)
-    # A token that goes elsewhere takes its whole part from one gradient and adds as much to another. FP32 hardly sends any.
-    routed = (
-        math.sqrt(2 * ROUTED_ELSEWHERE / max(tokens, 1))
-        if resolution == 1.0 and not routes_alike
-        else 0.0
-    )
-    # Of each mixture of experts, what the names of its router's and its experts' parameters begin with.
-    mixtures = tuple(
-        {
-            f"{name.partition(part)[0]}."
-            for name in noise
-            for part in (".experts.", ".router.")
-            if part in name
-        }
-    )
     judged = []
     for name, each in apart.items():
         own = noise[name].apart if name in noise else 0.0
         usual = max(typical, math.sqrt(mean(squares.get(kinds[name], [0.0]))))
         few = 1 + FEW_VALUES / each.values  # large for a scalar only
-        changed = (1.0 if name.startswith(mixtures) else CHANGED_BESIDE) if mixtures else 0.0
-        allowed = math.hypot(
-            few * LEEWAY * resolution * max(own, usual * each.reference),
-            changed * routed * each.reference,
-        )
+        allowed = few * LEEWAY * resolution * max(own, usual * each.reference)
         norm = max(each.reference, negligible) or 1.0
         judged.append(
             Compared.of(
@@ -523,9 +520,41 @@ def judge(
 
 
 @contextmanager
-def training_without_dropout(model: nn.Module) -> Iterator[None]:
-    """All of `model` in training mode, which low precision and recomputation go by, with every dropout rate at zero: of torch's
-    own dropout, and of layers that call the function. So is the noise on what goes into a mixture's experts and router."""
+def distinct_values(model: PackedLanguageModel) -> Iterator[float]:
+    """Add noise to each parameter whose values are all the same, such as a fresh norm or bias.
+
+    Equal values look the same in every place, so that swapped norms would pass. Afterwards all
+    values are as before, bit for bit. Yields a factor for the head's inputs that makes a fresh
+    model's logits vary: flat logits hide most of the gradient of softmax and penalty. The factor is
+    1.0 if no parameter was changed. Draws random numbers. Collective.
+    """
+    torch.manual_seed(0)  # on all ranks
+    before = []
+    for parameter in model.parameters():
+        values = local_part(parameter)
+        if parameter.requires_grad and values.numel() > 1 and values.amin() == values.amax():
+            before.append((values, values.clone()))
+            size = torch.where(values == 0, NOISE_ON_ZEROS, NOISE * values.abs())
+            values += size * torch.randn(values.shape).to(values.device)
+    weight = model.hf.get_output_embeddings().weight.detach()
+    norm = whole(torch.linalg.vector_norm(weight, dtype=torch.float32)).item()
+    try:
+        changed = any(from_all_ranks(bool(before)))
+        yield max(1.0, LOGITS * math.sqrt(len(weight)) / norm) if changed else 1.0
+    finally:
+        for values, original in before:
+            values.copy_(original)
+
+
+@contextmanager
+def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
+    """Keep `model` in training mode, which low precision and recomputation go by, without noise.
+
+    Every dropout rate is zero, of torch's own dropout and of layers that call the function. So is
+    the noise on what goes into a mixture's experts. Routers are in evaluation mode: some draw their
+    choices in training, and the rate of that noise decides which experts they consider.
+    """
+    routers = model.routing.routers if model.routing else ()
     with ExitStack() as changes:
         for module in model.modules():
             noises = (
@@ -538,5 +567,6 @@ def training_without_dropout(model: nn.Module) -> Iterator[None]:
                 for name, value in vars(module).items()
                 if isinstance(value, float) and any(n in name for n in noises)
             ]
-            changes.enter_context(overridden(module, training=True, **dict.fromkeys(rates, 0.0)))
+            off = {} if module in routers else dict.fromkeys(rates, 0.0)
+            changes.enter_context(overridden(module, training=module not in routers, **off))
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,6 +91,23 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
     for ours, theirs in zip(packed.hf.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_layer_norms_in_bf16_on_a_cpu_have_the_gradients_of_fp32(
+    build_model: Callable, random_packs: Callable
+) -> None:
+    """torch's own kernel would be a quarter off after so many rows."""
+    microbatch = build_microbatch(random_packs([[16]] * 256, 16), mask_boundaries=True)
+    gradients = []
+    for dtype in (None, torch.bfloat16):
+        packed = build_model("gpt2", embd_pdrop=0.0, resid_pdrop=0.0, cast_to=dtype).train()
+        packed(**inputs_of(microbatch, CPU)).backward()
+        gradients.append({name: each.grad for name, each in packed.hf.named_parameters()})
+    exact, rounded = gradients
+    norms = [name for name in exact if ".ln_" in name]
+    assert len(norms) > 4
+    for name in norms:
+        assert (rounded[name] - exact[name]).norm() < 0.03 * exact[name].norm(), name
 
 
 SHORT = 12  # a pack of a step that is drawn
@@ -380,6 +398,38 @@ def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
         == {name for name in dict(built.named_parameters()) if "e_score_correction_bias" in name}
         != set()
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda weights: weights["model.norm.weight"].fill_(math.nan),
+            r"model\.norm\.weight holds NaN",
+        ),
+        (
+            lambda weights: weights.update({"lm_head.weight": torch.zeros(61, 32)}),
+            "tie_word_embeddings: false",
+        ),
+    ],
+)
+def test_weights_that_parity_would_stop_are_refused_with_the_cause(
+    change: Callable, message: str, build_model: Callable, tmp_path: Path
+) -> None:
+    build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    change(weights)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    source = ModelSettings(source=str(tmp_path))
+    with pytest.raises(InputError, match=rf"`model\.source`.*{message}"):
+        model.build(
+            source,
+            model.load_config(source),
+            weights=torch.float32,
+            seed=1,
+            device=CPU,
+            backend="packed_sdpa",
+        )
 
 
 def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(

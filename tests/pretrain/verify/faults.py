@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface
 
 from foundation.overrides import overridden
 from packing.arrow import IGNORE
@@ -27,6 +28,7 @@ from pretrain.precision.emulation import Operand
 from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, Grid, blocks, tensor
+from pretrain.settings.recipe import LossSettings
 from pretrain.verify import parity
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun
 
@@ -38,13 +40,21 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Fault:
-    """`recompute`: the run recomputes its layers. `weights`: the ways to store weights in which it is made."""
+    """`recompute`: the run recomputes its layers. `weights`: the ways to store weights in which it is made. `kind` of model and
+    `loss`: of the run."""
 
     what: str
     make: Make
     applies: Callable[[SmallRun], bool]
     recompute: bool = False
     weights: Sequence[str] = ("fp32",)
+    kind: str = "qwen3"
+    loss: LossSettings | None = None
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What `build_run` takes for it."""
+        return {"kind": self.kind, "recompute": self.recompute, "loss": self.loss}
 
     @contextmanager
     def entered(self, run: SmallRun) -> Iterator[None]:
@@ -239,6 +249,55 @@ def blind_to_itself(run: SmallRun, patch: Patch) -> None:
     patch.setattr(attention, "document_mask", others_only)
 
 
+@fault("no token sees further back than half of a pack")
+def half_of_the_keys(run: SmallRun, patch: Patch) -> None:
+    document_mask = attention.document_mask
+    patch.setattr(
+        attention,
+        "document_mask",
+        lambda *documents: document_mask(*documents).triu(1 - LENGTH // 2),
+    )
+
+
+@fault("positions begin again at half of a pack")
+@changing_inputs
+def positions_wrap(inputs: Inputs) -> Inputs:
+    return {"position_ids": inputs["position_ids"] % (LENGTH // 2)}
+
+
+def changing_window(change: Callable[[int], int | None]) -> Make:
+    """Of sliding attention, the keys that a query sees."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        kernel = AttentionInterface._global_mapping["packed_sdpa"]
+
+        def changed(*states: Any, sliding_window: int, **options: Any) -> Any:
+            return kernel(*states, sliding_window=change(sliding_window), **options)
+
+        patch.setitem(AttentionInterface._global_mapping, "packed_sdpa", changed)
+
+    return make
+
+
+fault("the sliding window is ignored", kind="mistral")(changing_window(lambda window: None))
+fault("the sliding window is a key wider", kind="mistral")(
+    changing_window(lambda window: window + 1)
+)
+
+
+@fault("the second norm of a fused layer has the weight of the first", in_torch)
+def norms_swapped(run: SmallRun, patch: Patch) -> None:
+    norm, firsts = (
+        arithmetic.Arithmetic.norm,
+        {layer.norms[1]: layer.norms[0] for layer in run.packed.fused.layers.values()},
+    )
+    patch.setattr(
+        arithmetic.Arithmetic,
+        "norm",
+        lambda of, x, module, *rest: norm(of, x, firsts.get(module, module), *rest),
+    )
+
+
 @fault("the residual is lost on its way back", in_torch)
 def residual_lost(run: SmallRun, patch: Patch) -> None:
     def without(
@@ -292,6 +351,41 @@ def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
         "add_product_",
         lambda total, left, right, overwrite=False: add(total, left, right, overwrite=True),
     )
+
+
+def changing_gradient_of_logits(change: Callable[[Tensor, Tensor, Any], None]) -> Make:
+    """`change` overwrites logits, from which all but the losses has been made, with labels and penalty given."""
+
+    def make(run: SmallRun, patch: Patch) -> None:
+        def changed(
+            logits: Tensor, labels: Tensor, penalty: Any = None, *, with_gradient: bool
+        ) -> Tensor:
+            losses = token_losses(logits.clone(), labels, penalty, with_gradient=with_gradient)
+            if with_gradient:
+                change(logits, labels, penalty)
+            return losses
+
+        token_losses = loss_head.token_losses
+        patch.setattr(loss_head, "token_losses", changed)
+
+    return make
+
+
+@fault(
+    "the penalty's gradient is lost",
+    loss=LossSettings(chunk=256, penalty="non_max_sum", penalty_weight=0.1),
+)
+@changing_gradient_of_logits
+def without_penalty(logits: Tensor, labels: Tensor, penalty: Any) -> None:
+    loss_head.Penalty().gradient_(logits, labels)
+
+
+@fault("the head's gradient is that of the label alone")
+@changing_gradient_of_logits
+def label_alone(logits: Tensor, labels: Tensor, penalty: Any) -> None:
+    logits.zero_()
+    (rows,) = (labels != IGNORE).nonzero(as_tuple=True)
+    logits[rows, labels[rows]] = -1
 
 
 def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:

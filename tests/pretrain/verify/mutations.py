@@ -28,13 +28,13 @@ from pretrain.precision.settings import PRECISIONS
 from pretrain.precision.transformer_engine import unavailable_because
 from tests.multi import test_broken_ranks as broken_ranks
 from tests.pretrain.conftest import on_a
-from tests.pretrain.verify import update_faults  # noqa: F401
+from tests.pretrain.verify import mixture_faults, update_faults  # noqa: F401
 from tests.pretrain.verify.faults import FAULTS, Fault
 from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
 
 DEPTHS = (4, 12, 28)
 NOTHING = "**nothing**"
-UNFUSED = {"gemma"}  # of which no layer has a fused form
+UNFUSED = {"gemma", "mistral", "qwen3_moe"}  # of which no layer is fused
 MARKS = {
     device: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
     for device, name in (("cpu", "faults"), ("cuda", "faults on a GPU"))
@@ -102,13 +102,11 @@ def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None
     """For the table: "parity", "audit" or both, with fused layers and without; None where it cannot be made in the precision."""
     catchers = []
     with on_a(device) as accelerator:
-        for _, name, fused in configurations(device):
+        for _, name, fused in configurations(device, (fault.kind,)):
             for weights in fault.weights if name == precision else ():
                 if weights != "fp32" and PRECISIONS[name].compute_dtype == "float32":
                     continue  # which would round nothing but the weights
-                run = build_run(
-                    accelerator, name, fused=fused, recompute=fault.recompute, weights=weights
-                )
+                run = build_run(accelerator, name, fused=fused, weights=weights, **fault.options)
                 if fault.applies(run):
                     who = " and ".join(caught_by(run, fault)) or NOTHING
                     catchers += [f"{who} (fused)" if fused else who] if who not in catchers else []

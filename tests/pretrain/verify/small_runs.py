@@ -76,6 +76,11 @@ MIXTURES: dict[str, dict[str, Any]] = {
     | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
 }
 MIXTURES["afmoe"] = MIXTURES["qwen3_moe"] | {"num_dense_layers": 1}
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "mistral": WITHOUT_HEAD_DIM | {"sliding_window": 3 * LENGTH // 8},
+    "phimoe": MIXTURES["mixtral"] | {"router_jitter_noise": 0.01, "input_jitter_noise": 0.1},
+    "hrm_text": {key: value for key, value in LLAMA.items() if key != "num_key_value_heads"},
+}
 LAYERS = {"gpt2": "n_layer"}
 
 
@@ -184,7 +189,7 @@ def build_run(
     settings = ModelSettings(
         config={
             "model_type": kind,
-            **(ARCHITECTURES | MIXTURES)[kind],
+            **(ARCHITECTURES | MIXTURES | UNUSUAL)[kind],
             LAYERS.get(kind, "num_hidden_layers"): layers,
         },
         gradient_checkpointing="full" if recompute else "none",

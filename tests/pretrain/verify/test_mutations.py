@@ -37,6 +37,15 @@ CAUGHT = [
     ("a block's scale is half of what fits", "mxfp8"),
     ("the Hadamard transform is made on one side only", "nvfp4"),
     ("the tensor's scale is twice what fits", "delayed"),
+    ("no token sees further back than half of a pack", "bf16"),
+    ("positions begin again at half of a pack", "bf16"),
+    ("the sliding window is ignored", "bf16"),
+    ("the sliding window is a key wider", "bf16"),
+    ("one token in 64 gets nothing of its experts", "bf16"),
+    ("one token in 64 chooses the next experts", "bf16"),
+    ("one token in 64 is computed by the next experts", "bf16"),
+    ("the penalty's gradient is lost", "mxfp8"),
+    ("the head's gradient is that of the label alone", "bf16"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
 
@@ -61,10 +70,8 @@ def table() -> dict[tuple[str, str], str]:
 def test_a_fault_is_caught_by_whom_the_table_names(
     what: str, precision: str, table: dict, accelerator: Accelerator
 ) -> None:
-    run, fault = (
-        build_run(accelerator, precision, layers=1, recompute=BY_NAME[what].recompute),
-        BY_NAME[what],
-    )
+    fault = BY_NAME[what]
+    run = build_run(accelerator, precision, layers=1, **fault.options)
     assert fault.applies(run)
     assert " and ".join(caught_by(run, fault)) == table[what, precision]
 
