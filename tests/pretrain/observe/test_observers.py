@@ -77,7 +77,7 @@ BF16 = active_in("bf16", "torch")
 TWO_PHASES = PrecisionSchedule([(5, active_in("nvfp4")), (None, BF16)], 20, unquantized=BF16)
 
 
-def test_new_steps_are_the_first_two_of_a_process_a_phase_and_after_a_rollback() -> None:
+def test_new_steps_are_two_of_a_process_a_phase_and_after_a_rollback() -> None:
     recorder = Recorder("a", [])
     observers = observers_of(TWO_PHASES, recorder, resumed_step=2)
     steps = steps_described(observers, recorder, range(3, 12))

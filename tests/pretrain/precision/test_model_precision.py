@@ -11,7 +11,7 @@ from pretrain.precision.selection import make_engines
 from tests.pretrain.conftest import active_in
 
 
-def test_each_precision_of_a_run_is_found_by_the_backend_that_products_read() -> None:
+def test_the_backend_that_products_read_determines_the_precision() -> None:
     precisions = [
         active_in("delayed_bf16_forward"),
         active_in("delayed"),
