@@ -265,8 +265,8 @@ def positions_wrap(inputs: Inputs) -> Inputs:
     return {"position_ids": inputs["position_ids"] % (LENGTH // 2)}
 
 
-def changing_window(change: Callable[[int], int | None]) -> Make:
-    """Of sliding attention, the keys that a query sees."""
+def changing_window(change: Callable[[int | None], int | None]) -> Make:
+    """Change the sliding window of the attention kernel. None means full attention."""
 
     def make(run: SmallRun, patch: Patch) -> None:
         kernel = AttentionInterface._global_mapping["packed_sdpa"]
@@ -281,7 +281,7 @@ def changing_window(change: Callable[[int], int | None]) -> Make:
 
 fault("the sliding window is ignored", kind="mistral")(changing_window(lambda window: None))
 fault("the sliding window is a key wider", kind="mistral")(
-    changing_window(lambda window: window + 1)
+    changing_window(lambda window: window and window + 1)
 )
 
 
