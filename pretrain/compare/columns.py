@@ -38,10 +38,10 @@ class Column:
 
 def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table."""
-    last_text = max(place for place, column in enumerate(columns) if column.is_text)
     header = [column.title for column in columns]
     cells = [[column.text(row) for column in columns] for row in rows]
-    return markdown(header, cells, names=last_text + 1)
+    # Columns of text come first.
+    return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:
@@ -227,16 +227,7 @@ def differences_of(comparison: RunComparison) -> list[Column]:
     gap_column = partial(column_of_part, "gap")
     base = comparison.baseline.label
     confidence = f"{100 * CONFIDENCE:.0f} %"
-    interval = (
-        f"half of the {confidence} interval of the mean along this run, not over seeds. It "
-        f"considers that neighbouring steps are correlated. Below {FEWEST_STEPS} steps there is "
-        "none"
-    )
-    verdict = (
-        f"position of the interval: within ± {comparison.tolerance:g} nats around the baseline, or "
-        f"beyond. A run is called beyond only if the {confidence} hold for all rows together "
-        "(Bonferroni)"
-    )
+
     return [
         RUN,
         gap_column(
@@ -245,7 +236,20 @@ def differences_of(comparison: RunComparison) -> list[Column]:
             lambda gap: gap.mean,
             partial(signed, digits=5),
         ),
-        gap_column(f"± {confidence}", interval, lambda gap: gap.half_width, "{:.5f}".format),
+        gap_column(
+            f"± {confidence}",
+            f"half of the {confidence} interval of the mean along this run, not over seeds. It "
+            f"considers that neighbouring steps are correlated. Below {FEWEST_STEPS} steps there "
+            "is none",
+            lambda gap: gap.half_width,
+            "{:.5f}".format,
+        ),
         gap_column("steps", "", lambda gap: gap.steps),
-        Column("verdict", verdict, lambda compared: compared.verdict),
+        Column(
+            "verdict",
+            f"position of the interval: within ± {comparison.tolerance:g} nats around the "
+            f"baseline, or beyond. A run is called beyond only if the {confidence} hold for all "
+            "rows together (Bonferroni)",
+            lambda compared: compared.verdict,
+        ),
     ]

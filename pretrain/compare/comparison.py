@@ -81,7 +81,7 @@ class ComparedRun:
 
         Return None for the baseline and if `not_paired` gives a reason.
         """
-        if self.is_baseline or self.not_paired:
+        if self.is_baseline or self.not_paired or self.differences is None:
             return None
         return Gap.over(ends_of(self.differences), self.comparisons)
 

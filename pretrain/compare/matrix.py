@@ -12,6 +12,7 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
@@ -30,8 +31,8 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     """Return the runs of the cells that have started, the best first.
 
     Finished runs come before unfinished ones, and runs with a held-out loss before runs without.
-    Within these classes, lower losses come first. Runs within TOLERANCE of the best of their class
-    count as equal and stay in the order of `cells`.
+    Within these classes, lower losses come first. Runs within TOLERANCE of the best of them count
+    as equal and stay in the order of `cells`, and so do the runs within TOLERANCE of the next one.
     """
     entries = []
     for cell in cells:
@@ -39,11 +40,14 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
             run_class = (not cell.is_finished(), "held_out_loss" not in run.summary)
             training_loss = run.summary.get(LOSS_KEY, math.inf)
             entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
-    best: dict[tuple[bool, bool], float] = {}
-    for run_class, loss, _ in entries:
-        best[run_class] = min(loss, best.get(run_class, loss))
-    entries.sort(key=lambda entry: (entry[0], max(entry[1], best[entry[0]] + TOLERANCE)))
-    return [run for *_, run in entries]
+    # The class and the best loss of the runs that count as equal to a run.
+    ranks = {}
+    best: tuple[Any, float] = (None, 0.0)
+    for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
+        if run_class != best[0] or loss - best[1] > TOLERANCE:
+            best = (run_class, loss)
+        ranks[run.path] = best
+    return sorted((run for *_, run in entries), key=lambda run: ranks[run.path])
 
 
 def write_report(matrix: Matrix) -> str:
@@ -132,7 +136,7 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
             [
                 outcome.cell.name,
                 outcome.status,
-                or_dash(outcome.seconds, duration),
+                or_dash(outcome.seconds or None, duration),
                 str(outcome.cell.run_dir),
             ]
             for outcome in outcomes
@@ -141,7 +145,7 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
         if not single:
             say(write_report(matrix))
     if stop.requested:
-        return report_stop(stop)
+        return report_stop(stop.requested)
     return 0 if all(outcome.is_finished for outcome in outcomes) else 1
 
 

@@ -172,16 +172,15 @@ class Cell:
 
         Return None if the run has no step yet or the folder holds another training.
         """
-        if not self.mark.is_file() or self.differences:
-            return None
         with contextlib.suppress(InputError):
-            return read_run(self.run_dir)
+            if self.mark.is_file() and not self.differences:
+                return read_run(self.run_dir)
         return None
 
     def is_finished(self) -> bool:
         """Return True if the folder holds this training and the training is finished."""
-        is_same = self.mark.is_file() and not self.differences
-        return is_same and read_finished(self.run_dir) is not None
+        is_current = self.mark.is_file() and not self.differences
+        return is_current and read_finished(self.run_dir) is not None
 
     def check_folder(self) -> None:
         """Raise InputError if the folder holds another finished training.

@@ -44,7 +44,8 @@ class Outcome:
     cell: Cell
     # "finished", "finished before", "failed", "halted", "stopped" or "not started".
     status: str
-    seconds: float | None = None
+    # 0 if the cell was not started.
+    seconds: float = 0.0
 
     @property
     def is_finished(self) -> bool:
@@ -105,11 +106,6 @@ class StartedCell:
             status = "stopped" if stop_requested else "failed"
         return Outcome(self.cell, status, time.monotonic() - self.started)
 
-    def end_of_log(self) -> list[str]:
-        """Return the last lines of the output since this start."""
-        output = self.cell.log.read_bytes()[self.log_begins :].decode(errors="replace")
-        return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
-
 
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
     """Run the cells that are not finished until all have ended or a signal arrives.
@@ -130,17 +126,17 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     try:
         while running or (waiting and not stop.requested):
             while len(running) < at_once and not stop.requested:
-                cell = next_of(waiting, alone=not running)
-                if cell is None:
+                ready = next_of(waiting, alone=not running)
+                if ready is None:
                     break
-                waiting.remove(cell)
+                waiting.remove(ready)
                 shares_device = at_once > (matrix.slots or 1)
                 try:
-                    running.append(start(matrix, cell, running, side_by_side=shares_device))
-                    say(f"{cell.name}: started; its output goes to {cell.log}")
+                    running.append(start(matrix, ready, running, side_by_side=shares_device))
+                    say(f"{ready.name}: started; its output goes to {ready.log}")
                 except InputError as error:
-                    outcomes[cell.name].status = "failed"
-                    say(f"{cell.name}: failed: {error}")
+                    outcomes[ready.name].status = "failed"
+                    say(f"{ready.name}: failed: {error}")
             _pass_on_signals(running, stop)
             for started in list(running):
                 if started.has_ended():
@@ -171,14 +167,14 @@ def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
 
 def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
     """Print how a cell ended, with the end of its log if it has failed or halted."""
-    progress = ""
-    if len(outcomes) > 1:
-        done = sum(outcome.is_finished for outcome in outcomes)
-        progress = f", {done} of {len(outcomes)} cells done"
+    done = sum(outcome.is_finished for outcome in outcomes)
+    progress = f", {done} of {len(outcomes)} cells done" if len(outcomes) > 1 else ""
     say(f"{started.cell.name}: {outcome.status} after {duration(outcome.seconds)}{progress}")
     if outcome.status in ("failed", "halted"):
-        say(f"  the end of {started.cell.log}:")
-        say("\n".join(f"  | {line}" for line in started.end_of_log()))
+        log = started.cell.log
+        output = log.read_bytes()[started.log_begins :].decode(errors="replace")
+        lines = output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
+        say("\n  | ".join([f"  the end of {log}:", *lines]))
 
 
 def say(text: str) -> None:
@@ -186,10 +182,10 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def report_stop(stop: StopRequest) -> int:
+def report_stop(number: signal.Signals) -> int:
     """Print that a signal has stopped the command. Return the command's exit status."""
     say("\nstopped; the same command continues from here")
-    return 128 + stop.requested
+    return 128 + number
 
 
 def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:

@@ -9,7 +9,7 @@ some HTML.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,11 +128,12 @@ def _about(run: RunRecord) -> str:
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
     """Return the pictures of the page by name. Pictures without content are omitted."""
     figures = {"curves": curves_figure(comparison)}
-    maps = {
-        compared.label: heat_maps(compared.run.path / STATISTICS_FILE)
+    statistics = {
+        compared.label: maps
         for compared in comparison.compared_runs
+        if (maps := heat_maps(compared.run.path / STATISTICS_FILE))
     }
-    if statistics := {label: of_run for label, of_run in maps.items() if of_run}:
+    if statistics:
         figures["quantization"] = heat_figure(statistics)
     return figures
 
@@ -160,9 +161,12 @@ def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
 
 def _worst_layers(run: RunRecord) -> list[str]:
     """Return the keys of the layers with the lowest cosine at the last measurement of the gap."""
-    last = next((step for step in reversed(run.steps) if "gap/loss" in step), {})
+    measured = [step for step in run.steps if "gap/loss" in step]
     cosines = {
-        key: value for key, value in last.items() if key.startswith(LAYER) and value is not None
+        key: value
+        for step in measured[-1:]
+        for key, value in step.items()
+        if key.startswith(LAYER) and value is not None
     }
     return sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]
 
@@ -199,8 +203,8 @@ def curves_figure(comparison: RunComparison) -> Figure:
         if panel == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
         elif panel in ("training loss", "minus the baseline"):
-            values = [by_place[panel, ""][1] for by_place in curves if (panel, "") in by_place]
-            figure.update_yaxes(range=range_after_the_fall(values), row=row, col=1)
+            shown = [by_place[panel, ""][1] for by_place in curves if (panel, "") in by_place]
+            figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
 
@@ -282,16 +286,7 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     rows = max(
         len(heat_map["layers"]) for maps in statistics.values() for heat_map in maps.values()
     )
-    figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
-    return figure.update_layout(
-        height=min(1200, 200 + 14 * rows),
-        coloraxis={"colorscale": "Viridis"},
-        updatemenus=[_menu(choices)],
-    )
-
-
-def _menu(choices: Sequence[str]) -> dict[str, Any]:
-    """Return plotly's menu. A choice shows the traces whose entry in `choices` equals it."""
+    # A choice of the menu shows the traces whose entry in `choices` equals it.
     buttons = [
         {
             "label": choice,
@@ -300,14 +295,21 @@ def _menu(choices: Sequence[str]) -> dict[str, Any]:
         }
         for choice in dict.fromkeys(choices)
     ]
-    return {
-        "buttons": buttons,
-        "x": 0,
-        "xanchor": "left",
-        "y": 1.0,
-        "yanchor": "bottom",
-        "pad": {"b": 30},
-    }
+    figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
+    return figure.update_layout(
+        height=min(1200, 200 + 14 * rows),
+        coloraxis={"colorscale": "Viridis"},
+        updatemenus=[
+            {
+                "buttons": buttons,
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.0,
+                "yanchor": "bottom",
+                "pad": {"b": 30},
+            }
+        ],
+    )
 
 
 def audit_of(run: RunRecord) -> list[str]:
@@ -327,9 +329,8 @@ def audit_of(run: RunRecord) -> list[str]:
 
 def _effective(product: Mapping[str, Any]) -> str:
     """Return the observed precision of a product, with the reason if it is not quantized."""
-    if product.get("reason"):
-        return f"{product['effective']} ({product['reason']})"
-    return product["effective"]
+    reason = product.get("reason")
+    return f"{product['effective']} ({reason})" if reason else product["effective"]
 
 
 def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:

@@ -273,7 +273,7 @@ def measure(search: Search, stop: StopRequest) -> int:
         say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.cells), 'cell')}")
         outcomes = run_all(matrix, matrix.cells, stop)
         if stop.requested:
-            return report_stop(stop)
+            return report_stop(stop.requested)
         continues = search.judge(phase.name, outcomes)
         replace_file(page, f"{search.report()}\n".encode())
         if not continues:

@@ -112,14 +112,14 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
     """Return why a run fails the gate, or None if it passes."""
     if compared.run.broke_off:
         return f"{compared.label} {compared.run.broke_off}"
-    if compared.not_paired:
+    gap = compared.gap
+    if gap is None:
         raise InputError(
             f"--gate: {compared.label} cannot be compared with {base.label}: {compared.not_paired}"
         )
     if compared.run.is_unfinished:
         steps = plural(compared.run.summary["steps"], "step")
         return f"{compared.label} is not finished: it has {steps}"
-    gap = compared.gap
     # Without an interval, `upper` is the mean.
     if gap.upper <= tolerance:
         return None
@@ -150,7 +150,7 @@ def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
                 f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have no end that "
                 "counts"
             )
-        elif half_width is None:
+        elif difference is None or half_width is None:
             yield (
                 f"{group.name} has too few seeds in common with {base.name}: an interval needs "
                 f"{FEWEST_SEEDS}"
@@ -208,7 +208,8 @@ def watch(options: argparse.Namespace) -> Report | None:
     Returns the last report, or None if no run has a step. Waits for runs that have not started.
     """
     report = None
-    print("following", *options.runs, f"in {options.out}; Ctrl-C ends it", flush=True)
+    names = ", ".join(map(str, options.runs))
+    print(f"following {names} in {options.out}; Ctrl-C ends it", flush=True)
     with suppress(KeyboardInterrupt):
         while True:
             with suppress(NoStepYet):

@@ -127,9 +127,9 @@ class SeedComparison:
         results: list[GroupResult] = []
         excluded: dict[str, list[str]] = {}
         for name, group in groups.items():
-            losses = {}
+            losses: dict[int, float] = {}
             for seed, run in group.items():
-                loss = run.summary.get("held_out_loss" if held_out else LOSS_KEY)
+                loss: Any = run.summary.get("held_out_loss" if held_out else LOSS_KEY)
                 reason = _why_excluded(run, loss, base_runs.get(seed), held_out=held_out)
                 if reason:
                     excluded.setdefault(reason, []).append(run.name)

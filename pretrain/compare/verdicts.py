@@ -16,7 +16,7 @@ import numpy as np
 
 from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
 from pretrain.compare.columns import signed
-from pretrain.compare.comparison import own_speed, speed_ratio
+from pretrain.compare.comparison import speed_ratio
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
     CANNOT_TELL,
@@ -170,15 +170,15 @@ class Rounds:
             if verdict.is_faster_at_equal_loss
             and verdict.word not in (WORSE, WORSE + BEYOND_MARGIN)
         ]
-        best = max(eligible, key=lambda verdict: verdict.gain, default=None)
+        eligible.sort(key=lambda verdict: verdict.gain or 0.0, reverse=True)
         for verdict in verdicts:
-            verdict.advice = self._advice(verdict, eligible, best)
+            verdict.advice = self._advice(verdict, eligible)
         return verdicts
 
-    def _advice(self, verdict: Verdict, eligible: Sequence[Verdict], best: Verdict | None) -> str:
+    def _advice(self, verdict: Verdict, eligible: Sequence[Verdict]) -> str:
         """Return the advice about a candidate.
 
-        `eligible` are the candidates that may be recommended, and `best` is the recommended one.
+        `eligible` are the candidates that may be recommended, the recommended one first.
         """
         if verdict.is_open:
             if not verdict.more_seconds:
@@ -194,7 +194,7 @@ class Rounds:
                 )
             return "its speed is not known, because it is emulated"
         if verdict in eligible:
-            return USE if verdict is best else f"pays less than {best.name}"
+            return USE if verdict is eligible[0] else f"pays less than {eligible[0].name}"
         if verdict.is_faster_at_equal_loss:
             return f"pays at {verdict.tokens:.2f} × the tokens"
         return NO_GAIN
@@ -208,13 +208,15 @@ class Rounds:
         failures = [run.broke_off for _, run in pairs if run.broke_off]
         if failures:
             return Verdict(name, word=f"broke off: {failures[0]}")
-        verdict = Verdict(name, _difference(pairs, "held_out_loss"), _difference(pairs, LOSS_KEY))
-        verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
+        served = _difference(pairs, "held_out_loss")
+        verdict = Verdict(name, served, _difference(pairs, LOSS_KEY))
+        verdict.word = served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
-            verdict.more_seconds = self._seconds_to_verdict(verdict)
+            verdict.more_seconds = self._seconds_to_verdict(name, served)
         speedups = _speedups(pairs)
         if speedups:
-            verdict.tokens_per_second = statistics.median(own_speed(run) for _, run in pairs)
+            speeds = [run.summary["tokens_per_second"] for _, run in pairs]
+            verdict.tokens_per_second = statistics.median(speeds)
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slopes = {place: loss_slope(base) for place, (base, _) in enumerate(pairs)}
@@ -256,19 +258,19 @@ class Rounds:
         before = self.protocol.trunk if self.protocol.begin_with else 0
         return (fold * steps - before) / (steps - before)
 
-    def _seconds_to_verdict(self, verdict: Verdict) -> float | None:
+    def _seconds_to_verdict(self, name: str, served: SeedDifference) -> float | None:
         """Return the estimated seconds until a verdict, if mean and spread stay the same.
 
         The differences so far are repeated until a verdict is reached. Return None if MOST_SEEDS
         seeds would not be enough.
         """
-        values = list(verdict.served.by_seed.values())
+        values = list(served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
-            difference = SeedDifference(repeated, verdict.served.baseline)
+            difference = SeedDifference(repeated, served.baseline)
             word = difference.anytime_verdict(self.protocol.margin, self.protocol.error)
-            if not Verdict(verdict.name, word=word).is_open:
-                return (seeds - len(values)) * self.seconds([verdict.name])
+            if not Verdict(name, word=word).is_open:
+                return (seeds - len(values)) * self.seconds([name])
         return None
 
     # ── Table ─────────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +279,13 @@ class Rounds:
         """Return the Markdown table of the baseline and the candidates."""
         # FP32 is evaluated in FP32.
         served = "held out" if self.protocol.base == "fp32" else "served in BF16"
-        baseline = replace(self.verdict(self.protocol.base), word=BASELINE, gain_interval=None)
+        baseline = replace(
+            self.verdict(self.protocol.base),
+            word=BASELINE,
+            speedup=1.0,
+            tokens=1.0,
+            gain_interval=None,
+        )
         rows = [self._row(verdict) for verdict in (baseline, *verdicts)]
         return markdown(["precision", "seeds", served, *HEADER], rows)
 
@@ -316,9 +324,8 @@ class Rounds:
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
     """Return the difference in `key` of the summaries, from pairs (baseline, candidate)."""
-    base = {run.config["seed"]: run.summary[key] for run, _ in pairs}
-    candidate = {run.config["seed"]: run.summary[key] for _, run in pairs}
-    return SeedDifference.of(candidate, base)
+    by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
+    return SeedDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
 
 
 def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | None:
@@ -326,8 +333,12 @@ def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | 
 
     Return None if a speed is not known.
     """
-    speedups = {place: speed_ratio(base, run) for place, (base, run) in enumerate(pairs)}
-    return None if None in speedups.values() else SeedDifference(speedups, 1.0)
+    speedups = {
+        place: speedup
+        for place, (base, run) in enumerate(pairs)
+        if (speedup := speed_ratio(base, run))
+    }
+    return SeedDifference(speedups, 1.0) if len(speedups) == len(pairs) else None
 
 
 def loss_slope(run: RunRecord) -> float:

@@ -57,7 +57,8 @@ from pretrain.compare.which_trainings import (
     train,
 )
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, read_run
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
@@ -71,7 +72,7 @@ VERDICT_FILE = "verdict.json"
 ON_GPU = Path("accelerate_configs/bf16.yaml")
 ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Settings that overrides may not set, because this command sets them.
-RESERVED = (
+RESERVED = {
     "precision",
     "seed",
     "run_dir",
@@ -79,7 +80,7 @@ RESERVED = (
     "train.tokens",
     "train.epochs",
     "train.begin_with",
-)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -187,9 +188,7 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
         )
     if not (options.margin > 0 and options.hours > 0):
         raise InputError("command line: --margin and --hours must be above 0")
-    keys = dict(parse_overrides(options.overrides))
-    reserved = sorted(key for key in keys if key in RESERVED)
-    if reserved:
+    if reserved := sorted(RESERVED & dict(parse_overrides(options.overrides)).keys()):
         raise InputError(
             f"command line: `{reserved[0]}` is set by this command; remove it, or see --help"
         )
@@ -200,13 +199,11 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
             f"{steps} steps per training, by --steps or else `train.steps`: {minimum} is the "
             "minimum; set more"
         )
-    if options.steps:
-        most = steps_in_an_epoch(recipe)
-        if options.steps > most:
-            raise InputError(
-                f"--steps {options.steps}: data is repeated after step {most}, which hides what a "
-                f"precision costs in loss; set --steps {most} or fewer"
-            )
+    if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
+        raise InputError(
+            f"--steps {options.steps}: data is repeated after step {most}, which hides what a "
+            f"precision costs in loss; set --steps {most} or fewer"
+        )
 
 
 def has_gpu() -> bool:
@@ -325,7 +322,7 @@ def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
     by_products: dict[str, tuple[str, RunRecord]] = {}
     for name, cell in cells.items():
         if cell.is_finished():
-            run = cell.record()
+            run = read_run(cell.run_dir)
             products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
             by_products.setdefault(products, (name, run))
     return dict(by_products.values())
@@ -338,22 +335,26 @@ def default_candidates(weights: str) -> list[str]:
     GPU that supports none, and a CPU, compare one emulated precision. On a CPU the baseline is FP32
     if the recipe's `weights` are FP32.
     """
-    quantized = [name for name, precision in PRECISIONS.items() if precision.quantized]
+    emulated = next(name for name, precision in PRECISIONS.items() if precision.quantized)
     if not has_gpu():
-        return ["fp32" if weights == "fp32" else "bf16", quantized[0]]
+        return ["fp32" if weights == "fp32" else "bf16", emulated]
     # A child process, which releases the memory of the GPU when it ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
-        supported = child.submit(supported_precisions, quantized).result()
+        supported = child.submit(supported_precisions).result()
     with_head = [f"{name}{HEAD}" for name in supported[:1]]
-    return ["bf16", *(supported or quantized[:1]), *with_head]
+    return ["bf16", *(supported or [emulated]), *with_head]
 
 
-def supported_precisions(quantized: Sequence[str]) -> list[str]:
-    """Return the names in `quantized` that the GPU supports. Runs in a child process."""
+def supported_precisions() -> list[str]:
+    """Return the quantized precisions that the GPU supports. Runs in a child process."""
     from pretrain.precision.selection import missing_on  # imports torch
 
     missing = missing_on("cuda")
-    return [name for name in quantized if missing(PRECISIONS[name]) is None]
+    return [
+        name
+        for name, precision in PRECISIONS.items()
+        if isinstance(precision, QuantizedPrecision) and missing(precision) is None
+    ]
 
 
 def steps_that_fit(
@@ -389,7 +390,7 @@ def steps_that_fit(
     in_recipe = recipe.train.steps
     if not in_recipe and recipe.train.tokens:
         in_recipe = math.ceil(recipe.train.tokens / recipe.batch.tokens)
-    steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
+    steps = options.steps or int(min(in_hours, in_an_epoch, in_recipe or in_an_epoch))
     minimum = least_steps(trunk)
     if steps < minimum:
         if steps == in_hours:
@@ -430,9 +431,7 @@ def least_steps(trunk: int | None) -> int:
     The steps of its end must belong to the candidate alone. `trunk` is the step of the checkpoint
     that all trainings branch from, or None.
     """
-    if trunk is None:
-        return math.ceil(FEWEST_STEPS / (1 - TRUNK))
-    return trunk + FEWEST_STEPS
+    return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
 
 
 def step_of_checkpoint(path: str | None) -> int | None:
@@ -491,7 +490,7 @@ def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     _, *candidates = (cell.values[CELL] for cell in matrix.cells)
     say(f"\nround {len(rounds.runs) + 1}, about {duration(rounds.seconds(candidates))}")
     cells = train(matrix, stop, may_fail=False)
-    rounds.runs.append({name: cell.record() for name, cell in cells.items()})
+    rounds.runs.append({name: read_run(cell.run_dir) for name, cell in cells.items()})
     rounds.took |= {name: seconds_of(cell) for name, cell in cells.items() if cell.is_finished()}
     # Nothing branches from these checkpoints any more.
     for cell in matrix.cells:
@@ -526,7 +525,7 @@ def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) 
     """Return a line for each candidate, and the recommendation with its command."""
     lines = [f"{verdict.name}: {verdict.word}, {verdict.advice}." for verdict in verdicts]
     best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
-    if best:
+    if best and best.gain_interval:
         low, high = best.gain_interval
         lines.append(
             f"Train in {best.name}: {best.gain:.2f} times ({low:.2f} to {high:.2f}) "

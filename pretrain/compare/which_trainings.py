@@ -25,6 +25,7 @@ from pretrain.compare.matrix_file import (
 from pretrain.compare.matrix_run import DEVICES, report_stop, run_all, say
 from pretrain.compare.verdicts import Protocol
 from pretrain.metrics.run_folder import SUMMARY_FILE
+from pretrain.metrics.run_record import read_run
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
@@ -156,7 +157,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
         check_gpu_is_free(matrix)
         (outcome,) = run_all(matrix, [cell], stop)
         if stop.requested:
-            sys.exit(report_stop(stop))
+            sys.exit(report_stop(stop.requested))
         is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
         if not outcome.is_finished and not is_allowed:
             raise InputError(
@@ -205,4 +206,4 @@ def seconds_of(cell: Cell) -> float:
     """
     summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
     since_last_start = summary_time - cell.mark.stat().st_mtime
-    return max(since_last_start, 3600 * cell.record().summary["hours"])
+    return max(since_last_start, 3600 * read_run(cell.run_dir).summary["hours"])

@@ -126,16 +126,15 @@ class Trackers:
         self.file.start()
         names = [name for name in self._log.trackers if name != "jsonl" and self.file.main_process]
         run_id = self._run_id() if names else ""
-        scalars = {}
-        for key, value in flatten(config).items():
-            is_scalar = isinstance(value, int | float | str)
-            scalars[key] = value if is_scalar else json.dumps(value, default=str)
+        scalars = {
+            key: value if isinstance(value, int | float | str) else json.dumps(value, default=str)
+            for key, value in flatten(config).items()
+        }
         for name in names:
             try:
-                service = self._make(name, run_id)
-                self.services[name] = service
-                service.start()
-                service.store_init_configuration(scalars)
+                self.services[name] = self._make(name, run_id)
+                self.services[name].start()
+                self.services[name].store_init_configuration(scalars)
             except Exception as error:  # each tracker raises its own classes
                 raise InputError(
                     f"`log.trackers`: {name} does not start: {_describe(error)}; fix that, or "
@@ -155,8 +154,7 @@ class Trackers:
         title = self._run_dir.name
         if name == "tensorboard":
             # Purge what was logged after the resumed checkpoint.
-            resumed_step = self.file.resumed_step
-            purge_step = resumed_step + 1 if resumed_step else None
+            purge_step = self.file.resumed_step + 1 if self.file.resumed_step else None
             return tracker_class("tensorboard", self._run_dir, purge_step=purge_step)
         options = {}
         if name == "wandb":
@@ -190,9 +188,7 @@ class Trackers:
             for key, value in record.items()
             if type(value) in (int, float) and key != "step"
         }
-        for other_name, key in OTHER_NAMES.items():
-            if key in numbers:
-                numbers[other_name] = numbers[key]
+        numbers |= {other: numbers[key] for other, key in OTHER_NAMES.items() if key in numbers}
         for name in list(self.services):
             if record.get("event", "evaluation") == "evaluation":
                 self._call(name, "log", numbers, step=record["step"])
@@ -227,10 +223,9 @@ def check_trackers(log: LogSettings) -> None:
                 f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
             )
         if name not in map(str, get_available_trackers()):
-            package = name.replace("_", "-")
             raise InputError(
-                f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or remove it "
-                "from the list"
+                f"`log.trackers`: {name!r} is not installed; `pip install "
+                f"{name.replace('_', '-')}`, or remove it from the list"
             )
 
 
