@@ -270,13 +270,9 @@ def lay_out(
     for rank, offer in enumerate(offers):
         for named_block in offer.items():
             holders.setdefault(named_block, []).append(rank)
-
-    def largest_first(named_block: tuple[str, ShardBlock]) -> tuple[int, str, tuple[int, ...]]:
-        name, block = named_block
-        return -block.bytes, name, block.offset
-
     written = [0] * len(offers)  # bytes assigned to each rank
-    for name, block in sorted(holders, key=largest_first):
+    largest_first = sorted(holders, key=lambda item: (-item[1].bytes, item[0], item[1].offset))
+    for name, block in largest_first:
         if not block.bytes:  # with more ranks than rows, some ranks hold nothing
             continue
         rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
@@ -327,13 +323,12 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     for name in sorted(targets.keys() & index.keys()):
         saved = index[name]
         target = targets[name]
-        dtype = DTYPES[saved.dtype]
-        both_floating = dtype.is_floating_point and target.dtype.is_floating_point
-        is_convertible = dtype == target.dtype or both_floating
+        dtypes = {DTYPES[saved.dtype], target.dtype}
+        is_convertible = len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
         if saved.shape != tuple(target.shape) or not is_convertible:
-            expected = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
             problems.append(
-                f"{name} is {saved.dtype} {list(saved.shape)} there and {expected} here"
+                f"{name} is {saved.dtype} {list(saved.shape)} there and "
+                f"{DTYPE_NAMES[target.dtype]} {list(target.shape)} here"
             )
     return problems
 

@@ -232,10 +232,8 @@ def _normalize(variables: dict[str, str]) -> dict[str, Any]:
 
     Keys get the spelling of this project.
     """
-    values = {}
-    for variable, text in variables.items():
-        key = variable.lower()
-        values[_OTHER_NAMES.get(key, key)] = _parse_value(text)
+    lowered = {variable.lower(): text for variable, text in variables.items()}
+    values = {_OTHER_NAMES.get(key, key): _parse_value(text) for key, text in lowered.items()}
     overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
     # accelerate's command line writes `--fp8_backend te` in lower case.
@@ -330,14 +328,17 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
                 f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
                 "sequence parallelism are not supported; remove the key"
             )
-    ignored = _reset_variables(environ)
+    ignored = []
+    for variable, (neutral, text) in _RESET.items():
+        if environ.get(variable, neutral).lower() != neutral.lower():
+            environ[variable] = neutral
+            ignored.append(text)
     gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
         environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows only true and false
     replicas = 1
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        replicas, ignored_by_fsdp = _correct_fsdp(environ, processes)
-        ignored += ignored_by_fsdp
+        replicas = _correct_fsdp(environ, processes, ignored)
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
@@ -352,24 +353,16 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
     return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
 
 
-def _reset_variables(environ: MutableMapping[str, str]) -> list[str]:
-    """Reset the variables in _RESET to their neutral values. Return a text for each change."""
-    changed = []
-    for variable, (neutral, text) in _RESET.items():
-        if environ.get(variable, neutral).lower() != neutral.lower():
-            environ[variable] = neutral
-            changed.append(text)
-    return changed
+def _correct_fsdp(environ: MutableMapping[str, str], processes: int, ignored: list[str]) -> int:
+    """Return the number of replicas of FSDP, and correct the variables of FSDP.
 
-
-def _correct_fsdp(environ: MutableMapping[str, str], processes: int) -> tuple[int, list[str]]:
-    """Correct the variables of FSDP. Return the number of replicas and the ignored settings."""
+    The texts of ignored settings are added to `ignored`.
+    """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
             f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
             "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
         )
-    ignored = []
     replicas, shards = _mesh(environ, processes)
     if shards == 1:
         replicas = 1
@@ -380,11 +373,14 @@ def _correct_fsdp(environ: MutableMapping[str, str], processes: int) -> tuple[in
     if environ.pop("FSDP_IGNORED_MODULES", None):
         ignored.append("`fsdp_ignored_modules`: every module is sharded")
     environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-    return replicas, ignored
+    return replicas
 
 
 def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
-    """Return the number of processes that train together, and correct their variables."""
+    """Return the number of processes that train together, and correct their variables.
+
+    Corrections for the user are added to `notices`.
+    """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # accelerate sets MASTER_ADDR for several processes even if it then starts only one.
     is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
