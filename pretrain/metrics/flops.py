@@ -248,8 +248,7 @@ def ours(model: ModelFlops, length: int) -> float:
 
 def palm(model: ModelFlops, length: int) -> float:
     """Return 6N + 12LHQT, where N excludes embeddings, a tied head, and idle experts."""
-    counted = model.parameters - model.idle_weights - model.embedding_parameters
-    return 6.0 * counted + _square_attention(model, length)
+    return _square_attention(model, length, excluded=model.embedding_parameters)
 
 
 def nanogpt(model: ModelFlops, length: int) -> float:
@@ -257,8 +256,7 @@ def nanogpt(model: ModelFlops, length: int) -> float:
 
     An untied input embedding counts, although no product uses it.
     """
-    counted = model.parameters - model.idle_weights - model.position_parameters
-    return 6.0 * counted + _square_attention(model, length)
+    return _square_attention(model, length, excluded=model.position_parameters)
 
 
 def combined_formula(model: ModelFlops, length: int) -> float:
@@ -304,9 +302,13 @@ def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:
     return _attention(model, length) / _feed_forward(model)
 
 
-def _square_attention(model: ModelFlops, length: int) -> float:
-    """Return 12 LHQT: scores and weighted values for all pairs of tokens, also masked ones."""
-    return 12.0 * model.shape.layers * model.shape.query_width * length
+def _square_attention(model: ModelFlops, length: int, excluded: int) -> float:
+    """Return 6N + 12LHQT. N are the parameters without idle experts and `excluded` ones.
+
+    12LHQT are scores and weighted values for all pairs of tokens, also masked ones.
+    """
+    counted = model.parameters - model.idle_weights - excluded
+    return 6.0 * counted + 12.0 * model.shape.layers * model.shape.query_width * length
 
 
 def _attention(model: ModelFlops, length: int) -> float:
@@ -315,11 +317,10 @@ def _attention(model: ModelFlops, length: int) -> float:
     llm_TII assumes that heads * head_dim equals `hidden`.
     """
     hidden = model.shape.hidden
-    group = model.shape.heads / model.shape.kv_heads
     query = 2 * hidden**2
-    key_value = 2 * (2 * hidden**2 / group)
-    output = 2 * hidden**2
-    return query + key_value + output + 4 * length * hidden
+    key = query / (model.shape.heads / model.shape.kv_heads)
+    # The output takes as much as the query, and the value as much as the key.
+    return query + 2 * key + query + 4 * length * hidden
 
 
 def _feed_forward(model: ModelFlops) -> float:

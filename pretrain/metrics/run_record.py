@@ -177,8 +177,8 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the config by dotted key, with the source's config and the data's fingerprint."""
-        fingerprint = {"data.fingerprint": self.data_fingerprint}
-        return flatten(self.config) | self.source_config | fingerprint
+        settings = flatten(self.config) | self.source_config
+        return settings | {"data.fingerprint": self.data_fingerprint}
 
     @property
     def changed_settings(self) -> dict[str, str]:
@@ -264,8 +264,6 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
 
     Raises NoStepYet if `run_dir` is not a run folder or the run has no step yet.
     """
-    if not run_dir.is_dir():
-        raise NoStepYet(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     # An evaluation may precede the first step.
