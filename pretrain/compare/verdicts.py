@@ -220,11 +220,15 @@ class Rounds:
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slopes = {place: loss_slope(base) for place, (base, _) in enumerate(pairs)}
-        self._add_gain(verdict, speedups, SeedDifference(slopes, 0.0))
+        self._add_gain(verdict, served, speedups, SeedDifference(slopes, 0.0))
         return verdict
 
     def _add_gain(
-        self, verdict: Verdict, speedups: SeedDifference | None, slopes: SeedDifference
+        self,
+        verdict: Verdict,
+        served: SeedDifference,
+        speedups: SeedDifference | None,
+        slopes: SeedDifference,
     ) -> None:
         """Set the tokens for equal loss and the interval of the gain.
 
@@ -234,12 +238,13 @@ class Rounds:
         slope_half = slopes.half_width()
         if slope_half is None or slopes.mean + slope_half >= 0:
             return
-        served = verdict.served
         verdict.tokens = self.tokens_for(served.mean, slopes.mean)
-        if not verdict.speedup or verdict.word == CANNOT_TELL:
+        if speedups is None or verdict.word == CANNOT_TELL:
             return
         loss_half = served.anytime_half_width(self.protocol.error)
         speed_half = speedups.anytime_half_width(self.protocol.error)
+        if loss_half is None or speed_half is None:
+            return
         most = self.tokens_for(served.mean + loss_half, slopes.mean + slope_half)
         least = self.tokens_for(served.mean - loss_half, slopes.mean - slope_half)
         verdict.gain_interval = [
