@@ -212,7 +212,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
 
 
 def _setting_column(key: str) -> Column:
-    """Return a column with a setting in which runs differ."""
+    """Return the column of a setting that differs between runs."""
     return Column(
         key,
         "a setting in which runs differ",

@@ -186,9 +186,9 @@ def _common_steps(
 
 
 def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
-    """Return the number of steps whose packs rollbacks have skipped, by the step since when.
+    """Return the number of steps whose packs rollbacks have skipped, by step.
 
-    The steps are `first_step` and those of later rollbacks.
+    A number holds from its step on. The steps are `first_step` and those of later rollbacks.
     """
     skipped = {first_step: run.past["left_out"]}
     for record in run.metrics:

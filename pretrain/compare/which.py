@@ -32,7 +32,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
@@ -40,6 +40,7 @@ from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.signals import StopRequest
 from foundation.units import count, duration
+from packing.arrow import Packs
 from packing.order import order_of
 from packing.prepare import prepare
 from packing.store import open_packs
@@ -416,7 +417,7 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
         return math.inf
     if recipe.data.prepares:
         prepare(recipe.data, progress=True)
-    packs = open_packs(recipe.data, "train")
+    packs = cast(Packs, open_packs(recipe.data, "train"))
     open_packs(recipe.data, "held_out")  # raises InputError if they cannot be used
     mixture = order_of(packs, 1, recipe.seed).mixture
     sources = zip(mixture.counts, mixture.share_of_packs, strict=True)

@@ -152,25 +152,26 @@ class Trackers:
         """Create the tracker `name`. It continues the run of an earlier start if it can."""
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         title = self._run_dir.name
-        if name == "tensorboard":
+        resumed_step = self.file.resumed_step
+        by_name: dict[str, dict[str, Any]] = {
             # Purge what was logged after the resumed checkpoint.
-            purge_step = self.file.resumed_step + 1 if self.file.resumed_step else None
-            return tracker_class("tensorboard", self._run_dir, purge_step=purge_step)
-        options = {}
-        if name == "wandb":
-            options = {"dir": str(self._run_dir), "name": title}
-            # The agent of a sweep sets the identifier itself.
-            if not (os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")):
-                options |= {"id": run_id, "resume": "allow"}
-        elif name == "trackio":
+            "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
+            "wandb": {"dir": str(self._run_dir), "name": title},
             # trackio finds a run to resume by its name.
-            options = {"name": f"{title}-{run_id}", "resume": "allow"}
-        elif name == "mlflow":
-            options = {"run_name": title}
-            if "MLFLOW_TRACKING_URI" not in os.environ:
-                os.environ.update(MLFLOW_IN_A_FOLDER)
+            "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
+            "mlflow": {"run_name": title},
+        }
+        options = by_name.get(name, {})
+        # The agent of a sweep sets the identifier itself.
+        is_in_sweep = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
+        if name == "wandb" and not is_in_sweep:
+            options |= {"id": run_id, "resume": "allow"}
+        if name == "mlflow" and "MLFLOW_TRACKING_URI" not in os.environ:
+            os.environ.update(MLFLOW_IN_A_FOLDER)
+        # TensorBoard's files are in a folder of this name.
+        project = name if name == "tensorboard" else self._log.project
         folder = [self._run_dir] if tracker_class.requires_logging_directory else []
-        return tracker_class(self._log.project, *folder, **options)
+        return tracker_class(project, *folder, **options)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log `record` to `metrics.jsonl`, and the parts that trackers can show to the trackers.

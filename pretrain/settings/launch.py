@@ -73,7 +73,8 @@ _OTHER_NAMES = {
 class _Fp8Config(LowPrecisionSettings):
     """The `fp8_config` of an accelerate configuration, where `recipe` names the precision."""
 
-    recipe: PrecisionName = BY_ACCELERATE[_FP8].name
+    # mypy does not take a Literal whose names are collected at run time.
+    recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
 
 
 class _File(Settings):
