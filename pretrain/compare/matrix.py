@@ -156,30 +156,39 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Run all cells of an experiment and compare them. Finished cells are not run "
         "again.",
     )
-    add = parser.add_argument
-    add("matrix", type=Path, help="the experiment, a YAML file; see recipes/matrices/")
-    add(
+    parser.add_argument(
+        "matrix", type=Path, help="the experiment, a YAML file; see recipes/matrices/"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override the recipe in every cell",
     )
-    add(
+    parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="key=value",
         help="run only the cells with this value; may be repeated",
     )
-    add(
+    parser.add_argument(
         "--cell",
         type=int,
         metavar="N",
         help="run only the N-th of the selected cells, counted from 0, as in a job array",
     )
-    add("--at-once", type=int, metavar="N", help="number of cells to run at the same time")
-    add("--gpus", type=int, metavar="N", help="distribute the cells over this number of GPUs")
-    add("--processes", type=int, metavar="N", help="number of processes of each cell")
-    add("--count", action="store_true", help="print the number of cells and exit")
-    add("--dry-run", action="store_true", help="print the command of each cell and exit")
+    parser.add_argument(
+        "--at-once", type=int, metavar="N", help="number of cells to run at the same time"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="distribute the cells over this number of GPUs"
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes of each cell"
+    )
+    parser.add_argument("--count", action="store_true", help="print the number of cells and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command of each cell and exit"
+    )
     return parser.parse_intermixed_args(arguments)

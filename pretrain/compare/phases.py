@@ -223,21 +223,22 @@ def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser("python -m pretrain phases", __doc__)
-    add = parser.add_argument
-    add("phases", type=Path, help="the phases and their order, a YAML file; see recipes/phases/")
-    add(
+    parser.add_argument(
+        "phases", type=Path, help="the phases and their order, a YAML file; see recipes/phases/"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override the recipe in every cell",
     )
-    add(
+    parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
         help="distribute the cells of a phase over this number of GPUs",
     )
-    add(
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the commands of all phases, based on the first cells, and exit",

@@ -198,8 +198,12 @@ def _report_on(options: argparse.Namespace) -> Report:
     """
     folders = [path for path in options.runs if not path.is_file()] or options.runs
     runs = list({path.resolve(): read_run(path) for path in folders}.values())
-    tolerance = TOLERANCE if options.gate is None else options.gate
-    return Report.over(runs, options.vary, tolerance=tolerance, margin=options.margin / 100)
+    return Report.over(
+        runs,
+        options.vary,
+        tolerance=TOLERANCE if options.gate is None else options.gate,
+        margin=options.margin / 100,
+    )
 
 
 def watch(options: argparse.Namespace) -> Report | None:
@@ -236,23 +240,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compare runs: tables on the console, and a page with curves. The first run "
         "is the baseline.",
     )
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="run folder; the first is the baseline")
-    add("--out", type=Path, metavar="PAGE.html", help="also write the report as a page")
-    add(
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder; the first is the baseline"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="PAGE.html", help="also write the report as a page"
+    )
+    parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY",
         help="key or section that may differ between the runs; may be repeated",
     )
-    add(
+    parser.add_argument(
         "--gate",
         type=float,
         metavar="NATS",
         help="exit with status 1 if a run's loss ends more than this above the baseline's",
     )
-    add(
+    parser.add_argument(
         "--watch",
         nargs="?",
         type=float,
@@ -260,7 +267,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="write the page repeatedly while runs are training; default interval: 10",
     )
-    add(
+    parser.add_argument(
         "--margin",
         type=float,
         default=100 * MARGIN,

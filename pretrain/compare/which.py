@@ -116,61 +116,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
-    add = parser.add_argument
-    add("recipe", type=Path, help="recipe of the training that you plan, a YAML file")
-    add(
+    parser.add_argument(
+        "recipe", type=Path, help="recipe of the training that you plan, a YAML file"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override the recipe",
     )
-    add(
+    parser.add_argument(
         "--hours",
         type=float,
         default=4.0,
         metavar="H",
         help="time limit; no round starts that would not end within it; default: 4",
     )
-    add(
+    parser.add_argument(
         "--margin",
         type=float,
         default=0.3,
         metavar="PERCENT",
         help="differences up to this share of the baseline's loss count as none; default: 0.3",
     )
-    add(
+    parser.add_argument(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="precisions to compare, the baseline first; append +head to quantize the head too; "
         "default: all that this machine supports, or emulated ones if it supports none",
     )
-    add(
+    parser.add_argument(
         "--seeds",
         type=int,
         default=5,
         metavar="N",
         help=f"number of rounds to plan for, at least {FEWEST_SEEDS}; default: 5",
     )
-    add(
+    parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
         help="steps of each training; default: as many as --hours allow",
     )
-    add(
+    parser.add_argument(
         "--from",
         dest="begin_with",
         metavar="CHECKPOINT",
         help="a step-* folder to branch all trainings from, including the baseline's",
     )
-    add(
+    parser.add_argument(
         "--config_file",
         type=Path,
         metavar="FILE",
         help=f"accelerate configuration; default: {ON_GPU}, or {ON_CPU} without a GPU",
     )
-    add(
+    parser.add_argument(
         "--run_dir",
         metavar="FOLDER",
         help="folder of the trainings; default: runs/which/ and the recipe's name",

@@ -279,11 +279,13 @@ class Health:
                 "If the data of this step is correct, lower `optimizer.learning_rate` or "
                 "`optimizer.clip`"
             )
-        settings = (
-            f"`health.{key}: skip` skips such steps, `rollback` goes back to the last checkpoint"
-        )
         unchanged = _unchanged(step - 1 - state.consecutive_skips)
-        return StepDecision("stop", f"{reason}{obstacle}. {unchanged}", f"{remedy}. {settings}")
+        return StepDecision(
+            "stop",
+            f"{reason}{obstacle}. {unchanged}",
+            f"{remedy}. `health.{key}: skip` skips such steps, `rollback` goes back to the last "
+            "checkpoint",
+        )
 
     def _obstacle(self, action: str, can_go_back: bool) -> str:
         """Return the end of a sentence that says why `action` is impossible, or ""."""

@@ -136,11 +136,9 @@ def branch_checkpoint(recipe: Recipe) -> Path | None:
 
 def _path_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that a path may name in braces, by dotted key."""
-    fields = flatten(resolved(recipe))
-    fields["precision"] = label(recipe.precision, in_a_path=True)
-    for path_key in ("run_dir", "train.begin_with"):
-        del fields[path_key]
-    return fields
+    fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
+    paths = ("run_dir", "train.begin_with")
+    return {key: value for key, value in fields.items() if key not in paths}
 
 
 def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
