@@ -13,7 +13,7 @@ from foundation.overrides import overridden
 from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
-from tests.pretrain.observe.test_operand_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import SmallModel
 
 TOKENS, IN, OUT = 256, 128, 384
 
@@ -164,7 +164,7 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
 ) -> None:
     results = []
     for recompute in (False, True):
-        run, figures = Watched(recipe), []
+        run, figures = SmallModel(recipe), []
         x, layer = run.x.requires_grad_(), run.layers
         again = run.context.checkpoint if recompute else nn.Module.__call__
         for microbatch in range(5):  # two steps of two, and one more
@@ -185,7 +185,7 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
 
 
 def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -> None:
-    run, seen = Watched("current"), Counter()
+    run, seen = SmallModel("current"), Counter()
     with overridden(run.context, observers=[lambda name, role, x: seen.update([role])]):
         run.x.requires_grad_()
         run.step(recompute=True)
