@@ -1,4 +1,4 @@
-"""Batches equal those of a plain loop, for all world sizes and with prefetching."""
+"""Batches agree with a plain loop, for all world sizes and with prefetching."""
 
 from __future__ import annotations
 
@@ -73,10 +73,7 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
 
 
 def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
-    """Return best-fit packs in which every token is unique.
-
-    A batch therefore identifies its packs.
-    """
+    """Return best-fit packs of unique tokens, so that a batch identifies its packs."""
     lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
     layout = best_fit(lengths, LENGTH)
     assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, (

@@ -1,10 +1,10 @@
 """MDS folders are read like the format's own library reads them (tests/data/mds).
 
-mosaicml-streaming 0.13.0 wrote the folders and recorded what it read back. `reference` has the
-reference's layout: three columns in a custom encoding that is registered as `uint32` (bytes of
-arrays without a fixed size), document lengths in `attention_mask`, and positions that continue in
-cut documents. `encodings` has all encodings that the reader supports. `zstd` is compressed, with
-positions that restart.
+mosaicml-streaming 0.13.0 wrote the folders, and expected.json has the samples that it read back.
+`reference` has the reference's layout: three columns in a custom encoding that is registered as
+`uint32` (bytes of arrays without a fixed size), document lengths in `attention_mask`, and positions
+that continue in cut documents. `encodings` has all encodings that the reader supports. `zstd` is
+compressed, with positions that restart.
 """
 
 from __future__ import annotations

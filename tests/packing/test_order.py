@@ -142,7 +142,7 @@ def test_spread_is_near_the_best_of_all_assignments(shape, data):
     seed=st.integers(0, 2**64 - 1),
 )
 def test_steps_of_another_size_continue_at_the_same_place(counts, before, now, steps, seed):
-    """The packs are those of steps with one pack each, without repetition or omission."""
+    """The packs are the same as with one pack per step, without repetition or omission."""
     mixture = Mixture.alone(counts[0])
     if len(counts) > 1:
         names = tuple("abc"[: len(counts)])

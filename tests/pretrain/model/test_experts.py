@@ -1,4 +1,4 @@
-"""Grouped experts agree with those of transformers, and FP8 experts with a plain loop."""
+"""Grouped experts agree with plain transformers, and FP8 experts with a plain loop."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def test_nvfp4_loses_blocks_whose_scale_is_zero():
 
 @pytest.mark.parametrize("role", ["input", "weight"])
 def test_underflow_is_reported_per_expert(role):
-    """All experts share one scale, with which the first expert loses half of its values.
+    """All experts share one scale, so that the first expert loses half of its values.
 
     As an input, the third expert has no rows.
     """

@@ -47,11 +47,11 @@ def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> Non
         for name in ("nvfp4", "bf16")
     )
     settings = recipe(train={"steps": 100}, schedule={"warmup": 0})
-    made = plan(qwen3, settings, schedule=schedule_of(settings, low, (None, high), until=0.5))
-    assert made.steps == 100 and made.emulated
-    assert "small: nvfp4 to 50 %, then bf16 compute" in render(made)
-    assert "steps 51 to 100 in bf16" in render(made)
-    assert "nvfp4 leaves the last 5 layers in bf16" in " ".join(render(made).split())
+    run_plan = plan(qwen3, settings, schedule=schedule_of(settings, low, (None, high), until=0.5))
+    assert run_plan.steps == 100 and run_plan.emulated
+    assert "small: nvfp4 to 50 %, then bf16 compute" in render(run_plan)
+    assert "steps 51 to 100 in bf16" in render(run_plan)
+    assert "nvfp4 leaves the last 5 layers in bf16" in " ".join(render(run_plan).split())
 
 
 def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
@@ -90,8 +90,8 @@ def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
 def test_with_a_bf16_forward_a_third_of_the_flops_run_in_bf16(qwen3: PreTrainedModel) -> None:
     active = active_in("delayed_bf16_forward", "transformer_engine")
     schedule = schedule_of(recipe(), active)
-    made = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
-    assert made.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
+    run_plan = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
+    assert run_plan.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
@@ -102,9 +102,9 @@ def test_microbatch_sizes_have_minimal_padding(
 
     If the devices divide the packs, no size needs padding.
     """
-    made = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
-    sizes = made.microbatch_sizes
-    packs_per_rank = made.packs_per_rank
+    run_plan = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
+    sizes = run_plan.microbatch_sizes
+    packs_per_rank = run_plan.packs_per_rank
     assert sizes[0] == 1 and sizes[-1] == packs_per_rank
     assert len({-(-packs_per_rank // size) for size in sizes}) == len(sizes)
     assert packs % devices or all(packs_per_rank % size == 0 for size in sizes)
@@ -128,12 +128,12 @@ def test_a_search_for_the_microbatch_stays_below_its_cap(qwen3: PreTrainedModel)
 def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(
     qwen3: PreTrainedModel, most: int, devices: int
 ) -> None:
-    made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
-    passes = -(-made.packs_per_rank // most)
-    assert 1 <= made.microbatch <= min(most, made.packs_per_rank)
+    run_plan = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
+    passes = -(-run_plan.packs_per_rank // most)
+    assert 1 <= run_plan.microbatch <= min(most, run_plan.packs_per_rank)
     assert (
-        -(-made.packs_per_rank // made.microbatch) == passes
-        and made.microbatch * passes - made.packs_per_rank < passes
+        -(-run_plan.packs_per_rank // run_plan.microbatch) == passes
+        and run_plan.microbatch * passes - run_plan.packs_per_rank < passes
     )
 
 
@@ -142,8 +142,8 @@ def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
 ) -> None:
     def checkpoints(**changes: Any) -> tuple[int | None, int]:
         changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
-        made = plan(qwen3, changed)
-        return made.before_decay, made.checkpoints_at_once
+        run_plan = plan(qwen3, changed)
+        return run_plan.before_decay, run_plan.checkpoints_at_once
 
     end = {"checkpoint": {"every": 500, "keep": 3}}
     assert checkpoints(**end) == (2221, 5), (
@@ -248,9 +248,13 @@ def with_memory(plan: Plan, memory: int = H200) -> Plan:
 
 def test_an_h200_keeps_rotated_queries_with_chunks_of_4096(in_fp8: Plan) -> None:
     """Queries, keys and values have 4,096 values per token and layer in BF16."""
-    made = with_memory(in_fp8)
-    assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (None, 4096, True)
-    assert made.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
+    run_plan = with_memory(in_fp8)
+    assert (run_plan.chunk, run_plan.loss.tokens_at_once, run_plan.keeps_rotated) == (
+        None,
+        4096,
+        True,
+    )
+    assert run_plan.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
 
 
 @given(

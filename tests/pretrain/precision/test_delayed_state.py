@@ -1,4 +1,4 @@
-"""Histories and scales of delayed scaling equal those of a plain loop over steps."""
+"""Histories and scales of delayed scaling agree with a plain loop over steps."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def run(
 def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
     """Return a function that quantizes and dequantizes x along its last dimension.
 
-    The recipes are those that quantize all operands in the same way.
+    It supports the recipes with the same quantization for all operands.
     """
     if recipe == "delayed":  # The first forward and backward use scales of one.
         return lambda x: tensor.quantize(x, torch.ones(()), format).dequantize()

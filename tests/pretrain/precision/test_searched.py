@@ -1,4 +1,4 @@
-"""Products by searched algorithms: the supported products and those that fall back."""
+"""Products by searched algorithms, and unsupported products, which fall back to torch."""
 
 from __future__ import annotations
 

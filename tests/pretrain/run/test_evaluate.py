@@ -189,7 +189,7 @@ def test_the_best_evaluation_is_the_first_lowest_of_the_same_packs() -> None:
 
 
 def folder_of(rank: int, machines: int) -> tuple[str, bool]:
-    """Return the folder in which this rank packs a corpus, and whether it exists at the end."""
+    """Return this rank's folder for the packs of a corpus, and whether it exists at the end."""
     with ExitStack() as stack:
         processes = SimpleNamespace(process_index=rank, is_local_main_process=rank < machines)
         folder = packing_folder(recipe(), processes, stack)

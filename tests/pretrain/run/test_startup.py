@@ -59,7 +59,10 @@ def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
 def find(
     model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1
 ) -> int | None:
-    """Return the largest size that fits a device on which every trial takes `used` of 100 bytes."""
+    """Return the largest size that fits a device with 100 bytes.
+
+    Every trial takes `used` bytes.
+    """
     return largest_that_fits(
         model,
         accelerator,

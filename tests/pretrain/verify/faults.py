@@ -408,7 +408,7 @@ def label_alone(logits: Tensor, labels: Tensor, penalty: Any) -> None:
 def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
     """Return a fault that changes gradients in place after the passes of a step.
 
-    The gradients are those of the second layer's parameters whose names end in `name`.
+    It changes the gradients of the second layer's parameters whose names end in `name`.
     """
 
     def make(run: SmallRun, patch: Patch) -> None:
@@ -671,7 +671,7 @@ def one_side_transformed(run: SmallRun, patch: Patch) -> None:
 
 
 def replacing_decision(method: str, replacement: Any) -> Make:
-    """Return a fault that replaces a method by which precisions choose how to quantize."""
+    """Return a fault that replaces one of a precision's methods for choosing the quantization."""
     return in_quantizers(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
 
 

@@ -92,7 +92,7 @@ def configurations(
 
 
 def faults_on(device: str) -> list[Fault]:
-    """Return all faults, on a GPU including those of Transformer Engine."""
+    """Return all faults. On a GPU this includes the faults of Transformer Engine."""
     if device == "cuda":
         importlib.import_module("tests.pretrain.verify.te_faults")
     return FAULTS

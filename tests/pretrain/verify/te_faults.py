@@ -53,7 +53,7 @@ def fused_on_te(run: SmallRun) -> bool:
 def with_changed(
     operand: Any, names: tuple[str, ...], change: Change | None
 ) -> AbstractContextManager[None]:
-    """Return a context in which the first existing attribute of `names` is changed."""
+    """Change the first existing attribute of `names` while the context is entered."""
     name = next(
         (candidate for candidate in names if getattr(operand, candidate, None) is not None), None
     )

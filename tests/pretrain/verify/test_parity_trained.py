@@ -24,7 +24,7 @@ RATE = 3e-3
 
 
 def learnable(pack: Pack) -> Pack:
-    """Return a pack with the same documents in which every token determines the next.
+    """Return a pack with the same documents, whose tokens determine the next token.
 
     The tokens go round in a circle of half of the vocabulary.
     """
@@ -79,7 +79,7 @@ def test_trained_weights_pass_and_their_faults_are_found(
     accelerator: Accelerator,
     trained_weights: dict[str, Tensor],
 ) -> None:
-    """Errors of trained weights stay as far below the limits as those of new ones."""
+    """Errors of trained weights are as far below the limits as errors of new weights."""
     run = build_learnable_run(accelerator, precision, **options)
     with torch.no_grad():
         for name, parameter in run.packed.hf.named_parameters():

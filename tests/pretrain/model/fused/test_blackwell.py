@@ -61,7 +61,7 @@ def active_everywhere(precision: str, backend: str, keep: tuple[str, ...] = ()) 
 
 
 def assemble(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
-    """Build a model for one or more precisions, the first of which is active."""
+    """Build a model for one or more precisions. The first precision is active."""
     hf = build(ARCHITECTURES[kind] | SIZES)
     model.round_weights(hf, torch.bfloat16)
     layers = decoder_layers(hf)

@@ -84,7 +84,7 @@ def test_products_add_to_main_gradients_that_are_stacked(
 
 @given(stacks(st.just(torch.float32)), st.booleans())
 def test_gradients_that_are_not_stacked_are_returned(stack: StackedLinear, attached: bool) -> None:
-    """With several processes, `attach_main_gradients` gets no stacks."""
+    """This happens without gradient sums, or if the sums are attached without stacks."""
     if attached:
         attach_main_gradients(nn.ModuleList(stack.linears), torch.float32)
     x = torch.randn(2, stack.linears[0].in_features)
