@@ -178,11 +178,12 @@ class Checkpoints:
     ) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
         """Return the files that this rank writes, and the index of all tensors in all files."""
         groups = {"model": model, "optimizer": optimizer}
-        blocks = {
-            kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()}
-            for kind, group in groups.items()
-        }
-        offers = from_all_ranks(blocks)
+        offers = from_all_ranks(
+            {
+                kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()}
+                for kind, group in groups.items()
+            }
+        )
         index = {
             kind: on_disk.lay_out(kind, [offer[kind] for offer in offers], checksums(group))
             for kind, group in groups.items()
@@ -191,8 +192,7 @@ class Checkpoints:
         for kind, group in groups.items():
             stem = on_disk.rank_stem(kind, self.rank, self.world_size)
             for name, entry in index[kind].items():
-                names = {piece.file for piece in entry.pieces if piece.file.startswith(stem)}
-                for file in names:
+                for file in {piece.file for piece in entry.pieces if piece.file.startswith(stem)}:
                     files.setdefault(file, {})[name] = local_part(group[name])
         return files, index
 
@@ -426,9 +426,10 @@ class Staging:
         start = 0
         for file, group in files.items():
             for name, tensor in group.items():
-                slot = self._memory[start : start + tensor.nbytes]
-                copy = slot.view(tensor.dtype).view(tensor.shape)
-                copies[file][name] = copy.copy_(tensor.detach(), non_blocking=True)
+                slot = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+                copies[file][name] = slot.view(tensor.shape).copy_(
+                    tensor.detach(), non_blocking=True
+                )
                 start += _rounded(tensor.nbytes)
         if device:
             torch.cuda.current_stream(device).synchronize()

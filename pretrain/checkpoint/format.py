@@ -276,8 +276,8 @@ def lay_out(
         if not block.bytes:  # with more ranks than rows, some ranks hold nothing
             continue
         rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
-        part = written[rank] // PART_BYTES
-        file = f"{rank_stem(kind, rank, len(offers))}-part-{part:03d}.safetensors"
+        stem = rank_stem(kind, rank, len(offers))
+        file = f"{stem}-part-{written[rank] // PART_BYTES:03d}.safetensors"
         pieces[name].append(Piece(file, block.offset, block.shape))
         written[rank] += block.bytes
     return {
@@ -349,15 +349,13 @@ def load_tensors(
             block = block_of(target)
             local = local_part(target)
             for piece in index[name].pieces:
-                overlap = _overlap(piece, block)
-                if overlap is None:
-                    continue
-                in_piece, in_block = overlap
-                file = open_file(piece.file)
-                # A tensor without dimensions has no slices, so full pieces are read as a tensor.
-                is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
-                values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
-                local[in_block].copy_(values)
+                if overlap := _overlap(piece, block):
+                    in_piece, in_block = overlap
+                    file = open_file(piece.file)
+                    # A tensor without dimensions has no slices, so full pieces are read whole.
+                    is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
+                    values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
+                    local[in_block].copy_(values)
 
 
 def _overlap(

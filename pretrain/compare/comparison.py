@@ -174,8 +174,10 @@ class RunComparison:
                 reason = run.summary.get("halted", "its results do not count as an end")
                 notes.append(f"{compared.label} {run.broke_off}: {reason}")
             elif compared.not_paired and not over_seeds:
-                base = self.baseline.label
-                notes.append(f"{compared.label} is not paired with {base}: {compared.not_paired}.")
+                notes.append(
+                    f"{compared.label} is not paired with {self.baseline.label}: "
+                    f"{compared.not_paired}."
+                )
             if run.changed_settings:
                 changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
                 notes.append(

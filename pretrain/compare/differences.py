@@ -123,9 +123,8 @@ class Gap:
         mean = float(differences.mean())
         if steps < FEWEST_STEPS:
             return cls(mean, None, 0.0, steps)
-        half = half_width(differences, CONFIDENCE)
         cautious = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
-        return cls(mean, half, cautious, steps)
+        return cls(mean, half_width(differences), cautious, steps)
 
     @property
     def upper(self) -> float:
@@ -186,8 +185,8 @@ class SeedDifference:
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
-        variance = self.sum_of_squares / (number - 1)
-        return t_quantile(number - 1, confidence) * math.sqrt(variance / number)
+        error = math.sqrt(self.sum_of_squares / (number - 1) / number)
+        return t_quantile(number - 1, confidence) * error
 
     def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
         """Return the verdict of a single look.

@@ -303,9 +303,14 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         cells.append(cell)
     if not cells:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
-    baseline = _find_baseline(path, settings.baseline, cells)
-    on_cpu = bool(accelerate.get("use_cpu"))
-    return Matrix(path, settings, tuple(cells), baseline, processes or 1, on_cpu=on_cpu)
+    return Matrix(
+        path,
+        settings,
+        tuple(cells),
+        baseline=_find_baseline(path, settings.baseline, cells),
+        processes=processes or 1,
+        on_cpu=bool(accelerate.get("use_cpu")),
+    )
 
 
 def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:

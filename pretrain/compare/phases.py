@@ -200,15 +200,12 @@ class Search:
         header = ["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""]
         lines = [markdown(header, rows, names=2), f"Ended: {self.ended}."]
         if self.chosen:
-            command = launch_command(
-                self.settings.accelerate,
-                self.settings.recipe,
-                [*self.overrides, *as_overrides(self.values)],
-            )
-            lines.append(
-                f"To train with the best configuration, without the `overrides` of {self.path}:"
-            )
-            lines.append(f"    {command}")
+            settings = self.settings
+            overrides = [*self.overrides, *as_overrides(self.values)]
+            lines += [
+                f"To train with the best configuration, without the `overrides` of {self.path}:",
+                f"    {launch_command(settings.accelerate, settings.recipe, overrides)}",
+            ]
         return "\n\n".join(lines)
 
 

@@ -68,13 +68,14 @@ def _without_seed(run: RunRecord) -> str:
 
 def _settings(run: RunRecord) -> dict[str, str]:
     """Return the properties that the runs of a group share, as text by key."""
-    observed = {
+    values = {
+        **settings_without(recipe_of(run), _WITHIN),
         "precision": run.precision,
         "backend": run.backend,
         "data.fingerprint": run.data_fingerprint,
+        **run.source_config,
+        **run.changed_settings,
     }
-    settings = settings_without(recipe_of(run), _WITHIN)
-    values = settings | observed | run.source_config | run.changed_settings
     return {key: as_text(value) for key, value in values.items()}
 
 

@@ -148,13 +148,14 @@ class Rounds:
 
         A training takes as long as its last one, or as the trial predicts.
         """
+        return sum(map(self._seconds_of, (self.protocol.base, *candidates)))
+
+    def _seconds_of(self, name: str) -> float:
+        """Return the estimated seconds of a training."""
         protocol = self.protocol
-        total = 0.0
-        for name in (protocol.base, *candidates):
-            is_branch = bool(protocol.begin_with) or name != protocol.base
-            steps = protocol.steps - (protocol.trunk if is_branch else 0)
-            total += self.took.get(name) or protocol.start + protocol.seconds[name] * steps
-        return total
+        is_branch = bool(protocol.begin_with) or name != protocol.base
+        steps = protocol.steps - (protocol.trunk if is_branch else 0)
+        return self.took.get(name) or protocol.start + protocol.seconds[name] * steps
 
     # ── Verdicts ──────────────────────────────────────────────────────────────────────────────────
 

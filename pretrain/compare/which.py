@@ -273,9 +273,9 @@ def new_protocol(
             f"{names[0]} and at least one other precision must run and differ; see "
             f"{question.folder}/trial"
         )
-    tokens_per_step = question.recipe.batch.tokens
     seconds = {
-        name: tokens_per_step / run.summary["tokens_per_second"] for name, run in runs.items()
+        name: question.recipe.batch.tokens / run.summary["tokens_per_second"]
+        for name, run in runs.items()
     }
     # Time besides the steps. The lower median excludes what compiles once for all trainings.
     besides = [
@@ -311,8 +311,10 @@ def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> d
         # The recipe was changed after a trial. Nothing is fixed yet, so run the trial again.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    cell_names = ", ".join(cell.values[CELL] for cell in matrix.cells)
-    say(f"first {TRIAL_STEPS} steps of each precision, about a minute each: {cell_names}")
+    say(
+        f"first {TRIAL_STEPS} steps of each precision, about a minute each: "
+        f"{', '.join(cell.values[CELL] for cell in matrix.cells)}"
+    )
     return train(matrix, stop, may_fail=True)
 
 
@@ -343,8 +345,7 @@ def default_candidates(weights: str) -> list[str]:
     # A child process, which releases the memory of the GPU when it ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
         supported = child.submit(supported_precisions).result()
-    with_head = [f"{name}{HEAD}" for name in supported[:1]]
-    return ["bf16", *(supported or [emulated]), *with_head]
+    return ["bf16", *(supported or [emulated]), *(f"{name}{HEAD}" for name in supported[:1])]
 
 
 def supported_precisions() -> list[str]:
@@ -503,16 +504,20 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
     """Write verdict.json and return the text to print."""
     protocol = rounds.protocol
     text = answer(question, protocol, verdicts)
-    candidates = {
-        verdict.name: asdict(verdict) | {"gain_at_equal_loss": verdict.gain} for verdict in verdicts
-    }
     write_json(
         question.folder / VERDICT_FILE,
-        {"answer": text, "protocol": asdict(protocol), "candidates": candidates},
+        {
+            "answer": text,
+            "protocol": asdict(protocol),
+            "candidates": {
+                verdict.name: asdict(verdict) | {"gain_at_equal_loss": verdict.gain}
+                for verdict in verdicts
+            },
+        },
     )
-    tokens = count(protocol.steps * question.recipe.batch.tokens)
     limits = (
-        f"This holds for this model after {tokens} tokens, with a margin of "
+        "This holds for this model after "
+        f"{count(protocol.steps * question.recipe.batch.tokens)} tokens, with a margin of "
         f"± {100 * protocol.margin:g} % of the baseline's loss. The intervals hold at "
         f"{100 * (1 - protocol.error):.3g} % after every round, if differences over seeds are "
         "normally distributed. In simulations of skewed differences, 95 % intervals missed the "

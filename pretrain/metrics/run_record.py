@@ -399,8 +399,9 @@ def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]
         steps_at_end = plural(figures[END_KEY], "step")
         rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {steps_at_end})"
     if "held_out_loss" in figures:
-        perplexity = f"{figures['held_out_perplexity']:.4g}"
-        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {perplexity})"
+        rows["held-out loss"] = (
+            f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
+        )
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
     rows["speed"] = (
         f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), "

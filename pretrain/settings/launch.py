@@ -182,8 +182,11 @@ def take_requested_precision(
     leftovers and are ignored. Raises InputError for a request that is not supported.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
-    names = [name for name in environ if name.startswith(_PREFIX)]
-    variables = {name.removeprefix(_PREFIX): environ.pop(name) for name in names}
+    variables = {
+        name.removeprefix(_PREFIX): environ.pop(name)
+        for name in list(environ)
+        if name.startswith(_PREFIX)
+    }
     if mixed_precision == _FP8:
         return _read_fp8_config(_normalize(variables))
     precision = BY_ACCELERATE.get(mixed_precision)
