@@ -1,4 +1,4 @@
-"""What `make demo` does with the commands that it runs."""
+"""`make demo` passes on exit codes and interrupts of its commands."""
 
 from __future__ import annotations
 
