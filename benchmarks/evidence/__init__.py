@@ -1,1 +1,1 @@
-"""The evidence: recipes, matrices and design of the experiments, and the tables of their results."""
+"""The evidence: recipes, matrices and design of the experiments, and the tables of results."""

@@ -384,9 +384,10 @@ def page(scales: Mapping[str, Scale]) -> str:
     training = Endpoint.of(scales, training_loss)
     introduction = (
         "`python -m benchmarks.evidence.tables` makes this page from `benchmarks/results/loss/`. "
-        "[design.md](design.md) describes the cells, and [docs/evidence.md](../../docs/evidence.md) "
-        "discusses the results. Differences are percentages of the baseline's loss. They are means "
-        "over seeds, with a 95 % interval by Student's t. Verdicts are those of two one-sided t "
+        "[design.md](design.md) describes the cells, and "
+        "[docs/evidence.md](../../docs/evidence.md) discusses the results. "
+        "Differences are percentages of the baseline's loss. They are means over seeds, "
+        "with a 95 % interval by Student's t. Verdicts are those of two one-sided t "
         f"tests at 5 % against a margin of {100 * MARGIN:g} %, after Holm's correction over the "
         f"{len(served.verdicts)} tests of an endpoint. KL is the KL divergence from the baseline, "
         "divided by that between baselines of two seeds."
