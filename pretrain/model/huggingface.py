@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
+from huggingface_hub import snapshot_download
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
@@ -30,6 +31,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
@@ -43,6 +45,8 @@ from pretrain.precision.grouped import check_experts
 from pretrain.settings.config import SOURCE, flatten
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
+# Keys of classifiers.
+_OF_CLASSIFIERS = ("num_labels", "id2label", "label2id", "problem_type")
 # What an export writes beside what every export writes: names that may come and go between two.
 _OF_WEIGHTS = re.compile(
     r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?|generation_config\.json|chat_template\.jinja"
@@ -104,7 +108,8 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
     with _refusing(f"`model.config`: {kind.__name__} does not take these values"):
         config = kind.from_dict(copy.deepcopy(values) | {"model_type": kind.model_type})
     for key in changes:
-        _check_effect(kind, values, key, over_source=bool(stored))
+        _check_effect(config, values, key, over_source=bool(stored))
+    _check_rotary_entries(config, changes)
     if "router_aux_loss_coef" in changes and not (
         getattr(config, "output_router_logits", None)
         and 0 <= config.router_aux_loss_coef < math.inf
@@ -225,21 +230,26 @@ def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_effect(
-    kind: type[PretrainedConfig], values: dict[str, Any], key: str, *, over_source: bool
+    config: PretrainedConfig, values: dict[str, Any], key: str, *, over_source: bool
 ) -> None:
-    """Raise InputError if `kind` has no `key`, or if it has no effect beside the other `values`.
+    """Raise InputError if the class of `config` has no `key`, or if it has no effect.
+
+    `values` made `config`.
 
     Without a source, a key of the class may lack an effect: published files have nulls in place of
     defaults, and keys that a switch beside them turns off.
     """
+    kind = type(config)
     without = config_values(kind, _without(key, values))
-    public = not key.startswith("_") and not callable(getattr(kind, key, None))
+    public = not (
+        key.startswith("_") or key in _OF_CLASSIFIERS or callable(getattr(kind, key, None))
+    )
     if key in without:
         # A dict is completed by the class, so it need not be equal.
         accepted = not over_source or without[key] == values[key] or isinstance(values[key], dict)
     else:
         accepted = (
-            not without or _model_reads(key, kind) or _reacts(kind, _without(key, values), key)
+            not without or _reacts(kind, _without(key, values), key) or _model_reads(key, config)
         )
     if public and (accepted or not without.items() <= config_values(kind, values).items()):
         return
@@ -249,7 +259,7 @@ def _check_effect(
             " takes it from other keys, such as `rope_parameters` and `layer_types`, which "
             "transformers 5 writes into a source's config.json; set those"
         )
-    near = _nearest(key, {*without, *kind.attribute_map})
+    near = _nearest(key, {*without, *kind.attribute_map} - {key})
     raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
 
 
@@ -263,15 +273,46 @@ def _reacts(kind: type[PretrainedConfig], others: dict[str, Any], key: str) -> b
     return any(values and not without.items() <= values.items() for values in made)
 
 
-def _model_reads(key: str, kind: type[PretrainedConfig]) -> bool:
-    """Whether the code of the model of a `kind` of configuration reads `key`, though the class does not list it, as qwen3_moe's
-    layers do `head_dim`. What transformers asks of every model does not count, such as `gradient_checkpointing`."""
-    code = (
-        inspect.getsource(inspect.getmodule(MODEL_FOR_CAUSAL_LM_MAPPING[kind]))
-        if kind in MODEL_FOR_CAUSAL_LM_MAPPING
-        else ""
-    )
-    return re.search(rf'config(\.|, "){re.escape(key)}\b', code) is not None
+def _model_reads(key: str, config: PretrainedConfig) -> bool:
+    """Return True if a module of the model reads `key`, though its configuration does not list it.
+
+    The layers of qwen3_moe read `head_dim`, for example.
+    """
+    return re.search(rf'\bconfig(\.|, "){re.escape(key)}\b', _model_code(config)) is not None
+
+
+def _model_code(config: PretrainedConfig) -> str:
+    """Return the code of all classes of the model's modules.
+
+    Classes of other models in the same file, such as classifiers and image encoders, are not in it,
+    nor are the base classes of all models.
+    """
+    classes: set[type] = set()
+    with suppress(InputError):  # a misspelt key is named before shapes that do not fit
+        for module in build_on_meta(copy.deepcopy(config)).modules():
+            classes.update(type(module).__mro__)
+    own = [kind for kind in classes if kind.__module__.startswith("transformers.models.")]
+    return "".join(map(inspect.getsource, own))
+
+
+def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> None:
+    """Raise InputError if an entry of `rope_parameters` that `changes` set is not read."""
+    given = {part for key in flatten(changes) for part in key.split(".")}
+    rope = getattr(config, "rope_parameters", None) or {}
+    for parameters in (rope, *rope.values()):
+        if not isinstance(parameters, dict):
+            continue
+        entries = given & parameters.keys() - {"rope_type", "type", "rope_theta"}
+        entries -= {key for key, value in parameters.items() if isinstance(value, dict)}
+        code = _model_code(config) if entries else ""
+        kind = parameters.get("rope_type")
+        if kind in ROPE_INIT_FUNCTIONS:
+            code += inspect.getsource(ROPE_INIT_FUNCTIONS[kind])
+        if unread := sorted(entry for entry in entries if f'"{entry}"' not in code):
+            raise InputError(
+                f"`model.config`: `{unread[0]}: {parameters[unread[0]]}` has no effect on the "
+                f"rotary embedding of {type(config).__name__} with `rope_type: {kind}`; remove it"
+            )
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
@@ -325,9 +366,14 @@ def check_architecture(model: PreTrainedModel, length: int, loss: LossSettings) 
         for key, child in model.named_children()
         if child not in (model.base_model, model.get_output_embeddings())
     ]
-    if between or model.base_model is model:
+    if model.base_model is model:
         raise InputError(
-            f"`model`: {name} is more than layers and a head: {', '.join(between)}; name another model"
+            f"`model`: {name} does not say which of its modules is its base model; name another model"
+        )
+    if between:
+        raise InputError(
+            f"`model`: {name} has other modules than a base model and an output embedding: "
+            f"{', '.join(between)}; name another model"
         )
     attention.check(model, length)
     if getattr(model.config, "output_router_logits", None):
@@ -387,6 +433,12 @@ def build(
     remedy = "fetch it again, or take out what `model.config` changes about its shape"
     with _refusing(f"`model.source`: {settings.source}: weights cannot be loaded", remedy):
         model, loading = AutoModelForCausalLM.from_pretrained(settings.repository, **options)
+        quantized = _quantized_weight(settings)
+    if quantized:
+        raise InputError(
+            f"`model.source`: {settings.source}: holds quantized weights ({quantized}), whose scales "
+            "are not applied; name the weights in BF16 or FP32"
+        )
     # transformers draws them at random, and each process its own
     if missing := sorted(loading["missing_keys"]):
         raise InputError(
@@ -414,6 +466,25 @@ def build(
     for name, parameter in expected.items():  # which transformers forgets as it loads
         model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model.to(device)
+
+
+def _quantized_weight(settings: ModelSettings) -> str | None:
+    """Return the name and the dtype of a weight that `weights_source` stores quantized, or None.
+
+    transformers converts integers and FP8 codes as if they were values.
+    """
+    folder = settings.repository
+    if not os.path.isdir(folder):
+        # The files are in the cache by now.
+        folder = snapshot_download(folder, revision=settings.revision, local_files_only=True)
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            names = tensors.keys()
+            for name in names:
+                dtype = tensors.get_slice(name).get_dtype()
+                if dtype == "I8" or dtype.startswith("F8"):
+                    return f"{name} in {dtype}"
+    return None
 
 
 def _making_room(
