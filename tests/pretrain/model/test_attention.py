@@ -94,7 +94,7 @@ def test_the_operator_keeps_what_operators_promise(
 def test_a_layer_that_does_not_say_where_documents_end_is_an_error() -> None:
     states = torch.randn(1, 2, LENGTH, 8)
     with pytest.raises(InputError, match="where documents end"):
-        attention.packed_sdpa(torch.nn.Linear(1, 1), states, states, states, None)
+        AttentionInterface()["packed_sdpa"](torch.nn.Linear(1, 1), states, states, states, None)
 
 
 # ── Which backend ──
