@@ -1,5 +1,7 @@
-"""The Hugging Face model: its configuration, building it from a hub, a folder or a configuration,
-and writing it as a folder that transformers loads.
+"""Read the configuration of a Hugging Face model, build it, and write it as a folder.
+
+A model comes from a hub, from a folder, or from a configuration alone. transformers loads the folder
+that is written.
 """
 
 from __future__ import annotations
@@ -125,8 +127,10 @@ def load_config(settings: ModelSettings) -> PretrainedConfig:
 
 
 def kept_from_source(settings: ModelSettings) -> list[str]:
-    """Describe values of the source's config.json that would follow from `config` if the file did
-    not list them, such as `head_dim` under another `hidden_size`. One line, or none.
+    """Describe values of the source's config.json that `config` would change if it could.
+
+    They would follow from changed keys if the file did not list them, such as `head_dim` under
+    another `hidden_size`. Return one line, or none.
     """
     if settings.source is None or not settings.config:
         return []
@@ -146,8 +150,10 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
 
 
 def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, Any], dict[str, Any]]:
-    """Return the configuration class, the values of the source's config.json, and the changes of
-    `config`, both by the class's names of keys. Raise InputError for an unknown source or type.
+    """Return the configuration class, the values of the source, and the changes of `config`.
+
+    Values and changes have the class's names of keys. Raise InputError for an unknown source or
+    type.
     """
     changes = copy.deepcopy(settings.config or {})
     stored: dict[str, Any] = {}
@@ -338,9 +344,9 @@ def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> 
 
 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
-    """Return the config.json of `source` as an identity has it: {"model.source.rms_norm_eps": 1e-6}.
+    """Return the config.json of `source` as an identity has it.
 
-    The values are those of the file. A version of transformers may complete them differently.
+    Example: {"model.source.rms_norm_eps": 1e-6}. The values are those of the file. A version of transformers may complete them differently.
     Return an empty dictionary without a source. Raise InputError if the source is missing.
     """
     if settings.source is None:
@@ -515,8 +521,9 @@ def _making_room(
     config: PretrainedConfig,
     weights: list[str],
 ) -> str | None:
-    """Say which key of `model.config` gives the model all of `weights`: a switch, or the number of
-    layers. Return None if no such key does.
+    """Return the text "set `model.config.<key>`" for a key that gives the model all of `weights`.
+
+    The key is a switch or the number of layers. Return None if no such key does.
     """
     layers = [int(number) for number in re.findall(r"\.(\d+)\.", " ".join(weights))]
     changes: dict[str, Any] = {"num_hidden_layers": max(layers, default=0) + 1}
