@@ -178,8 +178,8 @@ class TensorEntry:
     dtype: str  # name in safetensors
     shape: tuple[int, ...]  # global
     pieces: tuple[Piece, ...]
-    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose `checksum` did
-    # not weigh positions.
+    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose key `checksum`
+    # did not weigh positions.
     weighted_sum: int | None = None
 
 

@@ -1,7 +1,7 @@
 """Read the configuration of a Hugging Face model, build it, and write it as a folder.
 
-A model comes from a hub, from a folder, or from a configuration alone. transformers loads the folder
-that is written.
+A model comes from a hub, from a folder, or from a configuration alone. The written folder can be
+loaded by transformers.
 """
 
 from __future__ import annotations
@@ -346,8 +346,9 @@ def _check_rotary_entries(config: PretrainedConfig, changes: dict[str, Any]) -> 
 def source_config(settings: ModelSettings) -> dict[str, Any]:
     """Return the config.json of `source` as an identity has it.
 
-    Example: {"model.source.rms_norm_eps": 1e-6}. The values are those of the file. A version of transformers may complete them differently.
-    Return an empty dictionary without a source. Raise InputError if the source is missing.
+    Example: {"model.source.rms_norm_eps": 1e-6}. The values are those of the file, because another
+    version of transformers may complete them differently. Return an empty dictionary without a
+    source. Raise InputError if the source is missing.
     """
     if settings.source is None:
         return {}
