@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -505,9 +506,10 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
-    """Return the sum of each tensor's bit patterns modulo 2^64. Collective.
+    """Return the sum of each tensor's bit patterns, times their positions, modulo 2^64. Collective.
 
-    The sum is the same for every sharding. Replicas count once, unless their bits differ.
+    The sum is the same for every number of shards of the first dimension. Replicas count once,
+    unless their bits differ.
     """
     # The offset identifies a block of a tensor.
     ranks = from_all_ranks(
@@ -524,12 +526,22 @@ def checksums(tensors: Tensors) -> dict[str, int]:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of the bit patterns, as integers, in this process's part of a tensor.
+    """Return the weighted sum of the bit patterns in this process's part of a tensor.
 
-    The host waits for the device.
+    A bit pattern, read as an integer, is multiplied by its position in the full tensor, counted
+    from 1. So values that are in each other's place change the sum. Products and sums are modulo
+    2^64. The host waits for the device.
     """
     bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
-    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE))
+    first = 1
+    if tensor.dim():
+        first += on_disk.block_of(tensor).offset[0] * math.prod(tensor.shape[1:])
+    total = 0
+    for piece in bits.split(PIECE):
+        positions = torch.arange(first, first + len(piece), device=piece.device)
+        total += int((piece * positions).sum())
+        first += len(piece)
+    return total
 
 
 # ── The disk ──

@@ -13,8 +13,8 @@
     {"format": 1, "step": 100, "world_size": 2,
      "files":     [{"name": "model-00000-of-00002-part-000.safetensors",
                     "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
-     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "checksum": 33292288,
-                                         "pieces": [
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048],
+                                         "weighted_sum": 33292288, "pieces": [
                       {"file": "model-00000-of-00002-part-000.safetensors",
                        "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
@@ -178,7 +178,9 @@ class TensorEntry:
     dtype: str  # name in safetensors
     shape: tuple[int, ...]  # global
     pieces: tuple[Piece, ...]
-    checksum: int | None = None  # of the live tensor; None in checkpoints of earlier versions
+    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose key `checksum`
+    # did not weigh positions.
+    weighted_sum: int | None = None
 
 
 @dataclass(frozen=True)

@@ -236,7 +236,7 @@ class Rounds:
         Both stay None unless the baseline's loss falls clearly. The interval also needs a speed and
         a decided loss.
         """
-        slope_half = slopes.half_width()
+        slope_half = slopes.anytime_half_width(self.protocol.error)
         if slope_half is None or slopes.mean + slope_half >= 0:
             return
         verdict.tokens = self.tokens_for(served.mean, slopes.mean)
@@ -249,7 +249,7 @@ class Rounds:
         most = self.tokens_for(served.mean + loss_half, slopes.mean + slope_half)
         least = self.tokens_for(served.mean - loss_half, slopes.mean - slope_half)
         verdict.gain_interval = [
-            (speedups.mean - speed_half) / most,
+            max(0.0, speedups.mean - speed_half) / most,
             (speedups.mean + speed_half) / least,
         ]
 

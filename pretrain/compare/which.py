@@ -194,9 +194,14 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
         raise InputError(
             f"command line: `{reserved[0]}` is set by this command; remove it, or see --help"
         )
+    if options.seeds > MOST_SEEDS:
+        raise InputError(
+            f"--seeds {options.seeds}: a candidate gets {MOST_SEEDS} seeds at most; set "
+            f"--seeds {MOST_SEEDS} or fewer"
+        )
     minimum = least_steps(step_of_checkpoint(options.begin_with))
-    steps = options.steps or recipe.train.steps
-    if steps and steps < minimum:
+    steps = recipe.train.steps if options.steps is None else options.steps
+    if steps is not None and steps < minimum:
         raise InputError(
             f"{steps} steps per training, by --steps or else `train.steps`: {minimum} is the "
             "minimum; set more"

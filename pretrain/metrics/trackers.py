@@ -8,12 +8,14 @@ fails during the run gets no more records, and the training continues.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import os
 import re
 import secrets
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +38,8 @@ OTHER_NAMES = {
 # Variables that make MLflow write to a folder. Its default is a database, which `mlflow-skinny`
 # cannot open.
 MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+# Errors of trackers that do not stop the run. A canceled task is not an Exception.
+FAILURES = (Exception, asyncio.CancelledError)
 
 
 class JsonlTracker:
@@ -135,7 +139,7 @@ class Trackers:
                 self.services[name] = self._make(name, run_id)
                 self.services[name].start()
                 self.services[name].store_init_configuration(scalars)
-            except Exception as error:  # each tracker raises its own classes
+            except FAILURES as error:  # each tracker raises its own classes
                 raise InputError(
                     f"`log.trackers`: {name} does not start: {_describe(error)}; fix that, or "
                     "remove it from the list"
@@ -200,7 +204,7 @@ class Trackers:
         """Call a method of a tracker. If it fails, warn and do not use the tracker again."""
         try:
             getattr(self.services[name], method)(*arguments, **options)
-        except Exception as error:  # each tracker raises its own classes
+        except FAILURES as error:  # each tracker raises its own classes
             del self.services[name]
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s",
@@ -230,7 +234,9 @@ def check_trackers(log: LogSettings) -> None:
             )
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Return the class and the message of an error, without passwords and queries in URLs."""
+    # `str(error)` of a tracker's own class may raise an error.
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
     secret = r"(?<=//)[^/\s]*@|\?[^\s\"')]*=[^\s\"')]*"
-    return re.sub(secret, "", f"{type(error).__name__}: {error}")
+    return re.sub(secret, "", text)[:300]

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
@@ -36,16 +37,17 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     Yields one list for each module of experts, in order. It is filled while the context is entered.
     """
     modules = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    recorded: list[list[Tensor]] = [[] for _ in modules]
     with ExitStack() as recording:
-        for module in modules:
-            recording.enter_context(overridden(module, seen=[]))
-        yield [module.seen for module in modules]
+        for module, seen in zip(modules, recorded, strict=True):
+            recording.enter_context(overridden(module, seen=seen))
+        yield recorded
 
 
 class GroupedExperts(nn.Module):
     """Replaces the experts of one layer, called `name`."""
 
-    def __init__(self, experts: nn.Module, name: str, context: PrecisionContext) -> None:
+    def __init__(self, experts: Any, name: str, context: PrecisionContext) -> None:
         super().__init__()
         self.gate_up_proj = experts.gate_up_proj
         self.down_proj = experts.down_proj
@@ -94,7 +96,7 @@ class Dispatched(torch.autograd.Function):
     """Tokens [tokens, features] -> rows by expert [rows, features], zero where a row is empty."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
         ctx.groups = groups
         ctx.tokens = len(x)
         choices = len(groups.place) // len(x)
@@ -102,7 +104,7 @@ class Dispatched(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
         place = ctx.groups.place
         if in_bf16_on_a_gpu(dy):
             from pretrain.model import experts_kernel  # imports Triton, which takes a while
@@ -118,7 +120,7 @@ class Combined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.groups = groups
         if in_bf16_on_a_gpu(rows):
@@ -130,7 +132,7 @@ class Combined(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         groups = ctx.groups
         if in_bf16_on_a_gpu(rows):
@@ -156,7 +158,7 @@ class _SwiGLU(torch.autograd.Function):
     """Gate and up [rows, 2 width] -> silu(gate) * up, in BF16 on a GPU, in one kernel each way."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
         from pretrain.model.fused import activation_kernel
 
         ctx.save_for_backward(hidden)
@@ -164,7 +166,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         from pretrain.model.fused import activation_kernel
 
         return activation_kernel.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)[0]

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
@@ -61,11 +61,11 @@ class Parts:
     """
 
     stacks: tuple[Mapping[str, nn.Linear], ...]
-    head_norms: tuple[nn.Module, ...]
+    head_norms: tuple[Any, ...]
     heads: Heads
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Parts:
+    def of(cls, layer: Any) -> Parts:
         """Return the parts of a layer whose class is in `_FUSED`."""
         attention = layer.self_attn
         config = attention.config
@@ -78,7 +78,7 @@ class Parts:
 
 
 def assess_layer(
-    name: str, layer: nn.Module, decisions: Mapping[str, Decision]
+    name: str, layer: Any, decisions: Mapping[str, Decision]
 ) -> tuple[str | None, frozenset[str]]:
     """Return why a layer cannot be fused, or None, and its linears in low precision.
 
@@ -135,7 +135,7 @@ class FusedLayers:
         return {member: product for product in self.products for member in product.members}
 
     @property
-    def stacks(self) -> list[list[nn.Parameter]]:
+    def stacks(self) -> list[list[Tensor]]:
         """Parameters that are the rows of one matrix; so must be their main gradients."""
         return [product.weights for product in self.products]
 
@@ -165,11 +165,11 @@ class FusedLayer:
 
     def __init__(
         self,
-        layer: nn.Module,
+        layer: Any,
         name: str,
         arithmetic: Arithmetic,
         *,
-        low_precision: Mapping[GemmEngine, Collection[str]],
+        low_precision: Mapping[GemmEngine | None, Collection[str]],
     ) -> None:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
@@ -183,7 +183,7 @@ class FusedLayer:
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
             # Either all linears of a stack are in low precision or none.
             first = next(iter(linears))
-            engines = [engine for engine, low in low_precision.items() if first in low]
+            engines = [engine for engine, low in low_precision.items() if engine and first in low]
             product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic, engines)
             product.lay_together()
             products.append(product)
@@ -243,7 +243,7 @@ class FusedLayer:
         if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
-        function = AttentionInterface().get_interface(name, None)
+        function = AttentionInterface()[name]
         q, k, v = (state.transpose(0, 1)[None] for state in states)
         output = function(
             attention,
@@ -265,8 +265,10 @@ class FusedLayer:
         The working copies of the unfused layer have that dtype too. They are cast inside of an
         autograd node, because autograd would round their gradients to that dtype.
         """
-        weights = [norm.weight.detach().to(dtype) for norm in self.head_norms]
-        return HeadNorms(*weights, self.head_norms[0].variance_epsilon) if weights else None
+        if not self.head_norms:
+            return None
+        query, key = (norm.weight.detach().to(dtype) for norm in self.head_norms)
+        return HeadNorms(query, key, self.head_norms[0].variance_epsilon)
 
 
 # ── The autograd nodes of a layer ──
@@ -291,7 +293,7 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         layer: FusedLayer,
         documents: Any | None,
         x: Tensor,
@@ -321,11 +323,12 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Gradients:
+    def backward(ctx: Any, *of_results: Tensor) -> Gradients:
         layer = ctx.layer
         arithmetic = layer.arithmetic
         product = ctx.product
-        *gradients, residual = gradients
+        *gradients, residual = of_results
+        del of_results
         # `saved` has qkv, cos and sin, then inputs and results of attention if it is in this node.
         x, normed, rstd, *saved = arithmetic.saved(ctx)
         inputs = (*saved[:3], layer.heads, layer.head_norms_in(x.dtype))
@@ -345,7 +348,7 @@ class NormedAttention(torch.autograd.Function):
 def _flash_backward(
     layer: FusedLayer,
     d_output: Tensor,
-    attended: Sequence[Tensor | None],
+    attended: Sequence[Any],
     rotation_inputs: tuple[Any, ...],
     documents: Any,
 ) -> list[Tensor]:
@@ -370,7 +373,7 @@ class OutputAndMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
+        ctx: Any, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
     ) -> Tensor:
         arithmetic = layer.arithmetic
         output = layer.output.start(attended)
@@ -390,7 +393,7 @@ class OutputAndMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
         layer = ctx.layer
         arithmetic = layer.arithmetic
         output, gate_up, down = ctx.products

@@ -28,11 +28,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
@@ -40,6 +41,7 @@ from packing.arrow import IGNORE
 from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, summing_where
 from pretrain.precision.searched import add_product_, linear
+from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
 # Gradients of the summed loss: of hidden states in their dtype, of the weight [vocabulary, hidden]
@@ -113,7 +115,7 @@ class LossHead(nn.Linear):
         head.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
         head.penalty = None
         if settings.penalty:
-            head.penalty = Penalty(settings.penalty, settings.penalty_weight)
+            head.penalty = Penalty(settings.penalty, settings.penalty_weight or 0.0)
         return head.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -218,7 +220,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -247,7 +249,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias = ctx.gradients
         ctx.gradients = None
         main = getattr(ctx.weight, "main_grad", None)
@@ -273,7 +275,9 @@ def _differentiating(
     hidden states.
     """
     context = head.state.context
-    if low and low.supports_fused_loss and not (context.backend.forward_in_bf16 or head.penalty):
+    in_bf16 = context.backend is not None and context.backend.forward_in_bf16
+    is_plain = in_bf16 or head.penalty is not None
+    if isinstance(low, TransformerEngineGemm) and low.supports_fused_loss and not is_plain:
         # Imported here because it imports Triton, which is slow.
         from pretrain.model.loss.fp8_head import fused_head
 
@@ -429,7 +433,7 @@ class Penalty:
             mean = (p * shifted).sum(dim=-1, keepdim=True)
             penalty = log_total - mean
             shifted.sub_(mean).mul_(p).mul_(-self.weight).add_(p)
-        elif self.kind == "non_max_sum":
+        elif likeliest is not None:
             largest = p.gather(1, likeliest)
             penalty = 1 - largest
             p.mul_(1 + self.weight * largest).scatter_add_(1, likeliest, largest.mul(-self.weight))
