@@ -221,15 +221,11 @@ class Rounds:
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slopes = {place: loss_slope(base) for place, (base, _) in enumerate(pairs)}
-        self._add_gain(verdict, served, speedups, SeedDifference(slopes, 0.0))
+        self._add_gain(verdict, speedups, SeedDifference(slopes, 0.0))
         return verdict
 
     def _add_gain(
-        self,
-        verdict: Verdict,
-        served: SeedDifference,
-        speedups: SeedDifference | None,
-        slopes: SeedDifference,
+        self, verdict: Verdict, speedups: SeedDifference | None, slopes: SeedDifference
     ) -> None:
         """Set the tokens for equal loss and the interval of the gain.
 
@@ -237,7 +233,8 @@ class Rounds:
         a decided loss.
         """
         slope_half = slopes.anytime_half_width(self.protocol.error)
-        if slope_half is None or slopes.mean + slope_half >= 0:
+        served = verdict.served
+        if served is None or slope_half is None or slopes.mean + slope_half >= 0:
             return
         verdict.tokens = self.tokens_for(served.mean, slopes.mean)
         if speedups is None or verdict.word == CANNOT_TELL:
