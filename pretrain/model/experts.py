@@ -97,20 +97,19 @@ class Dispatched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
-        ctx.groups = groups
-        ctx.tokens = len(x)
+        ctx.call = (groups.place, len(x))
         choices = len(groups.place) // len(x)
         return x.index_select(0, groups.choice // choices).index_fill_(0, groups.empty, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        place = ctx.groups.place
+        place, tokens = ctx.call
         if in_bf16_on_a_gpu(dy):
             from pretrain.model import experts_kernel  # imports Triton, which takes a while
 
-            return experts_kernel.combine(dy.contiguous(), place, None, ctx.tokens), None
-        return dy.index_select(0, place).view(ctx.tokens, -1, dy.shape[1]).sum(1), None
+            return experts_kernel.combine(dy.contiguous(), place, None, tokens), None
+        return dy.index_select(0, place).view(tokens, -1, dy.shape[1]).sum(1), None
 
 
 class Combined(torch.autograd.Function):

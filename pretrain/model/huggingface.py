@@ -10,6 +10,7 @@ import copy
 import difflib
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -40,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.files import by_umask, fsync, fsync_tree
+from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import refusing
 from pretrain.model import attention, routing
@@ -235,16 +237,11 @@ def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[
     A configuration stores unknown keys too. Two of them are therefore compared by the values of the
     first, with `<=`. Warnings of transformers are not logged.
     """
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    try:
-        with _refusing(kind.__name__):
-            made = kind.from_dict(copy.deepcopy(values)).to_dict()
-    except InputError:
-        return {}
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    return {key: value for key, value in made.items() if not key.startswith("_")}
+    quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
+    with suppress(InputError), _refusing(kind.__name__), quiet:
+        made = kind.from_dict(copy.deepcopy(values)).to_dict()
+        return {key: value for key, value in made.items() if not key.startswith("_")}
+    return {}
 
 
 def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -267,25 +264,24 @@ def _check_effect(
     """
     kind = type(config)
     without = config_values(kind, _without(key, values))
-    is_private = key.startswith("_") or callable(getattr(kind, key, None))
-    if is_private or key in _OF_CLASSIFIERS:
-        near = _nearest(key, {*without, *kind.attribute_map} - {key})
-        raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
-    if not without.items() <= config_values(kind, values).items():
-        return
+    accepted = not without or not without.items() <= config_values(kind, values).items()
     if key in without:
         # A dict is completed by the class, so it need not be equal.
-        if not over_source or without[key] == values[key] or isinstance(values[key], dict):
-            return
-    elif not without or _reacts(kind, _without(key, values), key) or _model_reads(key, config):
+        is_kept = without[key] == values[key] or isinstance(values[key], dict)
+        accepted = accepted or is_kept or not over_source
+    elif not accepted:
+        accepted = _reacts(kind, _without(key, values), key) or _model_reads(key, config)
+    is_private = key.startswith("_") or callable(getattr(kind, key, None))
+    is_public = not is_private and key not in _OF_CLASSIFIERS
+    if is_public and accepted:
         return
-    if key in without or _reacts(kind, {}, key):
+    if is_public and (key in without or _reacts(kind, {}, key)):
         raise InputError(
             f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} sets it itself, or"
             " takes it from other keys, such as `rope_parameters` and `layer_types`, which "
             "transformers 5 writes into a source's config.json; set those"
         )
-    near = _nearest(key, {*without, *kind.attribute_map})
+    near = _nearest(key, {*without, *kind.attribute_map} - {key})
     raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
 
 
@@ -456,12 +452,16 @@ def build(
         # Not model.to(): rotary frequencies are buffers, and BF16 frequencies misplace tokens.
         round_weights(model, weights)
         return model
-    options |= {"config": config, "revision": settings.revision, "dtype": weights}
     remedy = "fetch it again, or take out what `model.config` changes about its shape"
     source = f"`model.source`: {settings.source}"
     with _refusing(f"{source}: weights cannot be loaded", remedy):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(settings.repository), output_loading_info=True, **options
+            str(settings.repository),
+            config=config,
+            revision=settings.revision,
+            dtype=weights,
+            output_loading_info=True,
+            **options,
         )
         quantized = _quantized_weight(settings)
     model, loading = loaded
@@ -598,8 +598,8 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def is_mixture(model: PreTrainedModel) -> bool:
     """Return whether the model is a mixture of experts."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    names = [name for name, _ in model.named_modules()]
-    return "router_logits" in recorded or any(name.endswith(".experts") for name in names)
+    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    return has_experts or "router_logits" in recorded
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:
