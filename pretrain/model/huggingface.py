@@ -140,12 +140,12 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
     base = _rebased(kind, stored, changes)
     file = config_values(kind, base)
     changed = config_values(kind, base | changes)
-    kept = []
-    for key in sorted((base.keys() & changed.keys()) - changes.keys()):
-        derived = config_values(kind, _without(key, base | changes)).get(key)
-        follows = config_values(kind, _without(key, base)) == file
-        if derived not in (None, changed[key]) and follows:
-            kept.append(f"{key}: {changed[key]}")
+    kept = [
+        f"{key}: {changed[key]}"
+        for key in sorted((base.keys() & changed.keys()) - changes.keys())
+        if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
+        and config_values(kind, _without(key, base)) == file
+    ]
     if not kept:
         return []
     return [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"]
@@ -288,11 +288,9 @@ def _check_effect(
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
     """Return whether some value of `key` changes another key of the configuration of `values`."""
     without = config_values(kind, values)
-    for value in (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
-        made = config_values(kind, values | {key: value})
-        if made and not without.items() <= made.items():
-            return True
-    return False
+    tried = (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
+    made = (config_values(kind, values | {key: value}) for value in tried)
+    return any(changed and not without.items() <= changed.items() for changed in made)
 
 
 def _model_reads(key: str, config: PretrainedConfig) -> bool:
@@ -358,8 +356,9 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
     with _refusing(f"`model.source`: {settings.source!r} is no model's folder, nor one on the hub"):
-        repository = str(settings.repository)
-        return PretrainedConfig.get_config_dict(repository, revision=settings.revision)[0]
+        return PretrainedConfig.get_config_dict(
+            str(settings.repository), revision=settings.revision
+        )[0]
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:

@@ -145,8 +145,8 @@ class FusedLayers:
         not_fused = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
         is_kept = self.arithmetic.keeps_rotated and self.layers
         kept = ", queries and keys kept for backward" if is_kept else ""
-        total = len(self.layers) + len(self.left_out)
-        return f"{len(self.layers)} of {total} layers{kept}{not_fused}"
+        count = len(self.layers)
+        return f"{count} of {count + len(self.left_out)} layers{kept}{not_fused}"
 
 
 class FusedLayer:
@@ -242,9 +242,8 @@ class FusedLayer:
         if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
-        function = AttentionInterface()[name]
         q, k, v = (state.transpose(0, 1)[None] for state in states)
-        output = function(
+        output = AttentionInterface()[name](
             attention,
             q,
             k,
