@@ -283,9 +283,8 @@ def _registered(kernel: Kernel) -> Kernel:
             )
         q, k, v = (t.squeeze(0).transpose(0, 1).to(value.dtype) for t in (query, key, value))
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        window = sliding_window
-        if window is not None and window >= max_seqlen:
-            window = None
+        has_effect = sliding_window is not None and sliding_window < max_seqlen
+        window = sliding_window if has_effect else None
         packed = Packed(cu_seqlens, max_seqlen, document_mask, scale, window)
         return kernel(q, k, v, packed)[None], None
 
@@ -350,12 +349,11 @@ def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> 
     """
     # Number of keys before and after a query's own. None after it: attention is causal.
     window = (-1 if packed.window is None else packed.window - 1, 0)
+    documents = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
     options: dict[str, Any] = {"scale": packed.scale, "window_size": window}
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    ends = packed.cu_seqlens
-    longest = packed.max_seqlen
-    return cast(Tensor, varlen_attn(query, key, value, ends, ends, longest, longest, **options))
+    return cast(Tensor, varlen_attn(query, key, value, *documents, **options))
 
 
 @_registered
@@ -379,12 +377,9 @@ def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return the output, and the logarithms of the softmax's sums, FP32 [H, T], for backward."""
-    options = _documents(ends, longest) | {
-        "softmax_scale": scale,
-        "causal": True,
-        "return_lse": True,
-    }
-    output, log_sums, *_ = _flash()._flash_attn_fwd(q, k, v, **options)
+    output, log_sums, *_ = _flash()._flash_attn_fwd(
+        q, k, v, softmax_scale=scale, causal=True, return_lse=True, **_documents(ends, longest)
+    )
     return output, log_sums
 
 

@@ -59,8 +59,8 @@ def compute_in_a_fixed_order() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling would cost a pass over all new memory, and all of it is written anyway.
-    deterministic: Any = torch.utils.deterministic
-    deterministic.fill_uninitialized_memory = False
+    # The attribute is a property of the module's class, which mypy does not see.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def complete_topology(

@@ -69,11 +69,8 @@ class GroupedExperts(nn.Module):
         choice in `weights`.
         """
         gate_up, down = self.stacks.values()
-        row_multiple = ROW_MULTIPLE
-        for gemm in (gate_up.low, down.low):
-            if gemm is not None:
-                row_multiple = max(row_multiple, gemm.row_multiple)
-        groups = arrange(chosen, len(self.down_proj), row_multiple)
+        multiples = [gemm.row_multiple for gemm in (gate_up.low, down.low) if gemm]
+        groups = arrange(chosen, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
         if self.seen is not None:
             self.seen.append(chosen)
         # If the layer is recomputed, the tokens of all experts count twice.
@@ -81,9 +78,8 @@ class GroupedExperts(nn.Module):
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = Dispatched.apply(hidden, groups)
         rows = gate_up(rows, self.gate_up_proj, ends=groups.ends)
-        has_kernel = self._is_swiglu and in_bf16_on_a_gpu(rows)
-        rows = _SwiGLU.apply(rows) if has_kernel else self._apply_gate(rows)
-        rows = down(rows, self.down_proj, ends=groups.ends)
+        activate = _SwiGLU.apply if self._is_swiglu and in_bf16_on_a_gpu(rows) else self._apply_gate
+        rows = down(activate(rows), self.down_proj, ends=groups.ends)
         return Combined.apply(rows, weights, groups).to(hidden.dtype)
 
 
@@ -97,20 +93,19 @@ class Dispatched(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
-        ctx.groups = groups
-        ctx.tokens = len(x)
+        ctx.call = (groups.place, len(x))
         choices = len(groups.place) // len(x)
         return x.index_select(0, groups.choice // choices).index_fill_(0, groups.empty, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        place = ctx.groups.place
+        place, tokens = ctx.call
         if in_bf16_on_a_gpu(dy):
             from pretrain.model import experts_kernel  # imports Triton, which takes a while
 
-            return experts_kernel.combine(dy.contiguous(), place, None, ctx.tokens), None
-        return dy.index_select(0, place).view(ctx.tokens, -1, dy.shape[1]).sum(1), None
+            return experts_kernel.combine(dy.contiguous(), place, None, tokens), None
+        return dy.index_select(0, place).view(tokens, -1, dy.shape[1]).sum(1), None
 
 
 class Combined(torch.autograd.Function):

@@ -10,6 +10,7 @@ import copy
 import difflib
 import inspect
 import json
+import logging
 import math
 import os
 import re
@@ -40,6 +41,7 @@ from transformers.utils import logging as transformers_logging
 
 from foundation.errors import InputError
 from foundation.files import by_umask, fsync, fsync_tree
+from foundation.overrides import overridden
 from foundation.progress import advance
 from foundation.reading import refusing
 from pretrain.model import attention, routing
@@ -138,12 +140,12 @@ def kept_from_source(settings: ModelSettings) -> list[str]:
     base = _rebased(kind, stored, changes)
     file = config_values(kind, base)
     changed = config_values(kind, base | changes)
-    kept = []
-    for key in sorted((base.keys() & changed.keys()) - changes.keys()):
-        derived = config_values(kind, _without(key, base | changes)).get(key)
-        follows = config_values(kind, _without(key, base)) == file
-        if derived not in (None, changed[key]) and follows:
-            kept.append(f"{key}: {changed[key]}")
+    kept = [
+        f"{key}: {changed[key]}"
+        for key in sorted((base.keys() & changed.keys()) - changes.keys())
+        if config_values(kind, _without(key, base | changes)).get(key) not in (None, changed[key])
+        and config_values(kind, _without(key, base)) == file
+    ]
     if not kept:
         return []
     return [f"kept from `model.source`, though they follow from changed keys: {', '.join(kept)}"]
@@ -235,16 +237,11 @@ def config_values(kind: type[PretrainedConfig], values: dict[str, Any]) -> dict[
     A configuration stores unknown keys too. Two of them are therefore compared by the values of the
     first, with `<=`. Warnings of transformers are not logged.
     """
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
-    try:
-        with _refusing(kind.__name__):
-            made = kind.from_dict(copy.deepcopy(values)).to_dict()
-    except InputError:
-        return {}
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-    return {key: value for key, value in made.items() if not key.startswith("_")}
+    quiet = overridden(logging.getLogger("transformers"), handlers=[logging.NullHandler()])
+    with suppress(InputError), _refusing(kind.__name__), quiet:
+        made = kind.from_dict(copy.deepcopy(values)).to_dict()
+        return {key: value for key, value in made.items() if not key.startswith("_")}
+    return {}
 
 
 def _without(key: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -267,36 +264,33 @@ def _check_effect(
     """
     kind = type(config)
     without = config_values(kind, _without(key, values))
-    is_private = key.startswith("_") or callable(getattr(kind, key, None))
-    if is_private or key in _OF_CLASSIFIERS:
-        near = _nearest(key, {*without, *kind.attribute_map} - {key})
-        raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
-    if not without.items() <= config_values(kind, values).items():
-        return
+    accepted = not without or not without.items() <= config_values(kind, values).items()
     if key in without:
         # A dict is completed by the class, so it need not be equal.
-        if not over_source or without[key] == values[key] or isinstance(values[key], dict):
-            return
-    elif not without or _reacts(kind, _without(key, values), key) or _model_reads(key, config):
+        is_kept = without[key] == values[key] or isinstance(values[key], dict)
+        accepted = accepted or is_kept or not over_source
+    elif not accepted:
+        accepted = _reacts(kind, _without(key, values), key) or _model_reads(key, config)
+    is_private = key.startswith("_") or callable(getattr(kind, key, None))
+    is_public = not is_private and key not in _OF_CLASSIFIERS
+    if is_public and accepted:
         return
-    if key in without or _reacts(kind, {}, key):
+    if is_public and (key in without or _reacts(kind, {}, key)):
         raise InputError(
             f"`model.config.{key}: {values[key]}` has no effect: {kind.__name__} sets it itself, or"
             " takes it from other keys, such as `rope_parameters` and `layer_types`, which "
             "transformers 5 writes into a source's config.json; set those"
         )
-    near = _nearest(key, {*without, *kind.attribute_map})
+    near = _nearest(key, {*without, *kind.attribute_map} - {key})
     raise InputError(f"`model.config.{key}`: {kind.__name__} has no such key{near}")
 
 
 def _reacts(kind: type[PretrainedConfig], values: dict[str, Any], key: str) -> bool:
     """Return whether some value of `key` changes another key of the configuration of `values`."""
     without = config_values(kind, values)
-    for value in (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0}):
-        made = config_values(kind, values | {key: value})
-        if made and not without.items() <= made.items():
-            return True
-    return False
+    tried = (0, 1, 2, {"rope_type": "default", "rope_theta": 2.0})
+    made = (config_values(kind, values | {key: value}) for value in tried)
+    return any(changed and not without.items() <= changed.items() for changed in made)
 
 
 def _model_reads(key: str, config: PretrainedConfig) -> bool:
@@ -362,8 +356,9 @@ def source_config(settings: ModelSettings) -> dict[str, Any]:
 
 def _stored_config(settings: ModelSettings) -> dict[str, Any]:
     with _refusing(f"`model.source`: {settings.source!r} is no model's folder, nor one on the hub"):
-        repository = str(settings.repository)
-        return PretrainedConfig.get_config_dict(repository, revision=settings.revision)[0]
+        return PretrainedConfig.get_config_dict(
+            str(settings.repository), revision=settings.revision
+        )[0]
 
 
 def _nearest(word: str, words: Iterable[str]) -> str:
@@ -456,12 +451,16 @@ def build(
         # Not model.to(): rotary frequencies are buffers, and BF16 frequencies misplace tokens.
         round_weights(model, weights)
         return model
-    options |= {"config": config, "revision": settings.revision, "dtype": weights}
     remedy = "fetch it again, or take out what `model.config` changes about its shape"
     source = f"`model.source`: {settings.source}"
     with _refusing(f"{source}: weights cannot be loaded", remedy):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(settings.repository), output_loading_info=True, **options
+            str(settings.repository),
+            config=config,
+            revision=settings.revision,
+            dtype=weights,
+            output_loading_info=True,
+            **options,
         )
         quantized = _quantized_weight(settings)
     model, loading = loaded
@@ -598,8 +597,8 @@ def round_weights(hf: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
 def is_mixture(model: PreTrainedModel) -> bool:
     """Return whether the model is a mixture of experts."""
     recorded = getattr(model.base_model, "_can_record_outputs", None) or {}
-    names = [name for name, _ in model.named_modules()]
-    return "router_logits" in recorded or any(name.endswith(".experts") for name in names)
+    has_experts = any(name.endswith(".experts") for name, _ in model.named_modules())
+    return has_experts or "router_logits" in recorded
 
 
 def decoder_layers(model: nn.Module) -> dict[str, nn.Module]:

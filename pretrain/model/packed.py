@@ -62,7 +62,7 @@ class PackedLanguageModel(nn.Module):
             self.routing.in_fp32()
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
-        hf.set_output_embeddings(LossHead.replacing(head, loss, self.context, name))
+        hf.set_output_embeddings(LossHead(head, loss, self.context, name))
         # GPT-2 looks for padding without a mask in each forward, which waits for the device, and
         # warns about the end-of-text tokens of a pack. The padding of a pack is a document without
         # labels, so it needs no mask.

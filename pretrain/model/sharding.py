@@ -124,7 +124,10 @@ class Sharding:
         # its input, and no layer does.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
-        self._choose_shared_memory()
+        for number, group in enumerate(self._groups):
+            # The backward of the root and of a tied embedding and head overlaps with that of others.
+            is_root = number == 0 and group.module is model
+            group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
         self._attach(stacks)
         for group in self._groups:
             for module in group.fsdp.modules:
@@ -161,15 +164,6 @@ class Sharding:
     def _reshard(self) -> None:
         for group in self._groups:
             group.module.reshard()
-
-    def _choose_shared_memory(self) -> None:
-        """Decide which groups store their main gradients in the same memory."""
-        for number, group in enumerate(self._groups):
-            is_root = number == 0 and group.module is self._model
-            is_tied = len(group.fsdp.modules) > 1  # embedding and head
-            # The backward of these two groups overlaps with that of others.
-            overlaps = is_root or is_tied
-            group.shares_memory = not (self.once_a_step or overlaps)
 
     def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.

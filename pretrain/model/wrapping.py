@@ -46,10 +46,9 @@ def choose_arithmetic(
         return None, reason
     if active.backend != "torch":
         return Arithmetic(context, Implementation.TRANSFORMER_ENGINE), ""
-    has_kernels = _gains(device_type, context.compute_dtype)
-    return Arithmetic(
-        context, Implementation.KERNELS if has_kernels else Implementation.FORMULAS
-    ), ""
+    if _gains(device_type, context.compute_dtype):
+        return Arithmetic(context, Implementation.KERNELS), ""
+    return Arithmetic(context, Implementation.FORMULAS), ""
 
 
 def not_fused_because(

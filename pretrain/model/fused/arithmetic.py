@@ -60,10 +60,9 @@ class StackedLinear(LinearState):
         super().__init__(name, arithmetic.context, tuple(linears))
         self.linears = tuple(linears.values())
         self.arithmetic = arithmetic
-        in_features = self.linears[0].in_features
         out_features = sum(linear.out_features for linear in self.linears)
         for engine in engines:
-            self.add(engine, in_features, out_features)
+            self.add(engine, self.linears[0].in_features, out_features)
         # The Gemm without quantization. It caches the cast of a weight for a step's microbatches.
         self.plain = TorchGemm(name, self.members)
 
@@ -183,8 +182,7 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
             return None
     if not all(part.is_contiguous() for part in parts):
         return None
-    rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 @dataclass(eq=False)

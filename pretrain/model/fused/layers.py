@@ -143,11 +143,10 @@ class FusedLayers:
         """Return a text for the audit: "28 of 28 layers, queries and keys kept for backward"."""
         reasons = Counter(self.left_out.values())
         not_fused = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        kept = ""
-        if self.arithmetic.keeps_rotated and self.layers:
-            kept = ", queries and keys kept for backward"
-        total = len(self.layers) + len(self.left_out)
-        return f"{len(self.layers)} of {total} layers{kept}{not_fused}"
+        is_kept = self.arithmetic.keeps_rotated and self.layers
+        kept = ", queries and keys kept for backward" if is_kept else ""
+        count = len(self.layers)
+        return f"{count} of {count + len(self.left_out)} layers{kept}{not_fused}"
 
 
 class FusedLayer:
@@ -243,9 +242,8 @@ class FusedLayer:
         if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
-        function = AttentionInterface()[name]
         q, k, v = (state.transpose(0, 1)[None] for state in states)
-        output = function(
+        output = AttentionInterface()[name](
             attention,
             q,
             k,
@@ -303,10 +301,7 @@ class NormedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
         product = layer.qkv.start(x)
-        ctx.layer = layer
-        ctx.product = product
-        ctx.documents = documents
-        ctx.is_first_in_forward = arithmetic.gemm_class.is_first_in_forward()
+        ctx.call = (layer, product, documents, arithmetic.gemm_class.is_first_in_forward())
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.project(normed)
         results = arithmetic.rotation(layer.heads).rotate(
@@ -324,22 +319,21 @@ class NormedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *of_results: Tensor) -> Gradients:
-        layer = ctx.layer
+        layer, product, documents, is_first_in_forward = ctx.call
         arithmetic = layer.arithmetic
-        product = ctx.product
         *gradients, residual = of_results
         del of_results
         # `saved` has qkv, cos and sin, then inputs and results of attention if it is in this node.
         x, normed, rstd, *saved = arithmetic.saved(ctx)
         inputs = (*saved[:3], layer.heads, layer.head_norms_in(x.dtype))
-        if ctx.documents is not None:
-            gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, ctx.documents)
+        if documents is not None:
+            gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, documents)
         del saved
         dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
         d_normed = product.input_gradient(dqkv)
         d_weights = product.weight_gradients(dqkv, normed)
         dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
-        if ctx.is_first_in_forward:
+        if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
         d_head_norms = d_head_norms[: len(layer.head_norms)]
         return None, None, dx, None, None, d_norm, *d_head_norms, *d_weights, *d_biases
@@ -384,8 +378,7 @@ class OutputAndMLP(torch.autograd.Function):
         hidden = gate_up.project(normed)
         down = layer.down.start(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
-        ctx.layer = layer
-        ctx.products = output, gate_up, down
+        ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)
         # Save after the products, because saving takes quantized operands apart.
         arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
@@ -394,9 +387,8 @@ class OutputAndMLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> Gradients:
-        layer = ctx.layer
+        layer, output, gate_up, down = ctx.call
         arithmetic = layer.arithmetic
-        output, gate_up, down = ctx.products
         operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
         quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)

@@ -84,21 +84,14 @@ class LossHead(nn.Linear):
     the hidden states, or in the current low precision. The weight may have another dtype.
     """
 
-    state: LinearState
-    settings: LossSettings
-    chunk: int  # tokens whose logits exist at once
-    penalty: Penalty | None
-    _parts: Tensor | None = None  # FP32 [2], see `take_parts`
-
-    @classmethod
-    def replacing(
-        cls,
+    def __init__(
+        self,
         linear: nn.Linear,
         settings: LossSettings,
         context: PrecisionContext | None = None,
         name: str = "lm_head",
-    ) -> LossHead:
-        """Return a head with the parameters of `linear`, so that a tied weight stays tied.
+    ) -> None:
+        """Take the parameters of `linear`, so that a tied weight stays tied.
 
         `name` is the head's in its model. Its Gemms in the precisions of `context` are added later.
         """
@@ -107,16 +100,17 @@ class LossHead(nn.Linear):
             raise InputError(
                 "`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked"
             )
-        head = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
-        head.weight = linear.weight
-        head.bias = linear.bias
-        head.settings = settings
-        head.chunk = settings.tokens_at_once
-        head.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
-        head.penalty = None
+        super().__init__(linear.in_features, linear.out_features, bias=has_bias, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.settings = settings
+        self.chunk = settings.tokens_at_once  # tokens whose logits exist at once
+        self.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
+        self.penalty: Penalty | None = None
         if settings.penalty:
-            head.penalty = Penalty(settings.penalty, settings.penalty_weight or 0.0)
-        return head.train(linear.training)
+            self.penalty = Penalty(settings.penalty, settings.penalty_weight or 0.0)
+        self._parts: Tensor | None = None  # FP32 [2], see `take_parts`
+        self.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return logits [..., vocabulary], or with `labels` the summed loss, an FP32 scalar.
@@ -242,8 +236,7 @@ class ChunkedLoss(torch.autograd.Function):
 
             trained, parts = head.add_up(losses, labels, low)
         ctx.gradients = (d_hidden, d_weight, d_bias)
-        ctx.weight = weight
-        ctx.hidden_dtype = hidden.dtype
+        ctx.inputs = (weight, hidden.dtype)
         ctx.mark_non_differentiable(parts)
         return trained, parts
 
@@ -252,16 +245,17 @@ class ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias = ctx.gradients
         ctx.gradients = None
-        main = getattr(ctx.weight, "main_grad", None)
+        weight, hidden_dtype = ctx.inputs
+        main = getattr(weight, "main_grad", None)
         if main is not None:
             # Reads both tensors once, and leaves the scale on the device.
             main.addcmul_(d_weight, scale.reshape(1))
             d_weight = None
-        d_hidden = _scale(d_hidden, scale, ctx.hidden_dtype)
+        d_hidden = _scale(d_hidden, scale, hidden_dtype)
         if d_weight is not None:
-            d_weight = _scale(d_weight, scale, ctx.weight.dtype)
+            d_weight = _scale(d_weight, scale, weight.dtype)
         if d_bias is not None:
-            d_bias = _scale(d_bias, scale, ctx.weight.dtype)
+            d_bias = _scale(d_bias, scale, weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
 
 
