@@ -84,9 +84,8 @@ class StartedCell:
 
         After a signal, the launcher ends before its trainer has saved.
         """
-        if self.process.poll() is None:
-            return False
-        return not any(map(self._is_running, psutil.process_iter()))
+        launcher_has_ended = self.process.poll() is not None
+        return launcher_has_ended and not any(map(self._is_running, psutil.process_iter()))
 
     def _is_running(self, process: psutil.Process) -> bool:
         """Return True if `process` belongs to the group and is running."""

@@ -104,8 +104,11 @@ class Report:
             raise InputError(
                 f"--gate: the baseline {base.label} has not finished; name a finished run first"
             )
-        failures = (_failure_of(compared, base, tolerance) for compared in compared_runs)
-        return list(filter(None, failures))
+        return [
+            failure
+            for compared in compared_runs
+            if (failure := _failure_of(compared, base, tolerance))
+        ]
 
 
 def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> str | None:
@@ -118,8 +121,10 @@ def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> s
             f"--gate: {compared.label} cannot be compared with {base.label}: {compared.not_paired}"
         )
     if compared.run.is_unfinished:
-        steps = plural(compared.run.summary["steps"], "step")
-        return f"{compared.label} is not finished: it has {steps}"
+        return (
+            f"{compared.label} is not finished: it has "
+            f"{plural(compared.run.summary['steps'], 'step')}"
+        )
     # Without an interval, `upper` is the mean.
     if gap.upper <= tolerance:
         return None

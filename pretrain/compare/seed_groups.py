@@ -225,10 +225,12 @@ class SeedComparison:
 
     def answer(self) -> str:
         """Return the verdicts with their groups in one sentence."""
-        base = self.baseline.name
         seeds = plural(len(self.baseline.losses), "seed")
         verdicts = by_verdict({group.name: group.verdict for group in self.compared})
-        return f"Against {base} over {seeds}, within {100 * self.margin:g} %: {verdicts}."
+        return (
+            f"Against {self.baseline.name} over {seeds}, within {100 * self.margin:g} %: "
+            f"{verdicts}."
+        )
 
 
 def _compare(

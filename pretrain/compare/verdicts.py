@@ -294,17 +294,16 @@ class Rounds:
 
     def _row(self, verdict: Verdict) -> list[str]:
         """Return the table's row of a candidate or of the baseline."""
-        factors = [
-            or_dash(value, "{:.2f} ×".format)
-            for value in (verdict.speedup, verdict.tokens, verdict.gain)
-        ]
         return [
             verdict.name,
             str(len(verdict.served.by_seed) if verdict.served else 0),
             self._loss(verdict, verdict.served),
             self._loss(verdict, verdict.trained),
             or_dash(verdict.tokens_per_second, "{:,.0f}".format),
-            *factors,
+            *(
+                or_dash(value, "{:.2f} ×".format)
+                for value in (verdict.speedup, verdict.tokens, verdict.gain)
+            ),
             or_dash(verdict.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format),
             or_dash(verdict.memory_gib, memory),
             verdict.word,
