@@ -32,6 +32,7 @@ from packing.token_columns import (
     TOKEN_COLUMNS,
     number_documents,
     trained_tokens,
+    whole_numbers,
 )
 from packing.tokenizer import load_tokenizer
 
@@ -170,20 +171,18 @@ class Shard(Packs):
     def __getitem__(self, index: int) -> Pack:
         sample = self.sample(checked_index(index, len(self)))
         where = f"{self.path}, sample {index}"
-        ids = _integers(sample, self.token_column, where)
-        if ids is None:
+        if self.token_column not in sample:
             raise InputError(
                 f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
             )
+        names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
+        with refusing((ValueError,), where, "write ndarray:uint32, or uint32 without a size"):
+            ids = whole_numbers(self.token_column, sample[self.token_column])
+            columns = {name: whole_numbers(name, sample[name]) for name in names}
         if len(ids) != self.length:
             raise InputError(
                 f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
             )
-        columns = {
-            name: _integers(sample, name, where)
-            for name in sample
-            if name in (LABELS, *TOKEN_COLUMNS)
-        }
         if self.end_token is not None:
             columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
         with refusing((ValueError,), where):
@@ -199,18 +198,6 @@ class Shard(Packs):
         if trained is not None:
             trained = trained & is_real
         return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
-
-
-def _integers(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
-    """Return a column with an integer for each token, or None if the sample has no such column."""
-    row = sample.get(name)
-    is_row = isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu"
-    if row is not None and not is_row:
-        raise InputError(
-            f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 "
-            "without a size"
-        )
-    return row
 
 
 def read_index(folder: Path) -> list[Shard]:

@@ -12,7 +12,6 @@ import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,13 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line, refusing
 from packing.settings import DataSettings
-from packing.token_columns import LABELS, TOKEN_COLUMNS, number_documents, trained_tokens
+from packing.token_columns import (
+    LABELS,
+    TOKEN_COLUMNS,
+    number_documents,
+    trained_tokens,
+    whole_numbers,
+)
 from packing.tokenizer import REMEDY, TextTokenizer, file_of, without_nulls
 
 # Bit in the id of a token without a loss. Packs have a mask instead.
@@ -371,15 +376,7 @@ class TokenColumns(Records):
             for name in (*self.columns, *self.optional)
             if name in self.columns or record.get(name) is not None
         ]
-        try:
-            columns = {
-                name: np.fromiter(map(index, record[name] or ()), np.int64) for name in names
-            }
-        except (TypeError, OverflowError):
-            raise ValueError(
-                f"`{'` or `'.join(names)}` holds no list of whole numbers; leave out the column "
-                "that has none"
-            ) from None
+        columns = {name: whole_numbers(name, record[name] or ()) for name in names}
         ids = columns.pop(self.input_ids)
         numbers = number_documents(len(ids), columns)
         is_real = numbers >= 0

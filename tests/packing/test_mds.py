@@ -290,6 +290,16 @@ def test_a_loss_mask_masks_and_a_column_that_is_not_read_is_named(tmp_path: Path
     assert capsys.readouterr().err == ""
 
 
+def test_a_mask_of_floats_numbers_the_documents(tmp_path: Path):
+    path = write_columns(tmp_path / "mds", attention_mask=[1, 1, 1, 2, 2, 3, 0, 0])
+    shard = path / "shard.00000.mds"
+    data = shard.read_bytes()
+    mask = np.frombuffer(data[-32:], "<i4").astype("<f4")
+    shard.write_bytes(data[:-32] + mask.tobytes())
+    change_index(path, "ndarray:int32:8", "ndarray:float32:8")
+    assert open_mds(path, 8)[0].lengths.tolist() == [3, 2, 1]
+
+
 def test_padding_before_a_token_is_refused(tmp_path: Path):
     for number, mask in enumerate(([0, 1] * 4, [0] * 8)):
         with pytest.raises(InputError, match=r"shard\.00000\.mds, sample 0: .*padded at the end"):

@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.chunks import Chunk, Counts, tokenize
 from packing.prepare import prepare
-from packing.records import CHATML, UNTRAINED, chat_template, records_of
+from packing.records import CHATML, UNTRAINED, TokenColumns, chat_template, records_of
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import TextTokenizer
@@ -163,11 +163,15 @@ IDS = [5, 6, 7, 8, 9]
         ({"attention_mask": [0, 0, 1, 1, 1]}, [[7, 8, 9]]),
         ({"attention_mask": [2, 3]}, [[5, 6], [7, 8, 9]]),
         ({"attention_mask": [0] * 5}, []),
+        ({"attention_mask": [1.0, 1.0, 1.0, 0.0, 0.0]}, [[5, 6, 7]]),
+        ({"attention_mask": [1, 1, 2, 2, 0]}, [[5, 6], [7, 8]]),
+        ({"attention_mask": [1, 1, 2, 3, 3]}, [[5, 6], [7], [8, 9]]),
         ({"position_ids": [0, 1, 0, 1, 2]}, [[5, 6], [7, 8, 9]]),
         ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [2, 3]}, [[5, 6], [7, 8, 9]]),
         ({"position_ids": [0, 1, 0, 1, 0], "attention_mask": [1, 1, 1, 1, 0]}, [[5, 6], [7, 8]]),
         ({"sequence_id": [0, 0, 1, 1, -1]}, [[5, 6], [7, 8]]),
         ({"cu_seqlens": [0, 2, 5, 5]}, [[5, 6], [7, 8, 9]]),
+        ({"cu_seqlens": [0, 2, 5, -1, -1]}, [[5, 6], [7, 8, 9]]),
         ({"attention_mask": None, "position_ids": None}, [IDS]),
     ],
 )
@@ -187,6 +191,7 @@ def test_columns_beside_ids_say_what_is_padding_and_a_document(
         {"labels": [-100, 6, 7, -100, 9]},
         {"loss_mask": [0, 1, 1, 0, 1]},
         {"assistant_masks": [False, True, True, False, True]},
+        {"label_mask": [0.0, 1.0, 1.0, 0.0, 1.0]},
         {"completion_mask": [0, 1, 1, 1, 1], "labels": [5, 6, 7, -100, 9]},
         {
             "labels": [-100, 6, 7, -100, 9],
@@ -209,13 +214,15 @@ def test_columns_beside_ids_say_which_have_a_loss(columns: dict, tokenizer_file:
             {"labels": [6, 7, 8, 9, -100]},
             "`labels` is neither the token nor -100 everywhere; write it unshifted",
         ),
-        ({"labels": 1}, "`input_ids` or `labels` holds no list of whole numbers"),
-        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "`input_ids` or `loss_mask` holds no list"),
+        ({"labels": 1}, "column `labels` holds no list of whole numbers"),
+        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "column `loss_mask` holds no list"),
+        ({"loss_mask": [0, float("nan"), 1, 1, 1]}, "column `loss_mask` holds no list"),
         ({"loss_mask": [0, 1]}, "`loss_mask` is neither 1 nor 0 everywhere"),
         ({"completion_mask": [0, 1, 2, 1, 1]}, "`completion_mask` is neither"),
         ({"seq_lengths": [2, 9]}, "seq_lengths are those of 11 tokens"),
         ({"position_ids": [0, 1, 2]}, "position_ids are those of 3 tokens"),
         ({"attention_mask": [1, 1]}, "attention_mask are those of 2 tokens"),
+        ({"attention_mask": [0, 0, 0, -10000, -10000]}, "a length below 0"),
     ],
 )
 def test_columns_that_do_not_fit_the_ids_are_refused(
@@ -223,6 +230,11 @@ def test_columns_that_do_not_fit_the_ids_are_refused(
 ) -> None:
     with pytest.raises(InputError, match=f"x.jsonl:1: .*{message}"):
         tokenized(tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids")
+
+
+def test_ids_in_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="`ids` holds no list of whole numbers"):
+        TokenColumns("ids", None, 600).fill({"ids": np.arange(5, dtype=np.uint16).tobytes()})
 
 
 def test_labels_that_mask_nothing_leave_the_packs_as_they_are(
