@@ -1,4 +1,4 @@
-"""Read MosaicML streaming's MDS shards: version 2, raw or zstd, every encoding that packs can use.
+"""Read MosaicML streaming's MDS shards: version 2, raw or compressed, every encoding that packs can use.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
 the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32),
@@ -112,7 +112,8 @@ class Shard(Packs):
             raise InputError(f"{folder / INDEX}: {name} is outside of it; {_REMEDY}")
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.path = folder / self.record.name
-        self.codec = (entry["compression"] or "").partition(":")[0]  # of `zstd:7`, zstd
+        codec = (entry["compression"] or "").partition(":")[0]  # of `zstd:7`, zstd
+        self.codec = {"br": "brotli", "gz": "gzip"}.get(codec, codec)  # Arrow's name
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # A size is the bytes of every value, or None if each sample states it.
         self._columns = [

@@ -144,6 +144,21 @@ def test_compressed_shards_give_the_packs_of_raw_ones(fixture, monkeypatch, tmp_
     assert open_mds(folder).fingerprint == packs.fingerprint
 
 
+@pytest.mark.parametrize(("name", "codec"), [("gz", "gzip"), ("br:11", "brotli")])
+def test_shards_of_other_codecs_give_the_same_packs(fixture, name: str, codec: str):
+    folder = fixture("zstd")
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["shards"]:
+        file = folder / entry["zip_data"]["basename"]
+        raw = pa.input_stream(str(file), compression="zstd").read()
+        with pa.output_stream(str(file), compression=codec) as stream:
+            stream.write(raw)
+        entry["compression"] = name
+        entry["zip_data"] |= {"bytes": file.stat().st_size, "hashes": {}}
+    (folder / "index.json").write_text(json.dumps(index))
+    assert open_mds(folder)[9].input_ids.tolist() == EXPECTED["zstd"][9]["input_ids"]["values"]
+
+
 @pytest.mark.parametrize(
     ("codec", "cut", "says"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")]
 )
