@@ -34,6 +34,8 @@ from packing.tokenizer import REMEDY, TextTokenizer, file_of, without_nulls
 # Bit in the id of a token without a loss. Packs have a mask instead.
 UNTRAINED = np.uint32(1 << 31)
 CHAT_TEMPLATE = "chat_template.jinja"  # name of its file, beside a tokenizer.json
+# The folder in which transformers 5 writes templates by name.
+_NAMED_TEMPLATES = "additional_chat_templates"
 # The name is undefined. `+` keeps a line break behind the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
 CHATML = (
@@ -428,26 +430,37 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
 def chat_template(given: str | None, tokenizer: str) -> str:
     """Return the chat template that `given`, the value of `data.chat_template`, stands for.
 
-    None means the tokenizer's own template. A tokenizer may have several templates by name: `given`
-    chooses one, None the one named default. Raises InputError if there is none.
+    None means the tokenizer's own template. A tokenizer may have several templates by name, in its
+    config or in the folder that transformers 5 writes: `given` chooses one, None the one named
+    default. Raises InputError if there is none.
     """
     if given == "chatml":
         return CHATML
     if given is not None and ("{" in given or "\n" in given):
         return given
     file = Path(given) if given else file_of(tokenizer, CHAT_TEMPLATE, needed=False)
+    if given and not file.is_file():
+        file = file_of(tokenizer, f"{_NAMED_TEMPLATES}/{given}.jinja", needed=False)
     if file and file.is_file():
         return file.read_text(encoding="utf-8")
     config = file_of(tokenizer, "tokenizer_config.json", needed=False)
     stored = load_object(config, REMEDY).get("chat_template") if config else None
-    if isinstance(stored, list):
-        stored = {template["name"]: template["template"] for template in stored}
-    named = {"default": stored} if isinstance(stored, str) else stored or {}
+    with refusing(
+        (LookupError, TypeError, ValueError),
+        f"{config}: `chat_template` is neither a template nor a list of them by name",
+        "correct it, or set data.chat_template",
+    ):
+        if isinstance(stored, str):
+            stored = [{"name": "default", "template": stored}]
+        named = {str(entry["name"]): entry["template"] for entry in stored or ()}
+        if not all(isinstance(template, str) for template in named.values()):
+            raise ValueError("a template is no text")
     if (given or "default") not in named:
         what = f"{given}: no such file or template"
         if not given:
             what = f"{tokenizer} has none{' named default' if named else ''}"
-        names = ", ".join(["chatml", *named])
+        in_folder = Path(tokenizer).glob(f"{_NAMED_TEMPLATES}/*.jinja")
+        names = ", ".join(["chatml", *named, *sorted(file.stem for file in in_folder)])
         raise InputError(
             f"data.chat_template: {what}; set it to {names} or a Jinja file, or take an instruct "
             "model's tokenizer"

@@ -440,6 +440,17 @@ def test_templates_by_name(tmp_path: Path, tokenizer_file: Path) -> None:
     for given in (None, "rag"):
         with pytest.raises(InputError, match=r"data\.chat_template: .*set it to chatml, tool_use"):
             chat_template(given, str(folder))
+    # transformers 5 writes a file for each template.
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    assert chat_template("rag", str(folder)) == "rag"
+    with pytest.raises(InputError, match=r"set it to chatml, tool_use, rag or"):
+        chat_template("cot", str(folder))
+    for malformed in ([{"name": "default"}], ["default"], [{"name": "a", "template": 1}], 7):
+        stored = config | {"chat_template": malformed}
+        (folder / "tokenizer_config.json").write_text(json.dumps(stored))
+        with pytest.raises(InputError, match=r"tokenizer_config\.json: `chat_template` is neither"):
+            chat_template(None, str(folder))
 
 
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"
