@@ -8,6 +8,7 @@ every day. Templates that check for a clock first, such as Llama's, use the date
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections.abc import Iterator
@@ -95,7 +96,7 @@ class Records:
 class TextTemplate(Records):
     """Reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
-    Null and NaN count as no text. Numbers are written out. Lists, mappings and bytes are refused,
+    Null, NaN and infinity count as no text. Other numbers are written out. Lists, mappings and bytes are refused,
     since they would appear in Python's notation.
     """
 
@@ -124,8 +125,8 @@ class TextTemplate(Records):
         values = {}
         for column in self.columns:
             value = record[column]
-            # A table may hold a null as NaN, which does not equal itself.
-            is_null = value is None or value != value
+            # A table may hold a null as NaN, and a number that overflowed as infinity.
+            is_null = value is None or (isinstance(value, float) and not math.isfinite(value))
             values[column] = "" if is_null else value
         for column, value in values.items():
             if not isinstance(value, (str, int, float)):

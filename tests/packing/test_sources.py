@@ -149,16 +149,26 @@ def test_unread_files_are_counted_and_refused_if_they_are_most(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    ("encoding", "named"),
-    [("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "LATIN1")],
+    ("encoding", "text", "message"),
+    [
+        ("utf-16-le", "\ufeffcaf\xe9", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
+        ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
+        ("utf-32-le", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
+        ("utf-32-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
+        ("utf-16-le", "cafe", "NUL characters, as UTF-16 and UTF-32 do; convert it from its own"),
+        ("utf-32-be", "cafe", "NUL characters, as UTF-16 and UTF-32 do; convert it from its own"),
+        ("latin-1", "caf\xe9", "not UTF-8.*convert it from its own encoding"),
+        ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert it from its own encoding"),
+    ],
 )
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_another_encoding_is_named_with_the_command_that_converts_it(
-    encoding: str, named: str, suffix: str, tmp_path: Path
+def test_another_encoding_is_refused_and_named_by_its_mark(
+    encoding: str, text: str, message: str, suffix: str, tmp_path: Path
 ) -> None:
-    mark = "\ufeff" if named == "UTF-16" else ""
-    (tmp_path / f"x.{suffix}").write_bytes(f'{mark}{{"text": "caf\xe9"}}\n'.encode(encoding))
-    with pytest.raises(InputError, match=f"iconv -f {named} -t UTF-8"):
+    mark = "\ufeff" if "\ufeff" in text else ""
+    line = f'{mark}{{"text": "{text.strip(mark)}"}}\n'
+    (tmp_path / f"x.{suffix}").write_bytes(line.encode(encoding))
+    with pytest.raises(InputError, match=message):
         texts_of(tmp_path / f"x.{suffix}")
 
 
@@ -176,13 +186,12 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
-def test_nan_is_no_text(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"title": [1.5, float("nan"), None], "body": ["a", "", None]}),
-        tmp_path / "x.parquet",
-    )
+def test_nan_and_infinity_are_no_text(tmp_path: Path) -> None:
+    titles = [1.5, float("nan"), float("-inf")]
+    pq.write_table(pa.table({"title": titles, "body": ["a", "", None]}), tmp_path / "x.parquet")
     (tmp_path / "x.jsonl").write_text(
-        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n{"title": NaN, "body": null}\n'
+        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n'
+        '{"title": -Infinity, "body": null}\n'
     )
     for kind in ("parquet", "jsonl"):
         source = opened(tmp_path / f"x.{kind}", text="{title} {body}")
