@@ -123,10 +123,12 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
     unread_paths = [path for group in by_kind.values() for path in group]
     suffixes = Counter(path.suffix or "without a suffix" for path in unread_paths)
     unread = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(8))
+    if "text" in by_kind:
+        unread += f"; {kinds[0]} files come before text"
     if _bytes_of(unread_paths) > _bytes_of(paths):
         raise InputError(
-            f"data.source: {folder}: most of its bytes are in files that are not read ({unread}); "
-            f"name a file, or a folder without them; {_READABLE}"
+            f"data.source: {folder}: most of its bytes are in files that are not read ({unread}). "
+            f"Name a file, or a folder without them; {_READABLE}"
         )
     return kinds[0], paths, unread and f"; files not read: {unread}"
 

@@ -141,10 +141,13 @@ def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path:
 def test_unread_files_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
-    assert "files not read: 1 .csv" in opened(tmp_path).description
+    assert opened(tmp_path).description.endswith("files not read: 1 .csv")
     for name in ("b.csv", "c.tsv"):
         (tmp_path / name).write_text("text\nb\nc\n")
     with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
+        opened(tmp_path)
+    (tmp_path / "notes.jsonl").write_text("{}")
+    with pytest.raises(InputError, match=r"1 \.md, 1 \.tsv; jsonl files come before text\)"):
         opened(tmp_path)
 
 
