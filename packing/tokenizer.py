@@ -61,10 +61,14 @@ class TextTokenizer:
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id for text that the vocabulary lacks, or None if there is no such id."""
+        """The id for text that the vocabulary lacks, or None if there is no such id.
+
+        An id that also begins or ends documents does not count. Padding is in no document.
+        """
         model = json.loads(self.tokenizer.to_str())["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
-        return None if unknown in self.special.values() else unknown
+        frame = (self.special.get("bos"), self.special.get("eos"))
+        return None if unknown in frame else unknown
 
     @property
     def padding(self) -> int:

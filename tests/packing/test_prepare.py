@@ -69,10 +69,14 @@ WORDS = WordLevel({"[UNK]": 0, "</s>": 1, "one": 2}, "[UNK]")
 PIECES = Unigram([("<unk>", 0.0), ("</s>", -1.0), ("o", -1.0)], 0)
 
 
+@pytest.mark.parametrize("pads_with_unknown", [False, True])
 @pytest.mark.parametrize("model", [WORDS, PIECES], ids=["words", "pieces"])
 def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
-    model: Model, settings: DataSettings, corpus: Path, tmp_path: Path
+    model: Model, pads_with_unknown: bool, settings: DataSettings, corpus: Path, tmp_path: Path
 ) -> None:
+    if pads_with_unknown:
+        config = {"eos_token": "</s>", "pad_token": "[UNK]" if model is WORDS else "<unk>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
     Tokenizer(model).save(str(tmp_path / "words.json"))
     prepare(
