@@ -58,6 +58,8 @@ _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LOSS_MARKS = ("weight", "train", "training", "loss")  # 0 or false: the message has no loss
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}  # read with any template
 _SYSTEM_COLUMNS = ("system", "system_prompt")  # a chat's first message
+# A template that compares a content with none takes a null content, as of an answer of tool calls.
+_NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
 _OTHER_ANSWER = "PLACEHOLDER"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Errors of a template: it refuses a chat, or the chat has another shape.
@@ -166,6 +168,10 @@ class ChatColumns(Records):
         return re.search(rf"\b{re.escape(word)}\b", self.template) is not None
 
     @property
+    def _takes_null_content(self) -> bool:
+        return _NULL_CONTENT.search(self.template) is not None
+
+    @property
     def optional(self) -> tuple[str, ...]:
         return (*_SYSTEM_COLUMNS, "tools") if self._names("tools") else _SYSTEM_COLUMNS
 
@@ -177,13 +183,24 @@ class ChatColumns(Records):
         return super().unread(record) | {f"message.{key}" for key in ignored}
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
-        """Return the text and spans of the chat in `record`, or None if no answer has a loss.
+        """Return the text and spans of the chat in `record`.
 
-        Raises ValueError if the chat is malformed or has no answer.
+        Returns None if no answer has a loss, and for a prompt without a response. Raises ValueError
+        if the chat is malformed, has no answer, or has a message that the template does not write.
         """
+        if self.pair and not self.pair[1].fill(record).strip():
+            return None
         chat = self._chat(record)
         tools = record.get("tools") if "tools" in self.optional else None
         text, spans = self._render(chat, tools)
+        for number, message in enumerate(chat):
+            has_words = message["role"] != "assistant" and (message.get("content") or "").strip()
+            if has_words and not self._is_written(chat, number, text, tools):
+                raise ValueError(
+                    f"the chat template writes nothing of message {number + 1}, of the role "
+                    f"{message['role']}; give it another role, or name another template "
+                    "(`data.chat_template`)"
+                )
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
@@ -246,7 +263,10 @@ class ChatColumns(Records):
         return chat
 
     def _messages(self, value: Any) -> list[dict[str, Any]]:
-        """Return the messages in a column, without null keys, which tables give every message."""
+        """Return the messages in a column, without nulls, which tables give every message.
+
+        A null content stays for a template that compares it with none.
+        """
         column = self.columns[0]
         messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -256,9 +276,10 @@ class ChatColumns(Records):
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
+            values: dict[str, Any] = {"content": None} if self._takes_null_content else {}
             # NaN, which does not equal itself, is a null.
-            values = {
-                keys.get(key, key): item
+            values |= {
+                keys.get(key, key): without_nulls(item)
                 for key, item in message.items()
                 if item == item and item is not None
             }
@@ -268,7 +289,7 @@ class ChatColumns(Records):
                     f"column `{column}` has a message of the role {role}, which is neither usual "
                     "nor in the chat template; write user, assistant, system or tool"
                 )
-            if not isinstance(values.get("content", ""), str):
+            if not isinstance(values.get("content") or "", str):
                 raise ValueError(f"column `{column}` has a message whose content is no text")
             if any(values.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
                 raise ValueError(
@@ -280,14 +301,18 @@ class ChatColumns(Records):
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return whether `text`, the complete chat, has the content of message `number`."""
-        content = chat[number].get("content", "")
+        role = chat[number]["role"]
+        content = chat[number].get("content") or ""
         words = content.strip()
-        if words and words in text:
+        # The words of a tool's result, such as a number, may stand elsewhere.
+        if role in ("system", "user", "assistant") and words and words in text:
             return True
         # The template may change the content. Then the chat differs without it.
-        blank = {"role": "assistant", "content": content.replace(words, "")}
-        without = [*chat[:number], blank, *chat[number + 1 :]]
-        return self._render(without, tools)[0] != text
+        blank = {"role": role, "content": content.replace(words, "")}
+        try:
+            return self._render([*chat[:number], blank, *chat[number + 1 :]], tools)[0] != text
+        except ValueError:
+            return True  # The template reads the message, since it refuses a blank one.
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any

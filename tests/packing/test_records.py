@@ -303,6 +303,63 @@ def test_an_answer_of_tool_calls_that_the_template_writes_is_trained_on(
     assert answers(tokenizer_file, {"messages": chat}, CALLS)[1] == expected
 
 
+def test_nulls_in_a_message_are_not_written(tokenizer_file: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "b": {"c": None}}]}
+    expected = '[{"name": "f", "b": {}}]<|im_end|>\n'
+    assert answers(tokenizer_file, {"messages": [USER, call]}, CALLS)[1] == expected
+
+
+# DeepSeek-R1's template tests a content for none, and Mistral's requires calls or roles by turns.
+NULL_CONTENT = CALLS.replace(
+    "message.content +", "(message['content'] if message['content'] is not none else 'null') +"
+)
+BY_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls and loop.index == 2 %}"
+    "{{ raise_exception('by turns') }}{% endif %}{% endfor %}" + CALLS
+)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["no content", "null content"])
+def test_a_null_content_reaches_a_template_that_tests_for_it(
+    content: dict, tokenizer_file: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": ["f"]} | content
+    trained = answers(tokenizer_file, {"messages": [USER, call]}, NULL_CONTENT)[1]
+    assert trained == 'null["f"]<|im_end|>\n'
+
+
+def test_a_template_that_refuses_a_chat_without_a_message_writes_it(tokenizer_file: Path) -> None:
+    chat = [USER, CALL, {"role": "tool", "content": "r"}, ANSWER]
+    expected = '[{"function": {"name": "f"}}]<|im_end|>\nso<|im_end|>\n'
+    assert answers(tokenizer_file, {"messages": chat}, BY_TURNS)[1] == expected
+
+
+TURNS_ALONE = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}"
+    "{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool", "function", "observation"])
+def test_a_message_that_the_template_does_not_write_is_refused(
+    role: str, tokenizer_file: Path
+) -> None:
+    final = {"role": "assistant", "content": "It is 4."}
+    message = {"role": role, "content": "Be kind." if role == "system" else "4"}
+    with pytest.raises(InputError, match=f"nothing of message 2, of the role {role}"):
+        answers(tokenizer_file, {"messages": [USER, message, final]}, TURNS_ALONE)
+    chat = [USER, {"role": role, "content": ""}, final]
+    assert answers(tokenizer_file, {"messages": chat}, TURNS_ALONE)[1] == "It is 4.\n"
+
+
+def test_a_prompt_without_a_response_is_empty(tokenizer_file: Path) -> None:
+    keys = {"messages": ["instruction", "output"], "chat_template": CHATML}
+    records = [{"instruction": "why?", "output": output} for output in ("", None, " ", "so")]
+    documents, counts = tokenized(tokenizer_file, records, **keys)
+    assert len(documents) == 1 and counts.empty == 3
+
+
 THINKING = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
 DISTILLED = (
     "{% for m in messages %}{% if m.role == 'user' %}{{ '<U>' + m.content }}{% else %}"
