@@ -17,11 +17,11 @@ from pretrain.settings import commands
 # By command: the module whose `main` runs it, and a short description.
 RUNS = {
     "plan": (
-        "pretrain.run.planner",
+        "pretrain.run.plan_command",
         "estimate time, memory and microbatch of a recipe on other devices",
     ),
     "evaluate": (
-        "pretrain.run.untrained",
+        "pretrain.run.evaluate_command",
         "compute the held-out loss of a checkpoint",
     ),
     "report": (

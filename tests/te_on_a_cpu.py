@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.model.fused import formulas
 from pretrain.precision.emulation import Operand, multiply
 from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
@@ -184,7 +184,7 @@ def transformer_engine_on_a_cpu(references: Path) -> Iterator[None]:
         "get_device_properties": lambda *_: B200,
     }
     try:
-        with holding(torch.cuda, **cuda):
+        with overridden(torch.cuda, **cuda):
             _import(references)
             yield
     finally:

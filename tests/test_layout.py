@@ -35,6 +35,7 @@ ROOMS += [
     "pretrain/checkpoint",
     "pretrain/metrics",
     "pretrain/plan",
+    "pretrain/observe",
     "pretrain/verify",
     "pretrain/compare",
     "pretrain/run",

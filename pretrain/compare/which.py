@@ -42,6 +42,8 @@ from foundation.reading import load_object
 from foundation.signals import StopRequest
 from foundation.units import count, duration, plural
 from packing.order import order_of
+from packing.prepare import prepare
+from packing.store import open_packs
 from pretrain.compare.differences import CONFIDENCE, FEWEST_SEEDS, fewest_seeds
 from pretrain.compare.fairness import in_words
 from pretrain.compare.matrix_file import (
@@ -420,14 +422,17 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
 
     The packs are prepared if they are missing. Raises InputError if they cannot be used.
     """
-    from pretrain.plan.data import open_data  # imports torch
-
     if recipe.data.stream:
         return math.inf
-    mixture = order_of(open_data(recipe.data, is_main_process=True).train, 1, recipe.seed).mixture
+    if recipe.data.prepares:
+        prepare(recipe.data, progress=True)
+    packs = open_packs(recipe.data, "train")
+    open_packs(recipe.data, "held_out")  # raises InputError if they cannot be used
+    mixture = order_of(packs, 1, recipe.seed).mixture
     sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
-    packs = min(number / share for number, share in sources)  # until the first source is used up
-    return int(packs * recipe.data.length / recipe.batch.tokens)
+    # The first source is used up after this number of packs.
+    used_up = min(number / share for number, share in sources)
+    return int(used_up * recipe.data.length / recipe.batch.tokens)
 
 
 def least_steps(trunk: int | None) -> int:

@@ -22,7 +22,7 @@ MATRIX_FILE = "matrix.json"
 METRICS_FILE = "metrics.jsonl"
 # Written at the end of a run.
 SUMMARY_FILE = "summary.json"
-# Statistics of quantized operands. Written by `pretrain.metrics.precision_health`.
+# Statistics of quantized operands. Written by `pretrain.observe.operand_statistics`.
 STATISTICS_FILE = "fp8_statistics.jsonl"
 # Names the run that each tracker continues. Written by `pretrain.metrics.trackers`.
 TRACKERS_FILE = "trackers.json"

@@ -17,7 +17,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.grouped import ROW_MULTIPLE, STACKS, Groups, arrange, stacked_experts
 from pretrain.precision.product import LinearState, PrecisionContext
 
@@ -38,7 +38,7 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     modules = [module for module in model.modules() if isinstance(module, GroupedExperts)]
     with ExitStack() as recording:
         for module in modules:
-            recording.enter_context(holding(module, seen=[]))
+            recording.enter_context(overridden(module, seen=[]))
         yield [module.seen for module in modules]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -202,14 +202,14 @@ def forward_backward(
     last = len(batches.microbatches) - 1
     for index, microbatch in enumerate(batches.microbatches):
         context.first_microbatch = index == 0  # casts or quantizes weights again
-        observed = around_first if around_first and index == 0 else nullcontext()
-        exchanging: AbstractContextManager[Any] = nullcontext()
-        if index < last:
-            if model.sharding:
-                exchanging = model.sharding.accumulating()
-        elif rank_sums and not (first_apart and index == 0):
-            exchanging = rank_sums.starting_early()
-        with observed, exchanging:
+        with ExitStack() as contexts:
+            if around_first is not None and index == 0:
+                contexts.enter_context(around_first)
+            if index == last:
+                if rank_sums and not (first_apart and index == 0):
+                    contexts.enter_context(rank_sums.starting_early())
+            elif model.sharding:
+                contexts.enter_context(model.sharding.accumulating())
             loss_sum = model(**inputs_of(microbatch, accelerator.device))
             accelerator.backward(loss_sum * (1 / tokens))
         total += loss_sum.detach()

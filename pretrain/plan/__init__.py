@@ -1,1 +1,1 @@
-"""What a run would be: checks, counts, memory and time, before anything costs any."""
+"""Plan a run from settings, shapes and counts: checks, sizes, memory and time."""

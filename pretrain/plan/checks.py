@@ -1,7 +1,8 @@
 """Every check that needs two sections of a recipe, the number of devices, the model's sizes or the number of packs.
 
-Each raises InputError, which names the keys that contradict each other and says what would go together. `preflight` calls each of
-them once, in the order of what it costs to find out, and a matrix calls `check_launch` for each cell. Nothing here imports torch.
+Each raises InputError, which names the keys that contradict each other and says what would go together. `prepare_job` calls each
+of them once, in the order of what it costs to find out, and a matrix calls `check_launch` for each cell. No function here imports
+torch.
 """
 
 from __future__ import annotations

@@ -1,59 +1,74 @@
-"""`python -m pretrain flops`: what a model costs to train, a token, by every definition in use, beside each other."""
+"""`python -m pretrain flops`: the training FLOPs of a model by each definition in use."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from foundation.units import TERA, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
 from pretrain.metrics.peaks import peak
-from pretrain.model import huggingface as model
+from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.rendering import shape_lines
 from pretrain.plan.targets import Target
 from pretrain.plan.tokenizer import with_tokens
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import ModelSettings
 
-LENGTHS = (2048, 4096)  # for a model without a recipe
+LENGTHS = (2048, 4096)  # of packs, for a model without a recipe
 
 
 def main(options: argparse.Namespace) -> int:
-    speed, target = options.tokens_per_second, Target.parse(options.on)
-    most = target.count * peak(target.name, "bf16") * TERA  # FLOPs a second
-    lengths, settings = LENGTHS, ModelSettings(source=options.model)
+    """Print the table and return 0."""
+    target = Target.parse(options.on)
+    lengths: Sequence[int] = LENGTHS
+    settings = ModelSettings(source=options.model)
     if options.model.endswith((".yaml", ".yml")):
         recipe = load_recipe(Path(options.model))
-        settings, lengths = with_tokens(recipe.model, recipe.data, None), [recipe.data.length]
-    flops = ModelFlops.of(model.build_on_meta(model.load_config(settings)))
-    lengths, rows = options.length or lengths, []
-    dense = (
-        []
-        if flops.expert_weights
-        else [f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}"]
+        settings = with_tokens(recipe.model, recipe.data, None)
+        lengths = [recipe.data.length]
+    lengths = options.length or lengths
+    flops = ModelFlops.of(build_on_meta(load_config(settings)))
+    speed = options.tokens_per_second
+    peak_flops = target.count * peak(target.name, "bf16") * TERA  # a second
+
+    lines = shape_lines(flops)
+    if not flops.expert_weights:
+        lines.append(f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}")
+    print("\n".join(lines), end="\n\n")
+    print(
+        markdown(
+            ("a token", *(f"T = {length:,}" for length in lengths)),
+            _rows(flops, lengths, speed, peak_flops),
+        )
     )
-    print("\n".join([*shape_lines(flops), *dense]), end="\n\n")
-    for name, per_token in FORMULAS.items():
-        counts = {length: per_token(flops, length) for length in lengths}
-        cells = [
-            f"{operations(value)} ({percent(value / ours(flops, length))})"
-            for length, value in counts.items()
-        ]
-        if speed:
-            cells = [
-                f"{cell}: MFU {percent(n * speed / most)}"
-                for cell, n in zip(cells, counts.values(), strict=True)
-            ]
-        rows.append((name, *cells))
-    print(markdown(("a token", *(f"T = {length:,}" for length in lengths)), rows))
     ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
     print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
-    if speed and ours(flops, min(lengths)) * speed > most:
+    if speed and ours(flops, min(lengths)) * speed > peak_flops:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:
         print(
-            "\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a mixture of experts"
+            "\nwarning: llm_TII's and Megatron-LM's definitions are of dense models, and this is a "
+            "mixture of experts"
         )
     if flops.uncounted:
         print(f"\nwarning: {flops.left_out}")
     return 0
+
+
+def _rows(
+    flops: ModelFlops, lengths: Sequence[int], speed: float | None, peak_flops: float
+) -> list[tuple[str, ...]]:
+    """Return a row for each definition: FLOPs a token, and with a `speed` in tokens/s the MFU."""
+    rows = []
+    for name, per_token in FORMULAS.items():
+        cells = []
+        for length in lengths:
+            count = per_token(flops, length)
+            cell = f"{operations(count)} ({percent(count / ours(flops, length))})"
+            if speed:
+                cell += f": MFU {percent(count * speed / peak_flops)}"
+            cells.append(cell)
+        rows.append((name, *cells))
+    return rows

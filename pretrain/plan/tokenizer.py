@@ -11,7 +11,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Protocol
 
 from transformers import (
     AutoTokenizer,
@@ -28,7 +28,6 @@ from packing.settings import DataSettings, split_revision
 from packing.store import training_parts
 from packing.tokenizer import load_tokenizer as load_text_tokenizer
 from pretrain.model.huggingface import config_values, load_config
-from pretrain.plan.data import Data
 from pretrain.settings.recipe import ModelSettings
 
 # of a vocabulary from scratch: products with the head are fastest so, and every precision takes
@@ -44,6 +43,17 @@ PROBES = (
     "\u4f60\u597d\uff0c\u4e16 \u3053\u3093 \u0645\u0631 \u0928\u092e\u0938\u094d\u0924\u0947",
     "\U0001f600\U0001f469\u200d\U0001f4bb \u00a0\u3000\u200b\ufeff \u2581a \x00\x07",
 )
+
+
+class Data(Protocol):
+    """Open packs (`pretrain.run.data.Data`), as far as the tokenizer depends on them."""
+
+    @property
+    def tokenizer(self) -> Mapping[str, Any]:
+        """Return what the packs record about their tokenizer."""
+
+    def beside(self, name: str) -> Path | None:
+        """Return the file `name` in the folder of the packs, or None if it does not exist."""
 
 
 def with_tokens(

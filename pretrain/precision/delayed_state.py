@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
@@ -64,7 +64,7 @@ class DelayedState:
         if self._depth == 0:
             self._finish_backward()  # of one that ran inside a forward only, or that was broken off
             self.forward_scales = self._history("forward")[1].clone()
-        with holding(self, _depth=self._depth + 1):
+        with overridden(self, _depth=self._depth + 1):
             yield
         if self._depth == 0 and torch.is_grad_enabled():
             self._update("forward")
@@ -74,7 +74,7 @@ class DelayedState:
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
         """Put this around a layer that backward computes again: with the scales it had, noting no amax a second time."""
-        return holding(self, forward_scales=forward_scales, _recording=False)
+        return overridden(self, forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
         """The FP32 scalar that quantizes the operand now."""

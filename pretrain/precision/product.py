@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.formats.definition import Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Operand, Saved, TorchGemm, add_to
 from pretrain.precision.observed import watched
@@ -62,13 +62,13 @@ class PrecisionContext:
         if self.backend is None or not self.quantizing or not (training or self.evaluates_low):
             yield
             return
-        with self.backend.forward(), holding(self, low_precision=True):
+        with self.backend.forward(), overridden(self, low_precision=True):
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function` now, and again in backward, in this context both times: else it would be in another precision then. The
         second time it uses what was kept of weights the first time."""
-        again = partial(holding, self, low_precision=self.low_precision, first_microbatch=False)
+        again = partial(overridden, self, low_precision=self.low_precision, first_microbatch=False)
         if self.backend is None or not self.quantizing:
             return checkpoint(
                 function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again())

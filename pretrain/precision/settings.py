@@ -127,11 +127,11 @@ def _check_schedule(phases: tuple[PrecisionPhase, ...]) -> tuple[PrecisionPhase,
     return phases
 
 
-PrecisionSchedule = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_check_schedule)]
+PhaseList = Annotated[tuple[PrecisionPhase, ...], AfterValidator(_check_schedule)]
 # The name of a precision, or a schedule. The discriminator chooses by the type of the value, so
 # that a mistake in a schedule is not reported as a wrong name.
 PrecisionSetting = Annotated[
-    Annotated[PrecisionName, Tag("Name")] | Annotated[PrecisionSchedule, Tag("Schedule")],
+    Annotated[PrecisionName, Tag("Name")] | Annotated[PhaseList, Tag("Schedule")],
     Discriminator(lambda value: "Schedule" if isinstance(value, list | tuple) else "Name"),
 ]
 

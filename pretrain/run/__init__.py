@@ -1,1 +1,1 @@
-"""What happens in a run beside the loop itself: building, resuming, evaluating, stopping."""
+"""Run one training: its job and packs, assembly, resume, evaluation, saving, and its commands."""

@@ -47,10 +47,10 @@ from pretrain.metrics.run_record import (
 )
 from pretrain.model import huggingface as model
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.plan.data import Data
 from pretrain.plan.tokenizer import fingerprint_in_use, load_tokenizer
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
-from pretrain.run.running import Run, best_evaluation
+from pretrain.run.data import Data
+from pretrain.run.run import Run, best_evaluation
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import Recipe
 

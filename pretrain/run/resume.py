@@ -1,4 +1,4 @@
-"""Copy a checkpoint back into a run: when it starts, and after a bad step when it goes back to one of its own."""
+"""Restore a run from a checkpoint: when it starts, and when it goes back after a bad step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import torch
 
-from foundation.files import write_json
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, checksums
 from pretrain.checkpoint.format import (
@@ -20,36 +19,34 @@ from pretrain.metrics.trackers import Trackers
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
-from pretrain.plan.preflight import Job
 from pretrain.precision.product import PREFIX
 from pretrain.precision.settings import WEIGHT_DTYPES, Weights
 from pretrain.run.assembly import REHEARSALS, Assembly
 from pretrain.run.evaluate import best_so_far
+from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
-# Settings that scales of gradients depend on: the largest code, the loss, and by how many tokens it is divided.
+# Settings that scales of gradients depend on: the largest code, the loss, and the number of tokens by
+# which it is divided.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
-
-
-# ── Its state copied back ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
 def restore(
     source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Put the run's memory into the state of `source`; returns the counters, and notes for the user. Collective;
-    `Checkpoints.abandon_newer` is left to do."""
-    state = TrainState(
-        **{
-            **source.record["progress"],
-            "steps": job.plan.steps,
-            "shift": source.shift(job),
-            "place": source.place(job),
-        }
-    )
+    """Restore the run's memory to the state of `source`. Return the counters and notes for the user.
+
+    Collective. The caller still has to call `Checkpoints.abandon_newer`.
+    """
+    progress = source.record["progress"] | {
+        "steps": job.plan.steps,
+        "shift": source.shift(job),
+        "place": source.place(job),
+    }
+    state = TrainState(**progress)
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -59,34 +56,36 @@ def restore(
 def load_weights(
     source: ResumePoint, checkpoints: Checkpoints, mode: Weights, assembly: Assembly
 ) -> list[str]:
-    """Copy weights, moments and histories into place, whatever mode of `weights:` they were saved in; returns notes for the user.
+    """Load weights, moments and histories, and return notes for the user.
 
-    Weights of another mode are read as they were stored, become FP32 masters, and are stored in this run's `mode`. Histories that
-    are not those of this run's layers and precisions are left out.
+    mode: `weights` of the recipe. The checkpoint may have another one. Then its weights are read as
+        they were stored, become FP32 masters, and are stored in `mode`.
+
+    Histories of other layers or precisions are not loaded.
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
-    index = read_manifest(source.path).optimizer
     stored: dict[str, torch.Tensor] = {}
     targets = assembly.optimizer_tensors | histories_in(source, assembly)
     if saved != mode:
-        stored = {
-            name: torch.empty_like(p, dtype=getattr(torch, WEIGHT_DTYPES[saved]))
-            for name, p in parameters.items()
-        }
+        dtype = getattr(torch, WEIGHT_DTYPES[saved])
+        stored = {name: torch.empty_like(p, dtype=dtype) for name, p in parameters.items()}
         targets = {
             name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")
         }
-        # Plain BF16 keeps the stored weight: the master would round to its neighbour where it lies just between two.
+        # Plain BF16 keeps the stored weight: a master between two BF16 values would round to the
+        # other one.
         if (saved, mode) == ("bf16_exact", "fp32"):
             targets |= {
                 f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
                 for name, p in parameters.items()
             }
-    left_out = {
-        name for name in index.keys() - targets.keys() if name.startswith((PREFIX, "remainder/"))
+    not_loaded = {
+        name
+        for name in read_manifest(source.path).optimizer.keys() - targets.keys()
+        if name.startswith((PREFIX, "remainder/"))
     }
-    checkpoints.load(source.path, assembly.tensors | stored, targets, left_out=left_out)
+    checkpoints.load(source.path, assembly.tensors | stored, targets, left_out=not_loaded)
     if saved == mode:
         return []
     for name, parameter in parameters.items():
@@ -95,12 +94,9 @@ def load_weights(
             local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
         )
         assembly.optimizer.set_master(parameter, master)
-    lost = (
-        "the lower 16 bits of each weight are LOST"
-        if mode == "bf16"
-        else "nothing is lost, and updates are exact from now on"
-    )
-    return [f"weights: {saved} became {mode}; {lost}"]
+    if mode == "bf16":
+        return [f"weights: {saved} became {mode}; the lower 16 bits of each weight are LOST"]
+    return [f"weights: {saved} became {mode}; nothing is lost, and updates are exact from now on"]
 
 
 def require_restored(source: ResumePoint, assembly: Assembly) -> None:
@@ -122,7 +118,8 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
         if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]  # and not converted
     }
     present = checksums(comparable)
-    if wrong := [name for name in present if saved[name].checksum not in (None, present[name])]:
+    wrong = [name for name in present if saved[name].checksum not in (None, present[name])]
+    if wrong:
         raise TrainingHalted(
             source.step,
             f"{source.path}: {len(wrong)} tensors in memory differ from what was saved: "
@@ -137,84 +134,81 @@ def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, torch.Ten
 
 
 def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
-    """Whether the checkpoint has all histories and scales of delayed scaling that this run has, and no others."""
+    """Return whether the checkpoint has exactly the histories and scales that this run has."""
     saved = {
         name: entry.shape
         for name, entry in read_manifest(source.path).optimizer.items()
         if name.startswith(PREFIX)
     }
-    return saved == {
-        name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()
-    }
+    live = assembly.context.saved_state()
+    return saved == {name: tuple(tensor.shape) for name, tensor in live.items()}
 
 
-def begins_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
-    """Whether the present precision has histories, and the checkpoint has them of other products, or of other gradients than
-    those to come. Then `Assembly.begin` is due, once the checkpoint's weights are loaded: until then histories are of the weights
-    that the model was built with, whose gradients are many times as large."""
+def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
+    """Return whether the present precision has histories that the checkpoint's cannot continue.
+
+    These may be of other products, or of other gradients than those to come. Then call
+    `Assembly.start_precision` after the checkpoint's weights are loaded. Before that, histories are
+    those of the weights that the model was built with, whose gradients are many times as large.
+    """
     if not assembly.context.state():
         return False
-    follow = any(
-        key.startswith(SCALES_FOLLOW)
-        for key in changed_keys(source.record["identity"], job.identity)
-    )
+    changed = changed_keys(source.record["identity"], job.identity)
     return (
-        follow
-        or source.record["precision"] != assembly.active.precision.name
+        any(key.startswith(SCALES_FOLLOW) for key in changed)
+        or source.record["precision"] != assembly.precision.current.name
         or not holds_histories(source, assembly)
     )
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """After `source` was read, take the precision of the run's last step before it or, where the checkpoint is another run's, of
-    its next step. The next step may change it. Histories that the checkpoint lacks begin here. Collective."""
+    """Compute in the precision of the run's last step before `source`. Collective.
+
+    If the checkpoint is another run's, compute in the precision of the next step. The next step may
+    change the precision. Delayed scaling fills histories that the checkpoint lacks.
+    """
     require_restored(source, run.assembly)
-    plan, ran = run.job.plan, None if source.is_branch else source.record["precision"]
-    last = next(
-        (each for *_, each in plan.spans if each.precision.name == ran),
-        plan.active_after(run.state.step),
-    )
-    # which a rollback to before a switch to BF16 takes back
-    if plan.is_scheduled or last != run.assembly.active:
-        run.assembly.use(last)
-        run.compute_in(last, first_step=1)
-    if begins_histories(source, run.assembly, run.job):
-        run.assembly.begin(run.assembly.active, run.job, run.accelerator)
+    schedule = run.precision.schedule
+    name = schedule.at(run.state.step + 1).precision.name
+    names = [active.precision.name for active in schedule.precisions()]
+    if not source.is_branch and source.record["precision"] in names:
+        name = source.record["precision"]
+    run.precision.use(name)
+    if needs_new_histories(source, run.assembly, run.job):
+        run.assembly.start_precision(name, run.job, run.accelerator)
         run.console.notice(
-            f"delayed scaling fills its histories again, from {REHEARSALS} packs under the checkpoint's weights"
+            f"delayed scaling fills its histories again, from {REHEARSALS} packs under the "
+            "checkpoint's weights"
         )
 
 
-# ── After a bad step ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── After a bad step ──────────────────────────────────────────────────────────────────────────────
 
 
 def roll_back(run: Run, reason: str) -> None:
-    """Put the run back to its newest good checkpoint, to go on with the packs after those of the step just judged.
+    """Restore the newest good checkpoint, and go on with the packs after those of the judged step.
 
-    All ranks call it after that step. Where the run has gone back to that checkpoint before, and has failed again on other packs,
-    it takes the checkpoint before it, if that is still there.
+    All ranks call this after that step. If the run has gone back to that checkpoint before, and has
+    failed again on other packs, it takes the checkpoint before it if that still exists.
 
-    The abandoned steps leave metrics.jsonl as lines and stand inside one line of event `rollback`. Its step is the next one to
-    come: a run that is resumed from the checkpoint drops that line, meets the same step, and goes back by itself.
+    The lines of abandoned steps are removed from metrics.jsonl and kept inside one line of event
+    `rollback`. Its step is the next one: a run that is resumed from the checkpoint drops that line,
+    meets the same step, and goes back by itself.
     """
-    judged, rollbacks, checkpoints = run.state, run.health.state.rollbacks + 1, run.checkpoints
+    judged = run.state
+    rollbacks = run.health.state.rollbacks + 1
+    checkpoints = run.checkpoints
     checkpoints.wait()
-    # none of this run's own yet: the one that it was resumed from
-    path = checkpoints.newest() or checkpoints.latest
-    record = checkpoints.read_state(path)
-    if record["progress"]["left_out"] != judged.left_out:
-        path = checkpoints.newest(before=record["progress"]["step"]) or path
-        record = checkpoints.read_state(path)
+    source = _rollback_point(checkpoints, judged)
     run.assembly.context.forget()
-    source = ResumePoint(path, record, [], is_branch=not checkpoints.owns(path))
     continue_stream(run.job, source)
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
-    # what is trained from here is no checkpoint's yet
+    # Steps trained from here on are in no checkpoint yet.
     run.resumed_step = min(run.resumed_step, step)
     run.health.state.rollbacks = rollbacks
-    # The next packs are those after the judged step's, whatever place the checkpoint had.
+    # The next packs are those after the judged step's, whatever place the checkpoint has.
     run.state = replace(
         run.state,
         left_out=judged.left_out + judged.step - step,
@@ -222,29 +216,46 @@ def roll_back(run: Run, reason: str) -> None:
         place=judged.place,
     )
 
-    run.job = run.job.with_plan(done=step, switched_after=run.health.state.switched_after)
-    run.assembly.describe_schedule(run.job.plan)
+    switched_after = run.health.state.switched_after
+    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(switched_after)
     resume_precision(run, source)
-    if run.precision_watch:
-        run.precision_watch.file.go_back(step)
+    run.observers.go_back(step)
+    run.write_audit()
     if run.accelerator.is_main_process:
-        write_json(run.folder.audit, run.assembly.audit)
-        event = {
-            "step": step + 1,
-            "event": "rollback",
-            "reason": f"step {judged.step}: {reason}",
-            "resumed_from": step,
-            "rollbacks": rollbacks,
-            "left_out": run.state.left_out,
-            "abandoned": [each for each in read_metrics(run.folder.path) if each["step"] > step],
-        }
-        # To a tracker this is what a resume is: the file is cut back, and a hosted service keeps the abandoned steps.
-        run.trackers.finish()
-        run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
-        run.trackers.start(resolved(run.job.recipe))
-        run.trackers.log(event)
+        _record_rollback(run, f"step {judged.step}: {reason}")
     run.best = best_so_far(run)
     run.console.warning(
-        f"step {judged.step}: {reason}. Rollback {rollbacks} of {MOST_ROLLBACKS} at most: {notes[0]}; the packs of "
-        f"{plural(judged.step - step, 'step')} since are passed over"
+        f"step {judged.step}: {reason}. Rollback {rollbacks} of {MOST_ROLLBACKS} at most: "
+        f"{notes[0]}; the packs of {plural(judged.step - step, 'step')} since are passed over"
     )
+
+
+def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint:
+    """Return the checkpoint that a rollback from `judged` restores."""
+    # Without a checkpoint of its own, the run goes back to the one that it was resumed from.
+    path = checkpoints.newest() or checkpoints.latest
+    record = checkpoints.read_state(path)
+    if record["progress"]["left_out"] != judged.left_out:
+        path = checkpoints.newest(before=record["progress"]["step"]) or path
+        record = checkpoints.read_state(path)
+    return ResumePoint(path, record, [], is_branch=not checkpoints.owns(path))
+
+
+def _record_rollback(run: Run, reason: str) -> None:
+    """Replace the lines of abandoned steps in metrics.jsonl by one event."""
+    step = run.state.step
+    event = {
+        "step": step + 1,
+        "event": "rollback",
+        "reason": reason,
+        "resumed_from": step,
+        "rollbacks": run.health.state.rollbacks,
+        "left_out": run.state.left_out,
+        "abandoned": [line for line in read_metrics(run.folder.path) if line["step"] > step],
+    }
+    # To a tracker this is a resume: the file is cut back, and a hosted service keeps the abandoned
+    # steps.
+    run.trackers.finish()
+    run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
+    run.trackers.start(resolved(run.job.recipe))
+    run.trackers.log(event)

@@ -25,7 +25,7 @@ from pretrain.metrics.health import HealthState
 from pretrain.metrics.run_folder import SUMMARY_FILE
 from pretrain.metrics.run_record import NoStepYet, read_run
 from pretrain.optimizer.schedule import describe, learning_rate
-from pretrain.plan.preflight import Job
+from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import Recipe
 
@@ -149,7 +149,8 @@ def where_to_resume(
     if source is not None:
         require_same_stream(source, job)
         require_steps_to_train(source, job, in_run_folder=in_run_folder)
-        job = job.with_plan(done=source.step, switched_after=source.health.switched_after)
+        switched_after = source.health.switched_after
+        job = job.with_plan(schedule=job.plan.schedule.switched_to_bf16_after(switched_after))
         if job.recipe.loss.chunk == "auto":
             # The chunk decides the order of a sum, so a resumed run keeps it.
             chunk = source.record["loss_chunk"]
@@ -252,7 +253,7 @@ def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
         learning_rate(last_step, job.recipe.schedule, job.recipe.optimizer, steps)
         for steps in (saved_steps, job.plan.steps)
     )
-    return before == now and not job.plan.is_scheduled
+    return before == now and not job.plan.schedule.changes
 
 
 # ── Refuse it ─────────────────────────────────────────────────────────────────────────────────────

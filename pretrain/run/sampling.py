@@ -15,14 +15,14 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from foundation.attributes import holding
 from foundation.errors import InputError
+from foundation.overrides import overridden
 from pretrain.checkpoint.state import step_seed
 from pretrain.metrics.console import Console
 from pretrain.model.huggingface import load_config
 from pretrain.model.sharding import gathered
 from pretrain.plan.tokenizer import encoded_prompt, positions_of, tokenizer_in
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 from pretrain.settings.recipe import ModelSettings
 
@@ -93,7 +93,7 @@ def sample(
         hf.set_attn_implementation("sdpa" if hf._supports_sdpa else "eager")
         torch.manual_seed(seed)
         # as an argument it would be completed by the model's own
-        restored.enter_context(holding(hf, generation_config=alone))
+        restored.enter_context(overridden(hf, generation_config=alone))
         output = hf.generate(**encoded)
     return tokenizer.decode(output[0, encoded["input_ids"].shape[1] :], skip_special_tokens=True)
 

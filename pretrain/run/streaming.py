@@ -14,9 +14,9 @@ from packing.packer import PackerProcess
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.model.distributed import largest_over_ranks, refused_together
-from pretrain.plan.preflight import Job
+from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
-from pretrain.run.running import Run
+from pretrain.run.run import Run
 
 _LOOK = 0.5  # seconds that a rank waits before all ranks agree whether to wait on
 

@@ -1,1 +1,1 @@
-"""What a run really is: the audit of its products, and its first step beside plain transformers."""
+"""Compare a run with references: plain transformers and a reference quantizer."""

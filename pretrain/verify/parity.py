@@ -21,7 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from foundation.progress import advance
 from packing.arrow import IGNORE, Pack
 from packing.batch import Microbatch, StepBatches, build_microbatch
@@ -30,9 +30,9 @@ from pretrain.model.distributed import from_all_ranks
 from pretrain.model.experts import recording_choices
 from pretrain.model.gradients import gradient_of, local_part
 from pretrain.model.packed import PackedLanguageModel, forward_backward
+from pretrain.observe.product_check import Compared, watching_products
 from pretrain.optimizer.adamw import clear_gradients, gradient_norm
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.probe import Compared, watching_products
 from pretrain.verify.reference_model import (
     Document,
     reference_model,
@@ -182,7 +182,7 @@ class _Check:
         )
         with (
             training_without_dropout(self.model),
-            holding(
+            overridden(
                 head,
                 # In two chunks at least, as of training's microbatches, which may be larger.
                 chunk=min(head.chunk, -(-like.input_ids.shape[1] // 2)),
@@ -193,7 +193,7 @@ class _Check:
         ):
             advance()
             with (
-                holding(self.model.context, quantizing=False),
+                overridden(self.model.context, quantizing=False),
                 recording_choices(self.model) as chosen,
             ):
                 loss = self._pass(step) * mean_over
@@ -568,5 +568,5 @@ def training_without_dropout(model: PackedLanguageModel) -> Iterator[None]:
                 if isinstance(value, float) and any(n in name for n in noises)
             ]
             off = {} if module in routers else dict.fromkeys(rates, 0.0)
-            changes.enter_context(holding(module, training=module not in routers, **off))
+            changes.enter_context(overridden(module, training=module not in routers, **off))
         yield

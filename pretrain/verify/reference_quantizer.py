@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
+from pretrain.observe.product_check import Compared
 from pretrain.precision.delayed_state import of_operand
 from pretrain.precision.formats.definition import Along, Role, Scaling
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
-from pretrain.verify.probe import Compared
 
 Array = np.ndarray
 
@@ -55,7 +55,7 @@ def watching_quantizers(
         if (role, tensor.shape[1]) not in operands and part.any():
             operands[role, tensor.shape[1]] = name, part.clone()
 
-    with holding(context, observers=[*context.observers, see_operand]):
+    with overridden(context, observers=[*context.observers, see_operand]):
         yield compared
     for (role, _), (name, operand) in operands.items():
         scale = of_operand(before, name, role, "scale") if active.precision.keeps_history else None

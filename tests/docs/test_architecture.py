@@ -9,14 +9,10 @@ from __future__ import annotations
 
 import ast
 import re
-import textwrap
 from functools import cache
 from pathlib import Path
-from typing import Any
 
-from tests.conftest import ROOT, write_recipe
-from tests.launcher.entered_files import watched_run
-from tests.moments import fork_context
+from tests.conftest import ROOT
 
 PAGE = ROOT / "docs" / "architecture.md"
 PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
@@ -89,32 +85,3 @@ def missing_from(text: str) -> list[str]:
 
 def test_everything_that_the_page_names_is_there():
     assert missing_from(PAGE.read_text(encoding="utf-8")) == []
-
-
-def entered(files: dict[str, list[str]]) -> str:
-    """The page's lists of the files that a step and a save of a small run have entered, as they must stand there."""
-    lists = []
-    for act in ("step", "save"):
-        names = ", ".join(f"`{file}`" for file in files[act])
-        lists.append(
-            textwrap.fill(
-                f"**A {act}** enters {len(files[act])} files: {names}.", 100, break_on_hyphens=False
-            )
-        )
-    return "\n\n".join([*lists, f"**The whole run** enters {len(files['run'])}."])
-
-
-def test_the_page_lists_the_files_that_a_step_and_a_save_enter(
-    small_recipe: dict[str, Any], tmp_path: Path
-):
-    """Where it fails, look whether the new hop is worth it, and put what is printed into the page."""
-    recipe = small_recipe | {
-        "train": {"steps": 6},
-        "checkpoint": {"every": 2},
-        "evaluate": {},
-        "precision": "fp32",
-    }
-    recipe["batch"]["microbatch"] = 4
-    with fork_context.Pool(1) as pool:  # which has run nothing yet
-        text = entered(pool.apply(watched_run, (write_recipe(recipe, tmp_path),)))
-    assert text in PAGE.read_text(encoding="utf-8"), text

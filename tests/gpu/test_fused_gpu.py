@@ -22,7 +22,7 @@ from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
-from pretrain.precision.observed import ProductObserver
+from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
@@ -145,7 +145,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
     name: str, scope: str, keep: tuple[str, ...], recipe: str
 ) -> None:
     """Norms and SwiGLU write BF16 in front of products in BF16, and FP8 in front of the others; backward alike."""
-    from pretrain.verify.audit import _is_expected
+    from pretrain.observe.audit import is_expected
 
     exact = train(assemble(larger(name), "bf16", fused=False))
     fused, unfused = (
@@ -162,7 +162,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
         recipe, precision_called(recipe), "transformer_engine", settings_of(recipe, scope=scope)
     )
     observer = ProductObserver(active)
-    with observer.looking_on():
+    with observer.observing():
         train(packed, steps=1)
     assert observer.products.keys() - {"lm_head"} == packed.fused.members.keys()
     assert ("lm_head" in observer.products) == (scope == "linear+head")
@@ -179,7 +179,7 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
                 "bfloat16"
             }, linear
         else:
-            assert all(_is_expected(product, active) for product in products), products
+            assert all(is_expected(product, active) for product in products), products
 
 
 @pytest.mark.usefixtures("deterministic")

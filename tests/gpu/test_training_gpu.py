@@ -19,7 +19,7 @@ from pretrain.model import huggingface as model
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import wrap_layers
 from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS
-from pretrain.run.trials import largest_that_fits
+from pretrain.run.startup import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
 LENGTH, VOCABULARY = 256, 503

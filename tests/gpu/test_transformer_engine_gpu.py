@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.product import LinearState
@@ -74,7 +74,7 @@ def microbatch(
     x = x.clone().requires_grad_()
     inputs = [x, weight] if bias is None else [x, weight, bias]
     context = linear.context
-    with context.backend.forward(), holding(context, first_microbatch=first):
+    with context.backend.forward(), overridden(context, first_microbatch=first):
         y = linear(*inputs)
     for tensor in inputs:
         tensor.grad = None

@@ -16,7 +16,7 @@ import torch
 
 from pretrain.__main__ import main
 from pretrain.model.packed import PackedLanguageModel
-from pretrain.run import evaluate, untrained
+from pretrain.run import evaluate, evaluate_command
 from tests.conftest import Finished, contents
 from tests.golden.runs import steps_saved
 
@@ -141,7 +141,7 @@ def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_eva
     assert late[0]["text"][:20].encode() in logged
     before, text = contents(run.run_dir), tmp_path / "own.txt"
     text.write_text("w1 w2 w3 " * 100)
-    evaluated, modes = untrained.held_out_figures, []
+    evaluated, modes = evaluate_command.held_out_figures, []
 
     def with_modes(*arguments: Any) -> dict[str, Any]:
         others = [folder for folder in temporary.iterdir() if folder != theirs]
@@ -153,7 +153,7 @@ def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_eva
     theirs.mkdir(parents=True)
     (theirs / "thesis.tex").write_text("years of work")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    monkeypatch.setattr(untrained, "held_out_figures", with_modes)
+    monkeypatch.setattr(evaluate_command, "held_out_figures", with_modes)
     own = train_here("evaluate", f"data.tokenizer={words}", str(text))
     assert own.status == 0 and len(losses_printed(own)) > 0 and contents(run.run_dir) == before, (
         own.output

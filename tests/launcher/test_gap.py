@@ -17,10 +17,10 @@ from pretrain.compare.page import pictures
 from pretrain.compare.report import Report
 from pretrain.metrics.health import Health, StepDecision
 from pretrain.metrics.run_record import read_run
+from pretrain.observe import bf16_gap
 from pretrain.plan.checks import check_gap
 from pretrain.precision.emulation import EmulatedGemm
 from pretrain.settings.recipe import HealthSettings, Recipe
-from pretrain.verify import gap
 from tests.conftest import Finished
 from tests.golden.runs import poisoned_once, saved, steps_logged, steps_saved
 
@@ -111,7 +111,7 @@ def test_a_gradient_that_the_meter_leaves_is_found(
     started: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(gap, "clear_gradients", lambda optimizer, model: None)
+    monkeypatch.setattr(bf16_gap, "clear_gradients", lambda optimizer, model: None)
     assert "gradients were not cleared" in started("run", "log.gap=1", status=3).err
 
 

@@ -1,4 +1,4 @@
-"""The recipe and the model of the reference's runs, in as far as a plan asks for them."""
+"""The recipe and the model of the reference's runs, as far as a plan depends on them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.metrics.flops import ModelFlops
+from pretrain.plan.checks import steps_of
+from pretrain.precision.schedule import Phase, PrecisionSchedule
+from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
+
+PACKS = 22_206  # of the reference's dataset
 
 flops_of = cache(ModelFlops.of)  # torch runs a forward to count
 
@@ -30,6 +35,18 @@ def recipe(**changes: Any) -> Recipe:
         "train": {"epochs": 4},
     }
     return Recipe.model_validate({**values, **changes})
+
+
+def schedule_of(
+    recipe: Recipe,
+    active: ActivePrecision,
+    *later: Phase,
+    until: float | None = None,
+    packs: int = PACKS,
+) -> PrecisionSchedule:
+    """Return the schedule of `recipe` in one precision, or in `active` until a step and then `later`."""
+    steps = steps_of(recipe.train, recipe.batch.tokens, packs, recipe.data.length)
+    return PrecisionSchedule([(until, active), *later], steps)
 
 
 QWEN3 = {

@@ -14,7 +14,7 @@ from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import Plan
 from tests.conftest import ROOT
 from tests.pretrain.conftest import QUANTIZED, active_in
-from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
 
 EXACT = {"weights": "bf16_exact"}
 HEAD = {"fp8_config": {"scope": "linear+head"}}
@@ -34,7 +34,9 @@ def plan(of: PreTrainedModel, precision: str, devices: Devices, **changes: Any) 
         "transformer_engine" if precision in QUANTIZED else "torch",
         **changes.get("fp8_config", {}),
     )
-    return Plan(recipe(**changes), active, devices, flops_of(of), mean_squared=745.0)
+    wanted = recipe(**changes)
+    schedule = schedule_of(wanted, active)
+    return Plan(wanted, schedule, devices, flops_of(of), mean_squared=745.0)
 
 
 def layers(
@@ -43,7 +45,13 @@ def layers(
     """Of layers that are fused."""
     asked = plan(model, precision, devices, **changes)
     return layers_of(
-        model, asked.flops, asked.recipe, asked.active, "cuda", "packed_fa4", devices.capability
+        model,
+        asked.flops,
+        asked.recipe,
+        asked.schedule.at(1),
+        "cuda",
+        "packed_fa4",
+        devices.capability,
     )
 
 

@@ -18,7 +18,7 @@ from pretrain.precision.selection import missing_on, select_precision
 from pretrain.precision.settings import LowPrecisionSettings
 from pretrain.settings.recipe import Recipe
 from tests.pretrain.conftest import active_in
-from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe
+from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, schedule_of
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +32,22 @@ def plan(
     devices: Devices | None = None,
     **changes: Any,
 ) -> Plan:
+    wanted = changed or recipe()
     values = {"packs": 22_206, "mean_squared": 745.0} | changes
-    bf16 = select_precision("bf16", LowPrecisionSettings(), missing_on("cpu"))
-    return Plan(changed or recipe(), bf16, devices or Devices(), flops_of(model), **values)
+    if "schedule" not in values:
+        values["schedule"] = schedule_of(wanted, active_in("bf16", "torch"), packs=values["packs"])
+    return Plan(wanted, devices=devices or Devices(), flops=flops_of(model), **values)
 
 
-def test_a_schedule_has_its_steps_in_each_precision(qwen3: PreTrainedModel) -> None:
+def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> None:
     low, high = (
         select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
         for name in ("nvfp4", "bf16")
     )
-    phases = [(0.5, low), (None, high)]
-    whole = plan(qwen3, recipe(train={"steps": 100}, schedule={"warmup": 0}), phases=phases)
-    assert [(first, last) for first, last, _ in whole.spans] == [(1, 50), (51, 100)]
-    assert whole.computes == "nvfp4 to 50 %, then bf16" and whole.emulated
+    wanted = recipe(train={"steps": 100}, schedule={"warmup": 0})
+    whole = plan(qwen3, wanted, schedule=schedule_of(wanted, low, (None, high), until=0.5))
+    assert whole.steps == 100 and whole.emulated
+    assert "small: nvfp4 to 50 %, then bf16 compute" in render(whole)
     assert "steps 51 to 100 in bf16" in render(whole)
     assert "nvfp4 leaves the last 5 layers in bf16" in " ".join(render(whole).split())
 
@@ -63,8 +65,11 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_i
         layers = {
             "delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")
         }
-        made[fp8_format] = replace(
-            plan(model, devices=Devices(name="NVIDIA H100 80GB HBM3")), active=active, layers=layers
+        made[fp8_format] = plan(
+            model,
+            devices=Devices(name="NVIDIA H100 80GB HBM3"),
+            schedule=schedule_of(recipe(), active),
+            layers=layers,
         )
     hybrid, e4m3 = made.values()
     in_bf16 = 6 * experts / 989.5
@@ -81,7 +86,8 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_i
 
 def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTrainedModel) -> None:
     active = active_in("delayed_bf16_forward", "transformer_engine")
-    made = replace(plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3")), active=active)
+    schedule = schedule_of(recipe(), active)
+    made = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
     assert made.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
 
 
@@ -218,7 +224,8 @@ def in_fp8(qwen3: PreTrainedModel) -> Plan:
     active = active_in("delayed", "transformer_engine", scope="linear+head")
     layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
-    return Plan(wanted, active, devices, flops_of(qwen3), 745.0, {"delayed": layers})
+    schedule = schedule_of(wanted, active)
+    return Plan(wanted, schedule, devices, flops_of(qwen3), 745.0, {"delayed": layers})
 
 
 def on(plan: Plan, memory: int = H200) -> Plan:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.emulation import EmulationEngine
 from pretrain.precision.product import LinearState, PrecisionContext
 from pretrain.precision.quantizers import E4M3, E5M2, tensor
@@ -22,7 +22,7 @@ TOKENS, SIZE = 32, 16
 
 def output(linear: LinearState, x: Tensor, weight: Tensor, *, first: bool) -> Tensor:
     """Return the layer's output in the first microbatch of a step, or in a later one."""
-    with holding(linear.context, first_microbatch=first):
+    with overridden(linear.context, first_microbatch=first):
         return linear(x, weight)
 
 

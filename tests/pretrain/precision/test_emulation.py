@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
-from tests.pretrain.precision.test_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import Watched
 
 TOKENS, IN, OUT = 256, 128, 384
 
@@ -45,7 +45,7 @@ def run(
 ) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of x, weight and bias."""
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias) if t is not None]
-    with holding(linear.context, first_microbatch=first_microbatch):
+    with overridden(linear.context, first_microbatch=first_microbatch):
         y = linear(*leaves)
     return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
@@ -186,7 +186,7 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
 
 def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -> None:
     run, seen = Watched("current"), Counter()
-    with holding(run.context, observers=[lambda name, role, x: seen.update([role])]):
+    with overridden(run.context, observers=[lambda name, role, x: seen.update([role])]):
         run.x.requires_grad_()
         run.step(recompute=True)
     assert seen == {"input": 2 * 2, "weight": 2, "grad_output": 2}

@@ -1,4 +1,4 @@
-"""`precision` as a schedule: what it may be, what it is called, and at which steps it switches."""
+"""`precision` as a schedule: which ones are allowed, their labels, and the precision of each step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foundation.errors import InputError
+from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import (
     PLAIN_FORWARD,
     is_quantized,
@@ -20,7 +23,11 @@ from pretrain.precision.settings import (
 from pretrain.settings.config import load_recipe, resolved, run_dir_of
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
+from tests.pretrain.conftest import active_in
 
+NVFP4 = active_in("nvfp4")
+DELAYED = active_in("delayed")
+BF16 = active_in("bf16", "torch")
 MINIMAL = {
     "name": "r",
     "model": {"source": "m"},
@@ -96,6 +103,71 @@ def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
             InputError, match=r"`precision`: of 100 steps, phase \d of \d would end"
         ):
             last_steps(untils, 100)
+
+
+# ── The precision of each step ──────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(data=st.data())
+def test_a_schedule_agrees_with_a_list_of_the_steps(data: st.DataObject) -> None:
+    lengths = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    precisions = [data.draw(st.sampled_from([NVFP4, DELAYED, BF16])) for _ in lengths]
+    steps = sum(lengths)
+    listed = [
+        active for length, active in zip(lengths, precisions, strict=True) for _ in range(length)
+    ]
+    ends = [sum(lengths[:number]) for number in range(1, len(lengths))]
+    phases = list(zip([*ends, None], precisions, strict=True))
+    schedule = PrecisionSchedule(phases, steps, unquantized=BF16)
+    switch = data.draw(st.none() | st.integers(1, steps + 3))
+    if switch is not None:
+        schedule = schedule.switched_to_bf16_after(switch)
+        listed = [active if step <= switch else BF16 for step, active in enumerate(listed, 1)]
+    assert [schedule.at(step) for step in range(1, steps + 1)] == listed
+    assert schedule.at(steps + 1) == listed[-1], "a finished run stays in its last precision"
+    assert schedule.precisions() == list(dict.fromkeys(listed))
+    firsts = [
+        step for step in range(1, steps + 1) if step == 1 or listed[step - 1] != listed[step - 2]
+    ]
+    assert [step for step in range(1, steps + 1) if schedule.starts_precision_at(step)] == firsts
+    spans = schedule.spans
+    assert [spans[0].first, spans[-1].last] == [1, steps]
+    assert [span.first for span in spans[1:]] == [span.last + 1 for span in spans[:-1]]
+    assert schedule.changes == (len(spans) > 1)
+
+
+def test_a_switch_to_bf16_is_labelled_with_its_step_and_can_be_undone() -> None:
+    planned = PrecisionSchedule([(0.5, NVFP4), (None, DELAYED)], 100, unquantized=BF16)
+    assert planned.label == "nvfp4 to 50 %, then delayed"
+    switched = planned.switched_to_bf16_after(60)
+    assert switched.label == "nvfp4 to step 50, then delayed to step 60, then bf16"
+    early = planned.switched_to_bf16_after(30)
+    assert early.label == "nvfp4 to step 30, then bf16"
+    assert early.precisions() == [NVFP4, BF16], "a phase after the switch never runs"
+    assert early.switched_to_bf16_after(None) == planned
+    assert planned.switched_to_bf16_after(100).spans == planned.spans, "after the last step"
+
+
+def test_the_precision_that_the_gap_compares_with_is_listed_once() -> None:
+    low = PrecisionSchedule([(None, NVFP4)], 10, unquantized=BF16)
+    assert low.precisions() == [NVFP4] and low.precisions(and_unquantized=True) == [NVFP4, BF16]
+    both = PrecisionSchedule([(5, NVFP4), (None, BF16)], 10, unquantized=BF16)
+    assert both.precisions(and_unquantized=True) == [NVFP4, BF16]
+    plain = PrecisionSchedule([(None, BF16)], 10)
+    assert plain.precisions(and_unquantized=True) == [BF16]
+    assert plain.switched_to_bf16_after(5).spans == plain.spans, "nothing to switch from"
+
+
+def test_a_longer_horizon_moves_shares_and_not_steps() -> None:
+    phases = [(0.206, NVFP4), (50, DELAYED), (None, BF16)]
+    for steps, ends in ((100, [21, 50, 100]), (200, [41, 50, 200])):
+        assert [span.last for span in PrecisionSchedule(phases, steps).spans] == ends
+
+
+def test_a_horizon_that_leaves_a_phase_without_a_step_is_refused() -> None:
+    schedule = PrecisionSchedule([(50, NVFP4), (None, BF16)], 50)
+    with pytest.raises(InputError, match="phase 1 of 2 would end with step 50"):
+        schedule.at(1)
 
 
 # ── Its options ───────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,9 +20,9 @@ from packing.settings import DataSettings
 from packing.store import open_packs
 from pretrain.model.loss.head import LossHead
 from pretrain.run.evaluate import held_out_figures
-from pretrain.run.running import best_evaluation
+from pretrain.run.evaluate_command import packing_folder
+from pretrain.run.run import best_evaluation
 from pretrain.run.sampling import sample
-from pretrain.run.untrained import packing_folder
 from pretrain.settings.recipe import LossSettings
 from tests.pretrain.plan.plan_recipe import recipe
 from tests.ranks import in_ranks

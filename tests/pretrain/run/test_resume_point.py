@@ -46,7 +46,7 @@ def job_of(
     steps: int = 12,
     *,
     schedule: str = "constant",
-    is_scheduled: bool = False,
+    precision_changes: bool = False,
     stream: object = None,
     begin_with: str | None = None,
     run_dir: Path = Path("run"),
@@ -61,7 +61,7 @@ def job_of(
     )
     plan = SimpleNamespace(
         steps=steps,
-        is_scheduled=is_scheduled,
+        schedule=SimpleNamespace(changes=precision_changes),
         tokens_per_step=1024,
         packs_per_step=4,
         total_tokens=1024 * steps,
@@ -203,7 +203,7 @@ def test_tuples_equal_the_lists_that_json_makes_of_them() -> None:
     [
         (12, job_of(12, schedule="cosine"), True),  # the same number of steps
         (12, job_of(24), True),
-        (12, job_of(24, is_scheduled=True), False),  # phases of precision
+        (12, job_of(24, precision_changes=True), False),  # phases of precision
         (9, job_of(24, schedule="wsd"), True),  # of 12 steps, the last two decay
         (12, job_of(24, schedule="wsd"), False),
         (4, job_of(24, schedule="cosine"), False),

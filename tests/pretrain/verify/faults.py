@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from packing.arrow import IGNORE
 from packing.batch import build_microbatch
 from pretrain.model import attention
@@ -265,8 +265,8 @@ def positions_wrap(inputs: Inputs) -> Inputs:
     return {"position_ids": inputs["position_ids"] % (LENGTH // 2)}
 
 
-def changing_window(change: Callable[[int], int | None]) -> Make:
-    """Of sliding attention, the keys that a query sees."""
+def changing_window(change: Callable[[int | None], int | None]) -> Make:
+    """Change the sliding window of the attention kernel. None means full attention."""
 
     def make(run: SmallRun, patch: Patch) -> None:
         kernel = AttentionInterface._global_mapping["packed_sdpa"]
@@ -281,7 +281,7 @@ def changing_window(change: Callable[[int], int | None]) -> Make:
 
 fault("the sliding window is ignored", kind="mistral")(changing_window(lambda window: None))
 fault("the sliding window is a key wider", kind="mistral")(
-    changing_window(lambda window: window + 1)
+    changing_window(lambda window: window and window + 1)
 )
 
 
@@ -468,8 +468,17 @@ fault("the transposed input has the wrong tokens", emulated)(
 fault("the gradient of the input is a quarter too large", emulated)(
     changing_products("dgrad", lambda values: values * 1.25)
 )
+
+
+def every_second_token_doubled(values: Tensor) -> Tensor:
+    """Doubles even columns, the tokens of a gradient, and clears odd ones."""
+    factors = torch.zeros(values.shape[1], dtype=values.dtype, device=values.device)
+    factors[::2] = 2
+    return values * factors
+
+
 fault("a weight's gradient is that of every second token, doubled", emulated)(
-    changing_products("wgrad", lambda values: values[:, ::2] * 2, lambda values: values[:, ::2])
+    changing_products("wgrad", every_second_token_doubled)
 )
 
 
@@ -534,7 +543,9 @@ def recomputed_outside(run: SmallRun, patch: Patch) -> None:
     real = run.packed.context.backend.checkpoint
 
     def outside(function: Callable[..., Any], *args: Any, again: Callable[[], Any]) -> Any:
-        return real(function, *args, again=lambda: holding(run.packed.context, low_precision=False))
+        return real(
+            function, *args, again=lambda: overridden(run.packed.context, low_precision=False)
+        )
 
     patch.setattr(run.packed.context.backend, "checkpoint", outside)
 

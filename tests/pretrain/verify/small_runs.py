@@ -22,16 +22,19 @@ from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.sharding import Sharding
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse, wrap_layers
+from pretrain.observe.audit import Entry, ProductAudit, audit_products
+from pretrain.observe.observers import Observer, Step, StepWatch
+from pretrain.observe.step_check import StepCheck
 from pretrain.optimizer import adamw
 from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
+from pretrain.precision.model_precision import ModelPrecision, PrecisionInModel
 from pretrain.precision.product import PrecisionContext
+from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import ActivePrecision, precision_called
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
-from pretrain.verify import audit
 from pretrain.verify.parity import Parity, check_parity
-from pretrain.verify.update import StepCheck
 from tests.pretrain.conftest import active_in
 
 CPU = torch.device("cpu")
@@ -104,40 +107,57 @@ class SmallRun:
         """Of weights in the compute dtype, which is another."""
         return self.packed.hf.dtype != self.packed.context.compute_dtype
 
-    def audit(self) -> list[audit.Entry]:
+    def audit(self) -> list[Entry]:
         batch, scale = build_microbatch(self.packs[:1], mask_boundaries=True), 1 / self.step.tokens
 
         def loss() -> Tensor:
             return self.packed(**inputs_of(batch, self.accelerator.device)) * scale
 
-        entries = audit.observe(self.packed, loss, self.active, self.decisions, self.optimizer)
+        entries = audit_products(self.packed, loss, self.active, self.decisions, self.optimizer)
         clear_gradients(self.optimizer, self.packed)
         return entries
 
-    def confirm(self, entries: list[audit.Entry]) -> None:
+    def confirm(self, entries: list[Entry]) -> None:
+        """Train a new step under observation, as far as its gradients."""
         if self.packed.context.backend is not None:
-            first = audit.confirming_first_microbatch(
-                self.packed, self.active, entries, step=1, most=13
-            )
-            with audit.confirming(self.active, entries, step=1):
-                packed_model.forward_backward(self.packed, self.step, self.accelerator, first)
+            watch = self.watch(1, [self.observer_of(entries)], is_new=True)
+            with watch.passes(self.step, 0):
+                packed_model.forward_backward(
+                    self.packed, self.step, self.accelerator, watch.first_microbatch()
+                )
             clear_gradients(self.optimizer, self.packed)
 
-    def train(self, entries: Sequence[audit.Entry] = ()) -> None:
-        """Two steps as the script makes them, each a statistics step. `entries`: of the audit."""
+    def observer_of(self, entries: Sequence[Entry]) -> ProductAudit:
+        """Return the observer that compares products with an audit's `entries`."""
+        context = self.packed.context
+        in_model = PrecisionInModel(
+            self.active, context.backend, self.decisions, {"products": entries}
+        )
+        schedule = PrecisionSchedule([(None, self.active)], self.recipe.train.steps)
+        precision = ModelPrecision(context, {in_model.name: in_model}, schedule)
+        return ProductAudit(self.packed, precision, every=1, write=lambda: None)
+
+    def watch(self, number: int, observers: list[Observer], *, is_new: bool) -> StepWatch:
+        """Return the watch over a statistics step."""
+        is_quantized = self.active.precision.quantized
+        step = Step(number, is_quantized, starts_precision=is_new, is_new=is_new)
+        return StepWatch(step, [observer for observer in observers if observer.due(step)])
+
+    def train(self, entries: Sequence[Entry] = ()) -> None:
+        """Train two steps as the script does, each a statistics step. `entries`: of the audit."""
         self.optimizer.materialise()
+        observers = [StepCheck(self.packed, self.optimizer, self.recipe, self.accelerator)]
+        if entries:
+            observers.insert(0, self.observer_of(entries))
         for updates in range(2):
-            first = audit.confirming_first_microbatch(
-                self.packed, self.active, entries, step=updates + 1, most=13
-            )
-            check = StepCheck(self.packed, self.optimizer, self.recipe, self.accelerator)
+            watch = self.watch(updates + 1, observers, is_new=False)
             adamw.set_learning_rate(self.optimizer, RATE)
-            with check.passes(self.step):
+            with watch.passes(self.step, 0):
                 packed_model.forward_backward(
-                    self.model, self.step, self.accelerator, first if entries else None
+                    self.model, self.step, self.accelerator, watch.first_microbatch()
                 )
             norm = adamw.gradient_norm(self.model.parameters())
-            with check.update(updates + 1, RATE, updates):
+            with watch.update(RATE, updates):
                 self.optimizer.step(
                     clip_coefficient=adamw.clip_coefficient(norm, self.recipe.optimizer.clip)
                 )
@@ -213,6 +233,7 @@ def build_run(
         **needed,
         weights=weights,
         optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
+        log={"fp8_statistics": 1},
     )
     prepared, optimizer = (
         packed.train(),

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.model.fused.arithmetic import Arithmetic, StackedPass
 from pretrain.precision import searched
 from tests.pretrain.verify.faults import Change, Make, Patch, fault
@@ -54,7 +54,7 @@ def held_otherwise(
     name = next((each for each in names if getattr(operand, each, None) is not None), None)
     if change is None or name is None:
         return nullcontext()
-    return holding(operand, **{name: change(getattr(operand, name))})
+    return overridden(operand, **{name: change(getattr(operand, name))})
 
 
 def changing_gemms(

@@ -16,7 +16,7 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from packing.arrow import IGNORE, Pack
 from packing.batch import build_microbatch
 from pretrain.metrics.health import TrainingHalted
@@ -376,5 +376,5 @@ def test_the_loss_is_compared_with_its_penalty_and_another_penalty_is_found(
         {"weight": 1.8},
         {"kind": {"neg_entropy": "non_max_sum", "non_max_sum": "neg_entropy"}[kind]},
     ):
-        with holding(head, penalty=replace(head.penalty, **wrong)):
+        with overridden(head, penalty=replace(head.penalty, **wrong)):
             assert any("loss" in line for line in run.parity().failures)

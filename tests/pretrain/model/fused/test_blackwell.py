@@ -15,20 +15,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from foundation.attributes import holding
+from foundation.overrides import overridden
 from pretrain.model import huggingface as model
 from pretrain.model.fused import activation_kernel, formulas
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.model.wrapping import choose_arithmetic, convert, fuse
-from pretrain.precision.observed import ProductObserver
+from pretrain.observe.audit import is_expected
+from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import decide, is_called
 from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import PLAIN_FORWARD, ActivePrecision
 from pretrain.settings.recipe import LossSettings
-from pretrain.verify.audit import _is_expected
 from tests.pretrain.conftest import active_in, to_nearest
 from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
@@ -122,7 +122,7 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
     active, exact = computing_in(precision, "transformer_engine", keep), in_bf16(kind)
     packed = assembled(active, fused=True, kind=kind)
     observer = ProductObserver(active)
-    with observer.looking_on():
+    with observer.observing():
         fused = train(packed)
     unfused = train(assembled(computing_in(precision, "emulation", keep), fused=False, kind=kind))
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
@@ -142,7 +142,7 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
                 "bfloat16"
             }, linear
         else:
-            assert all(_is_expected(product, active) for product in products), products
+            assert all(is_expected(product, active) for product in products), products
     assert ("lm_head" in observer.products) == ("lm_head" not in keep), (
         "the head is observed where it is in low precision"
     )
@@ -161,15 +161,15 @@ def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
     quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
     low = train(packed)
     assert backend is quantized
-    with holding(packed.context, backend=None):
+    with overridden(packed.context, backend=None):
         in_its_turn = train(packed)
     observer = ProductObserver(actives[1])
-    with holding(packed.context, backend=plain_forward), observer.looking_on():
+    with overridden(packed.context, backend=plain_forward), observer.observing():
         losses, gradients = train(packed)
     assert losses == in_its_turn[0] != low[0], "to the bit"
     for linear, products in observer.products.items():
         if not any(is_called(linear, pattern) for pattern in keep):
-            assert all(_is_expected(product, actives[1]) for product in products), products
+            assert all(is_expected(product, actives[1]) for product in products), products
     exact = in_bf16()
     for name in that_count(exact[1]):
         errors = [

@@ -13,8 +13,8 @@ from transformers import GPT2Config, LlamaConfig
 from foundation.errors import InputError
 from packing.arrow import Pack, PackWriter
 from packing.settings import DataSettings
-from pretrain.plan.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.plan.tokenizer import fingerprint_at, with_tokens
+from pretrain.run.data import Data, check_labels, check_tokens, most_positions, open_data
 from pretrain.settings.recipe import ModelSettings
 
 

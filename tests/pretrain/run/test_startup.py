@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from packing.batch import Microbatch, build_microbatch
 from pretrain.model.gradients import attach_main_gradients, was_reached
-from pretrain.run.trials import grow, largest_that_fits
+from pretrain.run.startup import grow, largest_that_fits
 
 LENGTH = 8
 

@@ -1,20 +1,19 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.metrics.precision_health import PrecisionWatch
+from pretrain.observe.operand_statistics import OperandWarnings
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import QUANTIZED, active_in
 
 
-def watched(recipe: str) -> PrecisionWatch:
-    watch = PrecisionWatch(context=None, every=1, file=None, confirming=nullcontext)
-    watch.go_over_to(active_in(recipe), 1)
-    return watch
+def watched(recipe: str) -> Callable[[int, list[dict]], str | None]:
+    warnings, precision = OperandWarnings(), active_in(recipe).precision
+    return lambda step, records: warnings.of_step(step, precision, records)
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:
@@ -39,9 +38,7 @@ def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **
 def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_remedy(
     recipe, record, remedy
 ):
-    message = watched(recipe).judge(
-        400, [operand(), operand("weight"), operand("grad_output"), record]
-    )
+    message = watched(recipe)(400, [operand(), operand("weight"), operand("grad_output"), record])
     assert (
         message.startswith("step 400: ")
         and f"model.layers.3.mlp.down_proj's {record['operand']}" in message
@@ -54,8 +51,8 @@ def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_reme
 
 def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
     first = [operand("grad_output", scale=1.0, underflow=1.0), operand(scale=1.0, saturation=0.5)]
-    assert watched("delayed").judge(1, first) is None
-    assert watched("current").judge(1, first) is not None
+    assert watched("delayed")(1, first) is None
+    assert watched("current")(1, first) is not None
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
@@ -65,8 +62,7 @@ def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_
 ):
     limit, health = PRECISIONS[recipe].underflow_limit, watched(recipe)
     told = [
-        health.judge(step, [operand(underflow=share)]) is not None
-        for step, share in enumerate(shares)
+        health(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)
     ]
     above = [share > limit for share in shares]
     assert told == [is_above and not any(above[:step]) for step, is_above in enumerate(above)]

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from foundation.attributes import holding
-from pretrain.precision.observed import SAMPLED_VALUES, OperandStatistics, summary
+from foundation.overrides import overridden
+from pretrain.observe.operand_statistics import OperandStatistics, summary
+from pretrain.observe.product_observer import SAMPLED_VALUES
 from pretrain.precision.product import LowPrecisionLinear, PrecisionContext
 from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
 
@@ -50,7 +51,7 @@ class Watched:
 
     def watched_step(self, **how) -> tuple[list[Tensor], OperandStatistics]:
         statistics = OperandStatistics(self.backend.active, self.context.state())
-        with holding(self.context, observers=[statistics]):
+        with overridden(self.context, observers=[statistics]):
             return self.step(**how), statistics
 
     def records(self, **how) -> dict[tuple[str, str], dict]:

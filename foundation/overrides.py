@@ -1,4 +1,4 @@
-"""Attributes that have other values for a while."""
+"""Temporarily override attributes of an object."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 
 @contextmanager
-def holding(owner: Any, **values: Any) -> Iterator[None]:
-    """While entered, attributes of `owner` have these values; afterwards those from before."""
+def overridden(owner: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of `owner` other values inside the block, and restore them afterwards."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

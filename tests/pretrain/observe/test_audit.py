@@ -25,16 +25,17 @@ from pretrain.model.fused.arithmetic import Arithmetic
 from pretrain.model.gradients import attach_main_gradients
 from pretrain.model.packed import PackedLanguageModel, inputs_of
 from pretrain.model.wrapping import fuse
+from pretrain.observe.audit import Entry, audit_products
+from pretrain.observe.product_observer import ProductObserver
 from pretrain.precision import emulation
 from pretrain.precision.gemm import TorchGemm
-from pretrain.precision.observed import ProductObserver, watched
+from pretrain.precision.observed import watched
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
-from pretrain.verify import audit
 from tests.pretrain.conftest import QUANTIZED, active_in
-from tests.pretrain.precision.test_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import Watched
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
 
 FP32, BF16 = (active_in(name, "torch") for name in ("fp32", "bf16"))
@@ -58,10 +59,8 @@ def inputs(random_packs: Callable) -> dict:
     )
 
 
-def observe(
-    packed: PackedLanguageModel, inputs: dict, active: ActivePrecision
-) -> list[audit.Entry]:
-    return audit.observe(
+def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) -> list[Entry]:
+    return audit_products(
         packed, lambda: packed(**inputs), active, {}, torch.optim.SGD(packed.parameters())
     )
 
@@ -393,7 +392,7 @@ def faults_of(real: str, claimed: str, weight: float | None = None) -> dict[str,
         run.layers[0].weight.data[:100] = weight
     run.step()
     run.x = 0.7 * run.x  # or a delayed scale would be that of the tensor itself
-    with observer.looking_on():
+    with observer.observing():
         run.step()
     assert all(
         {product.gemm for product in made} == {"forward", "dgrad", "wgrad"}

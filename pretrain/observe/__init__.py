@@ -1,0 +1,1 @@
+"""Observe training steps: the audit of products, checks, measurements and the profile."""

@@ -1,0 +1,58 @@
+"""`--profile`: record one step with torch's profiler, as a trace and a table of its kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from accelerate import Accelerator
+from torch.profiler import profile
+
+from foundation.errors import InputError
+from foundation.files import replace_file
+from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.console import Console
+from pretrain.observe.observers import Observer, Step
+
+# The step of this process that is recorded. By then everything is compiled and caches are warm.
+PROFILED = 5
+ROWS = 40  # of the table
+TRACE_FILE = "profile.json.gz"
+TABLE_FILE = "profile.md"
+
+
+class StepProfile(Observer):
+    """Record one step of the main process into the run folder."""
+
+    def __init__(
+        self, folder: Path, accelerator: Accelerator, state: TrainState, console: Console
+    ) -> None:
+        """Make the observer of a run that begins now. InputError if it ends before that step."""
+        self._number = state.step + PROFILED
+        self._folder = folder
+        self._device = accelerator.device
+        self._records = accelerator.is_main_process
+        self._console = console
+        if self._number > state.steps:
+            raise InputError(
+                f"`--profile` records step {self._number}, and the run ends with step "
+                f"{state.steps}; train longer"
+            )
+
+    def due(self, step: Step) -> bool:
+        """Return True in the recorded step of the main process."""
+        return self._records and step.number == self._number
+
+    @contextmanager
+    def whole_step(self, step: Step) -> Iterator[None]:
+        """Record everything that is computed. The profiler waits for the device before it ends."""
+        with profile() as recorded:
+            yield
+        recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
+        sort_by = f"self_{self._device.type}_time_total"
+        table = recorded.key_averages().table(
+            sort_by=sort_by, row_limit=ROWS, max_name_column_width=80
+        )
+        replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
+        self._console.notice(f"profile of this step: {self._folder / TABLE_FILE}")

@@ -1,0 +1,345 @@
+"""Check a step: its counts and gradients, and its update against torch's own AdamW.
+
+Parity checks forward and backward, and the audit checks products. This checks how one step follows
+from another, in the first two steps of a process and in every statistics step. AdamW treats each
+value alone, so some values stand for all. Only the norm of the gradients is of all values, and is
+computed again. docs/verification.md has the whole list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from foundation.overrides import overridden
+from packing.arrow import IGNORE
+from packing.batch import StepBatches
+from pretrain.metrics.health import TrainingHalted, some_of
+from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.gradients import gradient_of, local_part
+from pretrain.model.packed import PackedLanguageModel
+from pretrain.observe.observers import Observer, Step, is_due
+from pretrain.optimizer.adamw import MOMENTS, ExactAdamW
+from pretrain.optimizer.exact_weights import join
+from pretrain.precision.gemm import Gemm, Operand
+from pretrain.precision.observed import dtype_name
+from pretrain.precision.settings import WEIGHT_DTYPES
+from pretrain.settings.recipe import Recipe
+
+VALUES = 1024  # of each parameter, at most
+# Tolerance relative to a value's change, or to the usual change in its tensor. Norms that are summed
+# in another order differ by 1e-6.
+RELATIVE = 1e-4
+ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
+# The largest share of FP32 sums over several microbatches that BF16 could hold without rounding.
+BF16_VALUED = 0.9
+
+
+def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
+    """Return at most VALUES evenly spaced values of this process's part of a tensor.
+
+    Which values these are changes with the number of `updates`.
+    """
+    values = local_part(tensor).reshape(-1)
+    stride = -(-values.numel() // VALUES) or 1
+    return values[updates % stride :: stride]
+
+
+class StepCheck(Observer):
+    """Check the passes and the update of a step. Raises TrainingHalted after a wrong update."""
+
+    def __init__(
+        self,
+        packed: PackedLanguageModel,
+        optimizer: ExactAdamW,
+        recipe: Recipe,
+        accelerator: Accelerator,
+    ) -> None:
+        self._packed = packed
+        self._optimizer = optimizer
+        self._recipe = recipe
+        self._accelerator = accelerator
+        self._wrong: list[str] = []
+        # Whether a cached weight is stale, a bool tensor by product and copy.
+        self._are_stale: dict[tuple[str, int], Tensor] = {}
+
+    def due(self, step: Step) -> bool:
+        """Return True in new steps and in every n-th (`log.fp8_statistics`)."""
+        return step.is_new or is_due(step.number, self._recipe.log.fp8_statistics)
+
+    @contextmanager
+    def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
+        """Observe the microbatches, whose packs must begin at `place` in the stream. Collective."""
+        # For each microbatch whose backward has begun: labels, and the factor of its summed loss.
+        seen: list[Tensor] = []
+        sums_fit_bf16: list[Tensor] = []  # after two microbatches, a bool tensor
+        # Nothing here waits for the device. Sums of magnitudes, because squares may underflow.
+        magnitudes = torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
+        left_over = torch.stack(magnitudes).count_nonzero()
+        self._are_stale = {}
+
+        def after_forward(
+            module: nn.Module, args: Any, inputs: dict[str, Any], loss: Tensor
+        ) -> None:
+            labels = (inputs["labels"] != IGNORE).sum().double()
+            loss.register_hook(
+                lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()]))
+            )
+            if len(seen) == 2:  # the third microbatch's bits would hide that a sum was rounded
+                sums_fit_bf16.append(self._fit_bf16())
+
+        with (
+            self._packed.register_forward_hook(after_forward, with_kwargs=True),
+            overridden(self._packed.context, weight_observers=[self._see_weight]),
+        ):
+            yield
+        if len(seen) > 1:
+            sums_fit_bf16.append(self._fit_bf16())
+        nothing = torch.zeros(0, 2, dtype=torch.float64, device=self._accelerator.device)
+        labels, factors = (torch.stack(seen) if seen else nothing).unbind(1)
+        total = int(self._accelerator.reduce(labels.sum(), reduction="sum"))
+        counted = batches.valid_tokens
+        factors = factors * max(counted, 1)
+        stale = sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
+        evaluating = [name for name, module in self._packed.named_modules() if not module.training]
+        faults = {  # lines of the message, and whether they are true
+            f"its packs begin at place {batches.places.start:,}, not {place:,}": (
+                batches.places.start != place  # in the stream
+            ),
+            f"{int(left_over)} gradients were not cleared before the step": left_over,
+            f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}": evaluating,
+            f"{len(stale)} products use weights from before the last update: {some_of(stale)}": (
+                stale
+            ),
+            f"{total:,} labels were trained on, and the step counts {counted:,}": total != counted,
+            f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
+                factors, torch.ones_like(factors), rtol=1e-5, atol=0
+            ),
+            "gradients add up in BF16, not in FP32: their sums have no more bits": (
+                any(sums_fit_bf16)
+            ),
+        }
+        self._wrong = [line for line, is_true in faults.items() if is_true]
+
+    @contextmanager
+    def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
+        """Compare the update with torch's. Collective.
+
+        Raises TrainingHalted on all processes if one of them has found anything wrong.
+        """
+        by_torch = TorchUpdate(
+            self._packed.hf, self._optimizer, self._recipe, learning_rate, updates
+        )
+        yield
+        wrong = [*self._wrong, *by_torch.differences()]
+        if largest_over_ranks(self._accelerator, len(wrong)):
+            lines = "\n".join(
+                f"  {line}" for line in (wrong or ["see the message of another process"])
+            )
+            raise TrainingHalted(
+                step.number,
+                "the step or its update is wrong. The update is compared with that of "
+                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code or "
+                "in the device, not in the recipe",
+            )
+
+    def _gradients(self) -> list[Tensor]:
+        """Return this process's parts of all gradients, and first an empty tensor."""
+        gradients = map(gradient_of, self._packed.parameters())
+        parts = [local_part(gradient) for gradient in gradients if gradient is not None]
+        return [torch.zeros(0, device=self._packed.hf.device), *parts]  # there may be no gradient
+
+    def _fit_bf16(self) -> Tensor:
+        """Return whether some values of each FP32 sum of gradients fit BF16: a bool tensor."""
+        values = torch.cat(
+            [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
+        )
+        fits = (values.view(torch.int32) & 0xFFFF == 0) & (values != 0)
+        return fits.sum() > BF16_VALUED * (values != 0).sum()
+
+    @torch.no_grad()
+    def _see_weight(self, gemm: Gemm, operand: Operand, matrix: Tensor) -> None:
+        """Compare a cached weight with the weight `matrix`, quantized or cast anew.
+
+        A copy that serves several microbatches is compared in the first, whose scale it has under
+        delayed scaling.
+        """
+        codes = gemm.codes(operand)
+        key = (gemm.name, id(codes))
+        if key not in self._are_stale:
+            new = gemm.quantize("weight", matrix, both=False)
+            self._are_stale[key] = (codes != gemm.codes(new)).any()
+
+
+class TorchUpdate:
+    """The update that torch.optim.AdamW makes of some values, from the complete gradients."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: ExactAdamW,
+        recipe: Recipe,
+        learning_rate: float,
+        updates: int,
+    ) -> None:
+        """Compute the expected values before the optimizer's step.
+
+        learning_rate: of the schedule.
+        updates: the number of updates before this one.
+
+        Collective if gradients are sharded.
+        """
+        self._optimizer = optimizer
+        self._recipe = recipe
+        self._updates = updates
+        trained = {
+            name: parameter
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad and gradient_of(parameter) is not None
+        }
+        self._names = list(trained)
+        self._parameters = list(trained.values())
+        self._device = self._parameters[0].device
+        self._wrong_settings = [*self._wrong_numbers(learning_rate), *self._wrong_dtypes()]
+
+        gradients = [gradient_of(parameter) for parameter in self._parameters]
+        picked = [some_values(gradient, updates) for gradient in gradients]
+        self._sizes = torch.tensor([len(values) for values in picked], device=self._device)
+        # The number of the parameter of each value.
+        numbers = torch.arange(len(picked), device=self._device)
+        self._parameter_of = numbers.repeat_interleave(self._sizes)
+        gradient = torch.cat(picked).float() * self._clip_coefficient(gradients)
+        self._before = self._values()
+        self._expected = self._updated_by_torch(gradient, learning_rate)
+
+    def differences(self) -> list[str]:
+        """Return a line for each kind of difference after the optimizer's step."""
+        lines = list(self._wrong_settings)
+        after = self._values()
+        in_bf16 = {
+            "weights": self._recipe.weights == "bf16",
+            **dict.fromkeys(MOMENTS, self._recipe.moments_kept_in == "bf16"),
+        }
+        for kind, expected in self._expected.items():
+            is_off = self._is_off(after[kind], expected, self._before[kind], in_bf16=in_bf16[kind])
+            counts = self._by_parameter(is_off.float()).tolist()
+            names = [name for name, count in zip(self._names, counts, strict=True) if count]
+            if names:
+                lines.append(
+                    f"{kind} of {len(names)} of {len(self._names)} parameters: {some_of(names)}"
+                )
+        counted = {int(self._optimizer.state[parameter]["step"]) for parameter in self._parameters}
+        if counted != {self._updates + 1}:
+            lines.append(
+                f"updates are counted as {', '.join(map(str, sorted(counted)))}, and this was "
+                f"number {self._updates + 1}"
+            )
+        return lines
+
+    def _clip_coefficient(self, gradients: list[Tensor]) -> Tensor | float:
+        """Return the factor of gradients by clipping.
+
+        It is not computed by the function that training uses, which is checked by it.
+        """
+        limit = self._recipe.optimizer.clip
+        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in gradients]
+        norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+        norm = torch.stack(norms).square().sum().sqrt()
+        return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
+
+    def _wrong_numbers(self, learning_rate: float) -> list[str]:
+        """Return the numbers of the optimizer that are not the recipe's."""
+        settings = self._recipe.optimizer
+        wrong = set()
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                expected = {
+                    "lr": learning_rate,
+                    "betas": tuple(settings.betas),
+                    "eps": settings.eps,
+                    "weight_decay": settings.weight_decay if parameter.dim() >= 2 else 0.0,
+                }
+                wrong |= {
+                    f"{key} is {group[key]}, not {value}"
+                    for key, value in expected.items()
+                    if group[key] != value
+                }
+        return sorted(wrong)
+
+    def _wrong_dtypes(self) -> list[str]:
+        """Return the kinds of tensors that are not stored in the recipe's dtype."""
+        recipe = self._recipe
+        expected = {
+            "weights": WEIGHT_DTYPES[recipe.weights],
+            "gradients": WEIGHT_DTYPES[recipe.gradients_kept_in],
+            **dict.fromkeys(MOMENTS, WEIGHT_DTYPES[recipe.moments_kept_in]),
+        }
+        wrong = set()
+        for parameter in self._parameters:
+            state = self._optimizer.state[parameter]
+            stored = {"weights": parameter, "gradients": gradient_of(parameter)}
+            stored |= {name: state[name] for name in MOMENTS}
+            wrong |= {
+                f"{kind} are {dtype_name(tensor.dtype)}, not {expected[kind]}"
+                for kind, tensor in stored.items()
+                if dtype_name(tensor.dtype) != expected[kind]
+            }
+        return sorted(wrong)
+
+    def _values(self) -> dict[str, Tensor]:
+        """Return the picked values of all parameters in FP32, concatenated.
+
+        These are weights as updates apply to them, and moments.
+        """
+        states = [self._optimizer.state[parameter] for parameter in self._parameters]
+
+        def picked(tensors: list[Tensor]) -> Tensor:
+            return torch.cat([some_values(tensor, self._updates) for tensor in tensors])
+
+        weights = picked(self._parameters)
+        if all("remainder" in state for state in states):
+            weights = join(weights, picked([state["remainder"] for state in states]))
+        moments = {name: picked([state[name] for state in states]).float() for name in MOMENTS}
+        return {"weights": weights.float()} | moments
+
+    def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
+        """Return the values of `_values` after torch's update."""
+        settings = self._recipe.optimizer
+        is_matrix = torch.tensor(
+            [parameter.dim() >= 2 for parameter in self._parameters], device=self._device
+        )
+        decays = is_matrix[self._parameter_of]
+        expected = {name: torch.empty_like(value) for name, value in self._before.items()}
+        for mask, decay in ((decays, settings.weight_decay), (~decays, 0.0)):
+            weight = nn.Parameter(self._before["weights"][mask].clone())
+            weight.grad = gradient[mask]
+            reference = torch.optim.AdamW(
+                [weight], learning_rate, settings.betas, settings.eps, decay
+            )
+            moments = {name: self._before[name][mask].clone() for name in MOMENTS}
+            reference.state[weight] = {"step": torch.tensor(float(self._updates)), **moments}
+            reference.step()
+            for name, value in {"weights": weight.detach(), **moments}.items():
+                expected[name][mask] = value
+        return expected
+
+    def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
+        """Return which values differ from `expected`, as FP32 or BF16 holds it. NaN differs."""
+        change = (expected - before).abs()
+        mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
+        usual = mean_square.sqrt()[self._parameter_of]
+        tolerance = RELATIVE * torch.maximum(change, usual) + ROUNDING * expected.abs()
+        bounds = torch.stack([expected - tolerance, expected + tolerance])
+        lowest, highest = bounds.bfloat16().float() if in_bf16 else bounds
+        return ~((lowest <= actual) & (actual <= highest))
+
+    def _by_parameter(self, values: Tensor) -> Tensor:
+        """Return the sum over the picked values of each parameter."""
+        sums = torch.zeros(len(self._names), device=self._device)
+        return sums.index_add_(0, self._parameter_of, values)

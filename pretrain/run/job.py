@@ -1,0 +1,315 @@
+"""Check a recipe against this machine, its packs and its model, before weights are loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from foundation.errors import InputError
+from packing.batch import BatchStream
+from packing.order import MixedPacks, order_of
+from packing.store import unprepared
+from packing.stream import StreamedPacks
+from pretrain.metrics.flops import ModelFlops
+from pretrain.metrics.run_folder import check_ours
+from pretrain.metrics.trackers import check_trackers
+from pretrain.model import attention
+from pretrain.model.distributed import device_of, gathers_once_a_step, replicas_of
+from pretrain.model.huggingface import (
+    build_on_meta,
+    check_architecture,
+    decoder_layers,
+    load_config,
+    source_config,
+)
+from pretrain.optimizer import schedule
+from pretrain.plan.checks import (
+    check_fit,
+    check_gap,
+    check_held_out,
+    check_settings,
+    check_sizes,
+    steps_of,
+)
+from pretrain.plan.memory import Devices, layers_of
+from pretrain.plan.plan import Plan, spend_spare_memory
+from pretrain.plan.tokenizer import encoded_prompt, fingerprint_at, load_tokenizer, with_tokens
+from pretrain.precision.schedule import Phase, PrecisionSchedule
+from pretrain.precision.scope import check_scope
+from pretrain.precision.selection import missing_on, select_precision
+from pretrain.precision.settings import UNQUANTIZED, WEIGHT_DTYPES, ActivePrecision, phases_of
+from pretrain.run.data import Data, check_labels, check_tokens, most_positions, open_data
+from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
+from pretrain.settings.recipe import Recipe
+
+# `run`: train on this machine, and prepare missing packs. `plan`: print what that would do.
+# `elsewhere`: plan for other machines. Their packs may be missing on this one.
+Purpose = Literal["run", "plan", "elsewhere"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A checked recipe, with its plan, its model and its packs on this machine."""
+
+    plan: Plan
+    run_dir: Path
+    model_config: PretrainedConfig
+    shapes: PreTrainedModel  # the model on the meta device: its modules without weights
+    data: Data | None  # None only for a plan for other machines
+    tokenizer: PreTrainedTokenizerBase | None
+    attention: attention.Choice
+    # Configuration of `model.source` when the run began, for its identity.
+    source_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def recipe(self) -> Recipe:
+        """Return the recipe, with `auto` values resolved as far as they are known."""
+        return self.plan.recipe
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Return the dtype of activations, which all precisions of a run share."""
+        return getattr(torch, self.plan.schedule.at(1).precision.compute_dtype)
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Return the dtype in which weights are stored."""
+        return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
+
+    def with_plan(self, **values: Any) -> Job:
+        """Return a copy of the job with other values of its plan."""
+        return replace(self, plan=replace(self.plan, **values))
+
+    def with_settings(self, section: str, **values: Any) -> Job:
+        """Return a copy of the job with the `auto` values of one recipe section resolved."""
+        changed = getattr(self.recipe, section).model_copy(update=values)
+        return self.with_plan(recipe=self.recipe.model_copy(update={section: changed}))
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Return the settings that a checkpoint must have to be resumed.
+
+        The precisions are those that the machine has for the recipe's.
+        """
+        phases = self.plan.schedule.phases
+        setting = self.recipe.precision
+        if isinstance(setting, str):
+            _, active = phases[0]
+            effective = {"precision": active.precision.name, "fp8_config": active.settings}
+        else:
+            effective = {
+                "precision": tuple(
+                    phase.model_copy(update={"use": active.precision.use})
+                    for phase, (_, active) in zip(setting, phases, strict=True)
+                ),
+                "fp8_config": self.recipe.fp8_config,
+            }
+        packs = self.data.train
+        # The fingerprint covers the weights of sources. These keys report which one has changed.
+        weights = packs.weights if isinstance(packs, MixedPacks | StreamedPacks) else {}
+        shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
+        recipe = self.recipe.model_copy(update=effective)
+        return identity_of(recipe, packs.fingerprint) | shares | self.source_config
+
+    def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
+        """Return this rank's training batches, step by step.
+
+        They are a pure function of the recipe, the packs and `shift` (`TrainState.shift`).
+        """
+        packs = self.data.train
+        settings = (self.plan.packs_per_step, self.recipe.seed, shift)
+        if isinstance(packs, StreamedPacks):
+            order = packs.order(*settings)
+        else:
+            order = order_of(packs, *settings)
+        return BatchStream(packs, order, **self.batching(accelerator))
+
+    def batching(self, accelerator: Accelerator) -> dict[str, Any]:
+        """Return how packs become batches on this rank, in training and in evaluation."""
+        return {
+            "microbatch": self.plan.microbatch,
+            "rank": accelerator.process_index,
+            "world_size": accelerator.num_processes,
+            "mask_boundaries": self.recipe.data.mask_boundaries,
+            "pin_memory": accelerator.device.type == "cuda",
+            "vocab_size": self.model_config.vocab_size,
+            "positions": most_positions(self.model_config),
+        }
+
+
+def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
+    """Check the recipe and return its job. Cheap checks come first. Raises InputError."""
+    is_elsewhere = purpose == "elsewhere"
+    run_dir = run_dir_of(recipe)
+    branch_checkpoint(recipe)
+    check_ours(run_dir)
+    check_trackers(recipe.log)
+    phases, unquantized = resolve_precisions(recipe, accelerator.device.type)
+    first = phases[0][1].precision
+    check_settings(recipe, first.name, None if is_elsewhere else accelerator.num_processes)
+    check_gap(recipe, replicas=replicas_of(accelerator))
+    if recipe.model.source:
+        # Before the tokenizer: without a network, the hub answers each request after half a minute.
+        load_config(recipe.model)
+
+    # Existing packs are opened now, because they may record the tokenizer. Missing packs are
+    # prepared last, which may take hours.
+    opens_last = purpose == "run" and recipe.data.prepares
+    data = None if opens_last else _open_existing(recipe, accelerator, purpose)
+    with_vocabulary = with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)
+    recipe = recipe.model_copy(update={"model": with_vocabulary})
+    model_config = load_config(recipe.model)
+    check_sizes(recipe, model_config)
+    shapes = build_on_meta(model_config)
+    flops = _check_model(recipe, shapes, phases)
+    chosen = attention.choose(
+        recipe.model.attention,
+        accelerator.device.type,
+        flops.shape.head_dim,
+        getattr(torch, first.compute_dtype),
+    )
+    tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
+    if opens_last:
+        data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
+    _check_data(recipe, data, model_config)
+
+    packs = len(data.train) if data and not data.stream else None
+    steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
+    if recipe.train.epochs is not None:  # other horizons were checked with the settings
+        schedule.check(recipe.schedule, steps)
+    plan = Plan(
+        recipe,
+        PrecisionSchedule(phases, steps, unquantized),
+        _devices_of(accelerator, phases),
+        flops,
+        # Without packs every pack counts as one document.
+        data.mean_squared if data else float(recipe.data.length),
+        packs=packs,
+        mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
+    )
+    plan = _with_memory(plan, shapes, accelerator, chosen.name)
+    return Job(
+        plan,
+        run_dir,
+        model_config,
+        shapes,
+        data,
+        tokenizer,
+        chosen,
+        source_config(recipe.model),
+    )
+
+
+def resolve_precisions(
+    recipe: Recipe, device_type: str
+) -> tuple[list[Phase], ActivePrecision | None]:
+    """Return the phases of the recipe in the precisions that the machine has for them.
+
+    The second value is the precision that low precision is compared with, or None if no phase is
+    quantized. Raises InputError if the machine lacks a precision.
+    """
+    missing = missing_on(device_type)
+    phases = [
+        (until, select_precision(use, recipe.fp8_config, missing))
+        for until, use in phases_of(recipe.precision)
+    ]
+    if not any(active.precision.quantized for _, active in phases):
+        return phases, None
+    _, first = phases[0]
+    name = UNQUANTIZED[first.precision.compute_dtype].name
+    return phases, select_precision(name, recipe.fp8_config, missing)
+
+
+def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -> Data | None:
+    """Open packs, or return None if a plan for other machines has none."""
+    missing = unprepared(recipe.data)
+    if missing and purpose == "plan" and recipe.data.prepares:
+        raise InputError(
+            f"`data.packs`: {missing[0]} is not prepared; run `python -m packing prepare`, or "
+            "`python -m pretrain plan` without"
+        )
+    if missing and purpose == "elsewhere":
+        return None
+    return open_data(recipe.data, is_main_process=accelerator.is_main_process)
+
+
+def _check_model(recipe: Recipe, shapes: PreTrainedModel, phases: Sequence[Phase]) -> ModelFlops:
+    """Raise InputError if the model cannot be trained in a phase. Return its FLOPs."""
+    check_architecture(shapes, recipe.data.length, recipe.loss)
+    flops = ModelFlops.of(shapes)
+    layers = list(decoder_layers(shapes).values())
+    for _, active in phases:
+        check_fit(active, recipe, flops.shape.layers)
+        if active.precision.quantized:
+            check_scope(shapes, layers, active)
+    return flops
+
+
+def _load_tokenizer(
+    recipe: Recipe, data: Data | None, model_config: PretrainedConfig
+) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer, and raise InputError for a prompt that the model cannot continue."""
+    samples = recipe.evaluate.samples
+    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
+    if tokenizer is not None:
+        for prompt in samples:
+            encoded_prompt(tokenizer, prompt, model_config)
+    return tokenizer
+
+
+def _check_data(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> None:
+    """Raise InputError if the packs do not fit the model or the recipe."""
+    if data is None:
+        if recipe.train.epochs is not None:
+            raise InputError(
+                f"`train.epochs` counts packs, and {recipe.data.packs} has none yet; "
+                "train.steps=N or train.tokens=N plans without"
+            )
+        return
+    fingerprint = None
+    if data.tokenizer.get("fingerprint"):
+        fingerprint = fingerprint_at(recipe.model.weights_source)
+    check_tokens(data, model_config.vocab_size, fingerprint, most_positions(model_config))
+    check_held_out(recipe, len(data.held_out or ()))
+    check_labels(data, recipe.data, recipe.evaluate.packs)
+
+
+def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
+    """Return the devices of this launch."""
+    name, memory = device_of(accelerator)
+    uses_hardware = any(active.backend == "transformer_engine" for _, active in phases)
+    return Devices(
+        accelerator.num_processes,
+        accelerator.is_fsdp2,
+        name,
+        memory,
+        replicas=replicas_of(accelerator),
+        # Emulation takes the same memory on every device.
+        capability=torch.cuda.get_device_capability() if uses_hardware else None,
+    )
+
+
+def _with_memory(
+    plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator, attention_name: str
+) -> Plan:
+    """Return the plan with the memory of its layers, and with the decisions that memory allows."""
+    layers = {
+        active.precision.name: layers_of(
+            shapes,
+            plan.flops,
+            plan.recipe,
+            active,
+            accelerator.device.type,
+            attention_name,
+            plan.devices.capability,
+        )
+        for active in plan.precisions
+    }
+    return spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))

@@ -1,0 +1,332 @@
+"""Prepare the assembled model for its first step: observers, microbatch, parity with transformers."""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from foundation.errors import InputError
+from foundation.files import write_json
+from packing.batch import Microbatch
+from pretrain.checkpoint.state import TrainState
+from pretrain.metrics.console import Console
+from pretrain.metrics.health import Health
+from pretrain.metrics.recorder import gradient_statistics
+from pretrain.metrics.run_folder import STATISTICS_FILE, RunFolder
+from pretrain.metrics.trackers import JsonlTracker
+from pretrain.model.distributed import largest_over_ranks
+from pretrain.model.gradients import clear_main_gradients
+from pretrain.model.huggingface import decoder_layers
+from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.observe.audit import ProductAudit
+from pretrain.observe.bf16_gap import GapMeter
+from pretrain.observe.observers import Observer, Observers, PeriodicFigures
+from pretrain.observe.operand_statistics import OperandWatch
+from pretrain.observe.profile import StepProfile
+from pretrain.observe.step_check import StepCheck
+from pretrain.plan.memory import TAKES_LESS
+from pretrain.run.assembly import Assembly, first_tokens
+from pretrain.run.job import Job
+from pretrain.run.out_of_memory import is_out_of_memory
+from pretrain.run.run import Run
+from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
+
+# Share of a device's memory that stays free for fragments, communication buffers and evaluation.
+RESERVE = 0.04
+# Packs of a microbatch of parity, if another shape than training's costs no compilation.
+PARITY_MICROBATCH = 2
+
+
+# ── Observers ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def make_observers(
+    job: Job,
+    assembly: Assembly,
+    accelerator: Accelerator,
+    folder: RunFolder,
+    state: TrainState,
+    health: Health,
+    console: Console,
+    *,
+    profiles: bool,
+) -> Observers:
+    """Return the observers of a run that trains after `state`.
+
+    profiles: record a step (`--profile`). Raises InputError if the run ends before that step.
+    """
+    recipe, model, precision = job.recipe, assembly.model, assembly.precision
+    every = recipe.log.fp8_statistics
+
+    def write_audit() -> None:
+        if accelerator.is_main_process:
+            write_json(folder.audit, assembly.audit)
+
+    def expert_loads() -> dict[str, Any]:
+        loads = model.routing.loads
+        return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
+
+    observers: list[Observer] = []
+    if profiles:
+        observers.append(StepProfile(folder.path, accelerator, state, console))
+    if recipe.log.gap:
+        # First of those that look at the passes, so that none of them sees its pass in BF16.
+        observers.append(
+            GapMeter(model, assembly.optimizer, precision, health, recipe, accelerator)
+        )
+    layers = decoder_layers(assembly.hf)
+    observers += [
+        ProductAudit(model, precision, every, write_audit),
+        StepCheck(model, assembly.optimizer, recipe, accelerator),
+        PeriodicFigures(
+            recipe.log.gradient_statistics,
+            partial(gradient_statistics, assembly.hf, layers, accelerator),
+        ),
+    ]
+    if model.routing is not None:
+        observers.append(PeriodicFigures(every, expert_loads))
+    if every and assembly.context.backends:
+        file = JsonlTracker(
+            folder.path / STATISTICS_FILE, state.step, main_process=accelerator.is_main_process
+        )
+        file.start()
+        observers.append(OperandWatch(precision, every, file, console))
+    return Observers(observers, precision, state.step)
+
+
+# ── The microbatch ────────────────────────────────────────────────────────────────────────────────
+
+
+def choose_microbatch(
+    job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator
+) -> int:
+    """Return what `batch.microbatch: auto` means, in packs.
+
+    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision of
+    the run. On a CPU it is the largest one that is expected to fit.
+
+    The plan's estimate of memory knows neither the choices of the compiler nor the fragments of the
+    allocator, so it only says where to begin. Keeping the microbatch keeps the order of all sums, so
+    the resumed run repeats the uninterrupted one bit for bit.
+    """
+    plan = job.plan
+    device = accelerator.device
+    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
+    if same_split and resumed["microbatch"] in plan.microbatch_sizes:
+        return resumed["microbatch"]
+    if device.type != "cuda":
+        # Host memory that runs out ends a process, so it cannot be tried.
+        return plan.expected_microbatch
+    usable = int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
+    fitting = []
+    with assembly.context.preserving_state():
+        for active in plan.precisions:
+            with assembly.precision.using(active.precision.name):
+                fitting.append(
+                    largest_that_fits(
+                        assembly.model,
+                        accelerator,
+                        plan.microbatch_sizes,
+                        job.data.trial_batch,
+                        multiple_of=active.precision.multiple_of,
+                        usable=usable,
+                        most_reserved=partial(torch.cuda.max_memory_reserved, device),
+                    )
+                )
+    if None in fitting:
+        raise InputError(
+            "`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a "
+            f"shorter `data.length`, {TAKES_LESS}"
+        )
+    return min(fitting)
+
+
+def largest_that_fits(
+    model: nn.Module,
+    accelerator: Accelerator,
+    sizes: Sequence[int],
+    make_batch: Callable[[int], Microbatch],
+    *,
+    multiple_of: int,
+    usable: int,
+    most_reserved: Callable[[], int],
+) -> int | None:
+    """Return the largest of `sizes` whose forward and backward fit on every rank.
+
+    sizes: packs of a microbatch.
+    make_batch: makes a microbatch of a number of packs, with documents as they lie in the packs.
+    multiple_of: the precision takes numbers of tokens that are multiples of it.
+    usable: bytes of this device.
+    most_reserved: returns the bytes that the last trial took.
+
+    Returns None if not even half a pack fits. Leaves the model in training mode, its gradients zero.
+
+    Ranks may wait for each other within a trial, and a rank that runs out of memory would leave the
+    others waiting. So trials grow from half a pack, and each size is predicted to fit from the
+    smaller ones on the fullest rank.
+    """
+    model.train()  # a model from a folder is in evaluation mode, in which no layer is recomputed
+    limit = -largest_over_ranks(accelerator, -usable)
+    length = make_batch(1).max_seqlen
+    half = math.ceil(length / (2 * multiple_of)) * multiple_of
+
+    def most_used(packs: float) -> int:
+        # Each size compiles anew, and the compiler gives up on a function compiled eight times.
+        torch.compiler.reset()
+        try:
+            batch = first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs))
+            _try(model, accelerator, batch)
+            used = most_reserved()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            used = limit + 1
+        return largest_over_ranks(accelerator, used)
+
+    return grow(sorted(sizes), limit, most_used, half / length)
+
+
+def grow(
+    sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float = 0.5
+) -> int | None:
+    """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or None.
+
+    sizes: packs, ascending.
+    most_used: tries a number of packs and returns the bytes used.
+    first: the first trial, part of a pack or one pack.
+
+    Memory is assumed to grow linearly in packs from the last two trials, because much of it is used
+    at any size. Sizes grow at most fourfold, so that a deviation from linear growth shows.
+    """
+    fewer = first
+    less = most_used(first)
+    if less > limit:
+        return None
+    largest = int(first) if first in sizes else None
+    following = [size for size in sizes if size > first][:1]
+    while following:
+        packs = following[-1]
+        used = most_used(packs)
+        if used > limit:
+            sizes = [size for size in sizes if size < packs]
+        else:
+            largest = packs
+        bytes_per_pack = max((used - less) / (packs - fewer), 0)
+        fewer = packs
+        less = used
+        following = [
+            size
+            for size in sizes
+            if (largest or packs) < size <= 4 * packs
+            and used + (size - packs) * bytes_per_pack <= limit
+        ]
+    return largest
+
+
+def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
+    """Run two forwards and backwards of `batch`, and measure the peak memory from here on.
+
+    Gradients are cleared afterwards.
+    """
+    device = accelerator.device
+    gc.collect()  # reference cycles of a trial that failed
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    try:
+        # The second pass has gradients in memory, as every later microbatch has.
+        for is_last in (False, True):
+            with ExitStack() as contexts:
+                if model.sharding and not is_last:
+                    # Ranks that hold the whole model must not wait for one that has run out of
+                    # memory. With shards they wait in any case.
+                    contexts.enter_context(model.sharding.accumulating())
+                accelerator.backward(model(**inputs_of(batch, device)))
+    finally:
+        model.discard_partial_gradients()
+        # Zeroed, not freed: every trial needs the gradients' memory. Shards get new ones each step.
+        model.zero_grad(set_to_none=accelerator.is_fsdp2)
+        clear_main_gradients(model.parameters())
+
+
+# ── Parity ────────────────────────────────────────────────────────────────────────────────────────
+
+
+def find_parity(run: Run) -> list[Parity | str]:
+    """Compare step 0 with plain transformers in each precision of the run. Collective.
+
+    Each result is the comparison or the reason why there is none. The audit has it too.
+    """
+    results = []
+    comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.precisions)
+    with run.console.progress("parity with plain transformers", "comparisons", total=comparisons):
+        for name, in_model in run.precision.in_model.items():
+            with run.precision.using(name):
+                result = _compare_first_step(run)
+            record = {"left_out": result} if isinstance(result, str) else result.record()
+            in_model.audit["parity"] = {"source": "this run"} | record
+            results.append(result)
+    return results
+
+
+def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
+    """Print the results of `find_parity`, and raise TrainingHalted if a comparison failed."""
+    for active, result in zip(run.job.plan.precisions, parity, strict=False):
+        name = f"{active.precision.name}: " if len(parity) > 1 else ""
+        if isinstance(result, str):
+            run.console.notice(f"{name}parity left out: {result}")
+        else:
+            run.console.notice(f"{name}{result.summary()}")
+            result.require()
+
+
+def _compare_first_step(run: Run) -> Parity | str:
+    """Compare part of step 0 in the present precision. Return why if that is not possible.
+
+    The result is the same on every rank.
+    """
+    model, accelerator = run.assembly.model, run.accelerator
+    if run.state.step:
+        return (
+            "step 0 is compared only, and this run begins with the weights of step "
+            f"{run.state.step:,}"
+        )
+    if largest_over_ranks(accelerator, int(not _fits(run.job, model, accelerator.device))):
+        return (
+            "plain transformers in FP32 does not fit beside the run "
+            f"({PLAIN_BYTES} bytes a parameter)"
+        )
+    job = run.job
+    if run.assembly.audit["compiled"] == "nothing":
+        microbatch = math.gcd(job.plan.microbatch, PARITY_MICROBATCH)
+        job = job.with_settings("batch", microbatch=microbatch)
+    batches = job.batches(accelerator)
+    return check_parity(
+        model,
+        run.assembly.optimizer,
+        batches.step(0),
+        [batches.packs[index] for index in batches.order.packs_of_step(0).tolist()],
+        run.precision.current.active,
+        accelerator,
+        mask_boundaries=job.recipe.data.mask_boundaries,
+    )
+
+
+def _fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
+    """Return whether plain transformers in FP32 fits beside the model."""
+    if device.type != "cuda":
+        return True
+    free, _ = torch.cuda.mem_get_info(device)
+    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    parameters = sum(parameter.numel() for parameter in model.hf.parameters())
+    heads = model.hf.config.get_text_config().num_attention_heads
+    scores = heads * min(job.recipe.data.length, LONGEST["cuda"]) ** 2  # of attention
+    return PLAIN_BYTES * (parameters + scores) < 0.8 * free

@@ -1,0 +1,177 @@
+"""The seam between a step and its observers: steps in which they are due, and their hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from packing.batch import StepBatches
+from pretrain.metrics.health import StepDecision
+from pretrain.observe.observers import Observer, Observers, Step, StepWatch, is_due
+from pretrain.precision.schedule import PrecisionSchedule
+from tests.pretrain.conftest import active_in
+
+BATCHES = StepBatches([], 0, 0, 0, 0.0)
+UPDATE = StepDecision()
+
+
+class Recorder(Observer):
+    """Record the hooks that are called, under a name."""
+
+    def __init__(self, name: str, calls: list[str], due: bool = True) -> None:
+        self.name, self.calls, self.is_due = name, calls, due
+        self.steps: list[Step] = []
+
+    def due(self, step: Step) -> bool:
+        self.steps.append(step)
+        return self.is_due
+
+    @contextmanager
+    def enclosing(self, hook: str) -> Iterator[None]:
+        self.calls.append(f"{self.name} {hook}")
+        yield
+        self.calls.append(f"{self.name} {hook} ends")
+
+    def whole_step(self, step):
+        return self.enclosing("whole step")
+
+    def passes(self, step, batches, place):
+        return self.enclosing("passes")
+
+    def first_microbatch(self, step):
+        return self.enclosing("first microbatch")
+
+    def judge(self, step: Step, decision: StepDecision) -> StepDecision:
+        return StepDecision(decision.action, f"{decision.reason or ''}{self.name}")
+
+    def metrics(self, step: Step) -> dict[str, int]:
+        return {self.name: step.number}
+
+    def update(self, step, learning_rate, updates):
+        return self.enclosing("update")
+
+    def go_back(self, step: int) -> None:
+        self.calls.append(f"{self.name} goes back to {step}")
+
+
+def observers_of(
+    schedule: PrecisionSchedule, *observers: Observer, resumed_step: int = 0
+) -> Observers:
+    return Observers(observers, SimpleNamespace(schedule=schedule), resumed_step)
+
+
+def steps_described(observers: Observers, recorder: Recorder, numbers: range) -> list[Step]:
+    recorder.steps = []
+    for number in numbers:
+        with observers.step(number):
+            pass
+    return recorder.steps
+
+
+BF16 = active_in("bf16", "torch")
+TWO_PHASES = PrecisionSchedule([(5, active_in("nvfp4")), (None, BF16)], 20, unquantized=BF16)
+
+
+def test_new_steps_are_two_of_a_process_a_phase_and_after_a_rollback() -> None:
+    recorder = Recorder("a", [])
+    observers = observers_of(TWO_PHASES, recorder, resumed_step=2)
+    steps = steps_described(observers, recorder, range(3, 12))
+    assert [step.number for step in steps if step.is_new] == [3, 4, 6, 7]
+    assert [step.number for step in steps if step.starts_precision] == [6]
+    assert [step.number for step in steps if step.is_quantized] == [3, 4, 5]
+    observers.go_back(9)
+    assert recorder.calls[-1] == "a goes back to 9"
+    steps = steps_described(observers, recorder, range(10, 14))
+    assert [step.number for step in steps if step.is_new] == [10, 11]
+
+
+def test_a_switch_during_the_run_begins_a_precision() -> None:
+    recorder, schedule = Recorder("a", []), PrecisionSchedule([(None, active_in("nvfp4"))], 9, BF16)
+    precision = SimpleNamespace(schedule=schedule)
+    observers = Observers([recorder], precision, 0)
+    assert not any(
+        step.starts_precision for step in steps_described(observers, recorder, range(2, 5))
+    )
+    precision.schedule = schedule.switched_to_bf16_after(4)
+    five, six, seven = steps_described(observers, recorder, range(5, 8))
+    assert five.starts_precision and not six.starts_precision
+    assert (five.is_new, six.is_new, seven.is_new) == (True, True, False)
+    assert not five.is_quantized
+
+
+@given(number=st.integers(1, 30), every=st.none() | st.integers(1, 5), begins=st.booleans())
+def test_operands_are_measured_where_a_precision_begins_and_every_n_steps(
+    number: int, every: int | None, begins: bool
+) -> None:
+    step = Step(number, is_quantized=True, starts_precision=begins, is_new=False)
+    expected = every is not None and (begins or number % every == 0)
+    assert step.measures_operands(every) == expected
+    assert is_due(number, every) == (every is not None and number % every == 0)
+    plain = Step(number, is_quantized=False, starts_precision=begins, is_new=False)
+    assert not plain.measures_operands(every)
+
+
+def test_hooks_are_entered_in_order_and_left_in_reverse() -> None:
+    calls: list[str] = []
+    observers = observers_of(
+        TWO_PHASES, Recorder("a", calls), Recorder("b", calls), Recorder("idle", calls, due=False)
+    )
+    with observers.step(3) as watch:
+        with watch.passes(BATCHES, 0), watch.first_microbatch():
+            pass
+        assert watch.judge(UPDATE).reason == "ab"
+        assert watch.metrics() == {"a": 3, "b": 3}
+        with watch.update(0.1, 2):
+            pass
+    nested = [
+        ["whole step"],
+        ["passes", "first microbatch", "first microbatch ends", "passes ends"],
+        ["update", "update ends"],
+        ["whole step ends"],
+    ]
+    expected = []
+    for group in nested:
+        for hook in group:
+            order = "ba" if hook.endswith("ends") else "ab"
+            expected += [f"{name} {hook}" for name in order]
+    assert calls == expected
+
+
+def test_a_step_without_observers_is_left_as_it_is() -> None:
+    watch = StepWatch(Step(3, True, False, False), [])
+    with watch.whole_step(), watch.passes(BATCHES, 0), watch.first_microbatch():
+        pass
+    with watch.update(0.1, 2):
+        pass
+    assert watch.judge(UPDATE) is UPDATE and watch.metrics() == {}
+    assert not watch.separates_first_microbatch
+
+
+def test_an_observer_that_stops_a_step_undoes_those_around_it() -> None:
+    class Undone(Observer):
+        is_entered = False
+
+        @contextmanager
+        def passes(self, step, batches, place):
+            self.is_entered = True
+            try:
+                yield
+            finally:
+                self.is_entered = False
+
+    class Stops(Observer):
+        @contextmanager
+        def passes(self, step, batches, place):
+            yield
+            raise ValueError
+
+    outer = Undone()
+    watch = StepWatch(Step(3, True, False, False), [outer, Stops()])
+    with pytest.raises(ValueError), watch.passes(BATCHES, 0):
+        assert outer.is_entered
+    assert not outer.is_entered
