@@ -30,7 +30,7 @@ from packing.token_columns import (
     trained_tokens,
     whole_numbers,
 )
-from packing.tokenizer import REMEDY, TextTokenizer, file_of, without_nulls
+from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 
 # Bit in the id of a token without a loss. Packs have a mask instead.
 UNTRAINED = np.uint32(1 << 31)
@@ -67,11 +67,12 @@ _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Attribute
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
 
 
+@dataclass(frozen=True)
 class Records:
     """Base class of the rules that turn a record into a document."""
 
     columns: tuple[str, ...]  # columns that a record must have
-    optional: tuple[str, ...] = ()  # columns that are read if a record has them
+    optional: tuple[str, ...]  # columns that are read if a record has them
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value and no effect."""
@@ -98,11 +99,10 @@ class Records:
 class TextTemplate(Records):
     """Reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
-    Null, NaN and infinity count as no text. Other numbers are written out. Lists, mappings and bytes are refused,
-    since they would appear in Python's notation.
+    Null, NaN and infinity count as no text. Other numbers are written out. Lists, mappings and
+    bytes are refused, since they would appear in Python's notation.
     """
 
-    columns: tuple[str, ...]
     pieces: tuple[tuple[str, str | None], ...]  # literal text, then a column
     end: tuple[int, ...] = ()  # ids behind each text
 
@@ -110,7 +110,7 @@ class TextTemplate(Records):
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
         """Return the template for the value of `data.text`. Raise InputError if it is malformed."""
         if "{" not in text and "}" not in text:
-            return cls((text,), (("", text),), end)
+            return cls((text,), (), (("", text),), end)
         with refusing(
             (ValueError,),
             f"data: the template {text!r}",
@@ -121,21 +121,21 @@ class TextTemplate(Records):
                 raise ValueError("a column is written as it is, without a format")
         pieces = tuple((literal, name) for literal, name, _, _ in parsed)
         columns = tuple(dict.fromkeys(name for _, name in pieces if name is not None))
-        return cls(columns, pieces, end)
+        return cls(columns, (), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:
-        values = {}
+        values: dict[str | None, Any] = {}
         for column in self.columns:
             value = record[column]
             # A table may hold a null as NaN, and a number that overflowed as infinity.
-            is_null = value is None or (isinstance(value, float) and not math.isfinite(value))
-            values[column] = "" if is_null else value
-        for column, value in values.items():
+            if value is None or (isinstance(value, float) and not math.isfinite(value)):
+                value = ""
             if not isinstance(value, (str, int, float)):
                 raise ValueError(
                     f"`{column}` holds {type(value).__name__}: data.messages reads chats, "
                     "data.input_ids ids"
                 )
+            values[column] = value
         if all(value == "" for value in values.values()):
             return ""
         text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
@@ -158,28 +158,17 @@ class ChatColumns(Records):
     and the character behind it, in order.
     """
 
-    columns: tuple[str, ...]
     pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
     template: str  # Jinja
-    tokens: tuple[tuple[str, str], ...]  # the tokenizer's, for the template: ("bos_token", "<s>")
-
-    def _names(self, word: str) -> bool:
-        """Return whether the template has a word. Columns and keys that it lacks have no effect."""
-        return re.search(rf"\b{re.escape(word)}\b", self.template) is not None
-
-    @property
-    def _takes_null_content(self) -> bool:
-        return _NULL_CONTENT.search(self.template) is not None
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return (*_SYSTEM_COLUMNS, "tools") if self._names("tools") else _SYSTEM_COLUMNS
+    tokens: tuple[
+        tuple[str, str | None], ...
+    ]  # the tokenizer's, for the template: ("bos_token", "<s>")
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of columns, and of keys of messages, with a value and no effect."""
         messages = [] if self.pair else record.get(self.columns[0]) or []
         keys = {key for message in messages for key in message if message[key] is not None}
-        ignored = {key for key in keys - _MESSAGE_KEYS if not self._names(key)}
+        ignored = {key for key in keys - _MESSAGE_KEYS if not _has_word(self.template, key)}
         return super().unread(record) | {f"message.{key}" for key in ignored}
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
@@ -268,6 +257,7 @@ class ChatColumns(Records):
         A null content stays for a template that compares it with none.
         """
         column = self.columns[0]
+        takes_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise ValueError(
@@ -276,7 +266,7 @@ class ChatColumns(Records):
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
-            values: dict[str, Any] = {"content": None} if self._takes_null_content else {}
+            values: dict[str, Any] = {"content": None} if takes_null else {}
             # NaN, which does not equal itself, is a null.
             values |= {
                 keys.get(key, key): without_nulls(item)
@@ -284,7 +274,7 @@ class ChatColumns(Records):
                 if item == item and item is not None
             }
             role = str(values.get("role", "(none)"))
-            if role not in roles and not self._names(role):
+            if role not in roles and not _has_word(self.template, role):
                 raise ValueError(
                     f"column `{column}` has a message of the role {role}, which is neither usual "
                     "nor in the chat template; write user, assistant, system or tool"
@@ -340,7 +330,7 @@ class ChatColumns(Records):
         return spans
 
     def _render(
-        self, chat: list[dict[str, Any]], tools: Any, **more: bool
+        self, chat: list[dict[str, Any]], tools: Any, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a chat, and the spans that the template marks.
 
@@ -349,18 +339,16 @@ class ChatColumns(Records):
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        mask = _MARKED.search(self.template) is not None
         try:
             if tools:
                 more["tools"] = (
                     json.loads(tools) if isinstance(tools, str) else without_nulls(tools)
                 )
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [chat],
                 chat_template=_NO_CLOCK + self.template,
-                return_assistant_tokens_mask=mask,
-                **more,
-                **dict(self.tokens),
+                return_assistant_tokens_mask=_MARKED.search(self.template) is not None,
+                **(dict(self.tokens) | more),
             )
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
@@ -373,6 +361,7 @@ class ChatColumns(Records):
                 f"the chat template does not take this chat{with_tools}: "
                 f"{one_line(error, named=True)}"
             ) from None
+        texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
 
@@ -384,37 +373,23 @@ class TokenColumns(Records):
     loss. A record may hold several documents.
     """
 
-    input_ids: str
-    # Column with the tokens themselves, or -100 for a token without a loss. None: `labels`, if a
-    # record has it.
-    labels: str | None
+    labels: str  # column with the tokens themselves, or -100 for a token without a loss
     vocabulary: int  # number of the tokenizer's ids
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return (self.labels or LABELS, *TOKEN_COLUMNS)
-
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
-        names = [
-            name
-            for name in (*self.columns, *self.optional)
-            if name in self.columns or record.get(name) is not None
-        ]
+        present = [name for name in self.optional if record.get(name) is not None]
+        names = dict.fromkeys([*self.columns, *present])
         columns = {name: whole_numbers(name, record[name] or ()) for name in names}
-        ids = columns.pop(self.input_ids)
+        ids = columns.pop(self.columns[0])
         numbers = number_documents(len(ids), columns)
         is_real = numbers >= 0
         unknown = ids[is_real & ((ids < 0) | (ids >= self.vocabulary))]
         if len(unknown):
             raise ValueError(
-                f"column `{self.input_ids}` holds the id {unknown[0]}, and the tokenizer has "
+                f"column `{self.columns[0]}` holds the id {unknown[0]}, and the tokenizer has "
                 f"{self.vocabulary:,} ids"
             )
-        trained = trained_tokens(ids, columns, self.labels or LABELS)
+        trained = trained_tokens(ids, columns, self.labels)
         marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
         starts = np.flatnonzero(np.diff(numbers[is_real])) + 1
         documents = np.split(marked[is_real].astype(np.uint32), starts)
@@ -432,7 +407,9 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     Raises InputError if a chat has no template, or one with an EOS token that the tokenizer lacks.
     """
     if settings.input_ids is not None:
-        return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
+        labels = settings.labels or LABELS
+        columns = tuple(dict.fromkeys([settings.input_ids, *filter(None, [settings.labels])]))
+        return TokenColumns(columns, (labels, *TOKEN_COLUMNS), labels, tokenizer.vocab_size)
     if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
@@ -445,12 +422,19 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
             f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in "
             "its tokenizer_config.json"
         )
-    named = tuple(sorted(tokens.items()))
+    optional = (*_SYSTEM_COLUMNS, "tools") if _has_word(template, "tools") else _SYSTEM_COLUMNS
+    pair: tuple[TextTemplate, ...] = ()
     if isinstance(settings.messages, str):
-        return ChatColumns((settings.messages,), (), template, named)
-    pair = tuple(map(TextTemplate.parse, settings.messages))
-    columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
-    return ChatColumns(columns, pair, template, named)
+        columns = (settings.messages,)
+    else:
+        pair = tuple(map(TextTemplate.parse, settings.messages))
+        columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
+    return ChatColumns(columns, optional, pair, template, tuple(sorted(tokens.items())))
+
+
+def _has_word(template: str, word: str) -> bool:
+    """Return whether a template has a word. Columns and keys that it lacks have no effect."""
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
@@ -464,12 +448,12 @@ def chat_template(given: str | None, tokenizer: str) -> str:
         return CHATML
     if given is not None and ("{" in given or "\n" in given):
         return given
-    file = Path(given) if given else file_of(tokenizer, CHAT_TEMPLATE, needed=False)
-    if given and not file.is_file():
-        file = file_of(tokenizer, f"{_NAMED_TEMPLATES}/{given}.jinja", needed=False)
-    if file and file.is_file():
+    if given and Path(given).is_file():
+        return Path(given).read_text(encoding="utf-8")
+    name = f"{_NAMED_TEMPLATES}/{given}.jinja" if given else CHAT_TEMPLATE
+    if file := find_file(tokenizer, name):
         return file.read_text(encoding="utf-8")
-    config = file_of(tokenizer, "tokenizer_config.json", needed=False)
+    config = find_file(tokenizer, "tokenizer_config.json")
     stored = load_object(config, REMEDY).get("chat_template") if config else None
     with refusing(
         (LookupError, TypeError, ValueError),

@@ -234,7 +234,9 @@ def test_columns_that_do_not_fit_the_ids_are_refused(
 
 def test_ids_in_bytes_are_refused() -> None:
     with pytest.raises(ValueError, match="`ids` holds no list of whole numbers"):
-        TokenColumns("ids", None, 600).fill({"ids": np.arange(5, dtype=np.uint16).tobytes()})
+        TokenColumns(("ids",), (), "labels", 600).fill(
+            {"ids": np.arange(5, dtype=np.uint16).tobytes()}
+        )
 
 
 def test_labels_that_mask_nothing_leave_the_packs_as_they_are(

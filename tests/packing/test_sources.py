@@ -19,6 +19,7 @@ from packing.chunks import read_chunk
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source
+from packing.token_columns import TOKEN_COLUMNS
 
 
 def opened(source: Path | str, **more: Any) -> Any:
@@ -95,7 +96,7 @@ def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_p
         import datasets  # brings pandas
 
         datasets.Dataset.from_list(rows).save_to_disk(path)
-    records = TokenColumns("input_ids", None, 600)
+    records = TokenColumns(("input_ids",), ("labels", *TOKEN_COLUMNS), "labels", 600)
     settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
     for chunk in open_source(settings, records).chunks():
         filled, counts = read_chunk(chunk, records, skip_bad=False)
