@@ -98,7 +98,7 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
 
     Raises InputError if `data.streaming.disk_gb` is too little for the packs of a step.
     """
-    limit = settings.stream.disk_gb * 1e9
+    limit = settings.streamed.disk_gb * 1e9
     folders = {name: maker.settings.packs for name, maker in makers.items()}
     mixture = StreamedPacks(
         settings, {name: maker.settings for name, maker in makers.items()}
@@ -181,7 +181,7 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
 
 def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
     """Tokenise from `place` on until a part is full or the source ends."""
-    window = maker.settings.stream.window
+    window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
     ids = [np.zeros(0, np.uint32)]
     lengths = [np.zeros(0, np.int64)]

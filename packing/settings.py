@@ -148,6 +148,12 @@ class DataSettings(SourceSettings):
         return self.streaming if isinstance(self.streaming, StreamingSettings) else None
 
     @property
+    def streamed(self) -> StreamingSettings:
+        """The value of `stream`, for packs that are made while the run trains."""
+        assert self.stream is not None
+        return self.stream
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Share of each training source in the tokens."""
         return tuple(source.weight for source in self.sources) if self.sources else (1.0,)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from accelerate import Accelerator
 
 from packing.batch import Prefetch, StepBatches
-from packing.packer import PackerProcess
+from packing.stream import PackerProcess
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.model.distributed import largest_over_ranks, refused_together

@@ -23,10 +23,9 @@ from tokenizers.models import Model, Unigram, WordLevel
 from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.pack_maker import PackMaker
-from packing.prepare import prepare, summary
+from packing.prepare import TokenLog, prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
-from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer
 
 
@@ -117,10 +116,10 @@ def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(
     code = (
         "import sys, json; from packing.prepare import prepare; from packing.settings import DataSettings\n"
         + (
-            "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
-            "packing.token_log._COMMIT_SECONDS = 0\n"
-            "import time; slow = packing.token_log.TokenLog.append\n"
-            "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+            "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000\n"
+            "packing.prepare._COMMIT_SECONDS = 0\n"
+            "import time; slow = packing.prepare.TokenLog.append\n"
+            "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
             "if __name__ == '__main__': prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
         )
     )
