@@ -1,4 +1,4 @@
-"""Read MosaicML streaming's MDS shards: version 2, raw or compressed, every encoding that packs can use.
+"""Read MosaicML streaming's MDS shards: version 2, raw or compressed, with any encoding of tokens.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
 the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32),
@@ -93,6 +93,8 @@ class Shard(Packs):
     A sample has `input_ids` (or `tokens`) and columns of `packing.token_columns`. An `end_token`
     that is not None ends a document.
     """
+
+    end_token: int | None = None
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """Check the `entry` of index.json. Raise InputError if it cannot be read here."""
@@ -196,8 +198,7 @@ class Shard(Packs):
                 f"{where}: {', '.join(columns)} make no documents that are padded at the end only"
             )
         lengths = np.bincount(numbers[is_real]).astype(np.int32)
-        if trained is not None:
-            trained = trained & is_real
+        trained = None if trained is None else trained & is_real
         return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
 
 
@@ -227,10 +228,13 @@ class MDSPacks(JoinedPacks):
         if not shards:
             raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
         super().__init__(path, shards)
+        self._shards = shards
         first_sample = shards[0].sample(0)
         tokens = first_sample.pop(shards[0].token_column, ())
         self.length = length or len(tokens)
-        _report_unread(path, first_sample)
+        unread = [name for name in first_sample if name not in (LABELS, *TOKEN_COLUMNS)]
+        is_first_rank = os.environ.get("RANK", "0") == "0"
+        say(f"{path}: columns not read: {', '.join(unread)}", bool(unread) and is_first_rank)
         has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
         end_token = None
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
@@ -247,12 +251,5 @@ class MDSPacks(JoinedPacks):
         self[0]  # A wrong length or dtype shows here, before anything costs time.
 
     def verify(self) -> None:
-        for shard in self.joined:
+        for shard in self._shards:
             check_files(shard.folder, [shard.record], _REMEDY, hashed=True)
-
-
-def _report_unread(path: Path, sample: dict[str, Any]) -> None:
-    """Print the columns of a sample that are not read, on the first rank."""
-    names = [name for name in sample if name not in (LABELS, *TOKEN_COLUMNS)]
-    is_first_rank = os.environ.get("RANK", "0") == "0"
-    say(f"{path}: columns not read: {', '.join(names)}", shown=bool(names) and is_first_rank)
