@@ -236,10 +236,7 @@ def _inspect(options: argparse.Namespace) -> None:
 
 def _open_splits(path: Path) -> dict[Split, Packs]:
     """Return the splits of the packs at `path`. Raise InputError if there are no packs."""
-    # Token .bin files do not record the length of a pack.
-    has_length = path.is_dir() and not any(path.glob("*.bin"))
-    length = None if has_length else DataSettings.model_fields["length"].default
-    return {split: open_split() for split, open_split in find_splits(path, length).items()}
+    return {split: open_split() for split, open_split in find_splits(path, None).items()}
 
 
 def _describe(path: Path, verify: bool) -> None:

@@ -6,7 +6,7 @@ import codecs
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,10 +106,17 @@ class Counts:
     unread: tuple[str, ...] = ()  # names of columns with a value and no effect, at most 30
 
     def __add__(self, other: Counts) -> Counts:
-        *numbers, first_skipped, unread = zip(astuple(self), astuple(other), strict=True)
-        # The keys of some records are data, so their number is unbounded.
-        names = sorted({*unread[0], *unread[1]})[:30]
-        return Counts(*map(sum, numbers), first_skipped[0] or first_skipped[1], tuple(names))
+        return Counts(
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            self.trained + other.trained,
+            self.unknown + other.unknown,
+            self.skipped + other.skipped,
+            self.empty + other.empty,
+            self.first_skipped or other.first_skipped,
+            # The keys of some records are data, so their number is unbounded.
+            tuple(sorted({*self.unread, *other.unread})[:30]),
+        )
 
 
 def require_documents(settings: DataSettings, counts: Counts) -> None:

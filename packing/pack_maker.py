@@ -74,7 +74,7 @@ class PackMaker(AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         # Closing the queue keeps shutdown from waiting for a result that is cut off.
-        self._pool._result_queue._writer.close()
+        self._pool._result_queue._writer.close()  # type: ignore[attr-defined]  # CPython's
         # Nobody needs the running tasks. Python 3.14 has `kill_workers` for this.
         for worker in list((self._pool._processes or {}).values()):
             worker.kill()
@@ -160,7 +160,7 @@ class PackMaker(AbstractContextManager):
 # ── Worker processes ──────────────────────────────────────────────────────────────────────────────
 
 # In a worker: how it tokenises.
-_task: tuple[TextTokenizer, Records, DataSettings] | None = None
+_task: tuple[TextTokenizer, Records, DataSettings]
 
 
 @contextmanager
@@ -188,7 +188,7 @@ def _isolated_children() -> Iterator[None]:
 def _start_worker(settings: DataSettings) -> None:
     """Prepare a worker process. It ends when its parent ends."""
     global _task
-    parent = multiprocessing.parent_process()
+    parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     # Threads of one worker would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

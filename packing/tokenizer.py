@@ -32,7 +32,7 @@ _USUAL_NAMES = {
 }
 # These keys may change when a tokenizer is saved. They do not change the ids that
 # `encode(..., add_special_tokens=False)` returns.
-_NOT_PART_OF_THE_FINGERPRINT = ("version", "truncation", "padding", "post_processor")
+_NOT_PART_OF_THE_FINGERPRINT = {"version", "truncation", "padding", "post_processor"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that decides the ids of a text. Formatting and order of keys do not."""
-        content = json.loads(self.tokenizer.to_str())
-        for key in _NOT_PART_OF_THE_FINGERPRINT:
-            content.pop(key, None)
+        values = json.loads(self.tokenizer.to_str())
+        content = {key: values[key] for key in values.keys() - _NOT_PART_OF_THE_FINGERPRINT}
         canonical = json.dumps(
             without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":")
         )
