@@ -16,6 +16,7 @@ import json
 import os
 import shutil
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -187,9 +188,7 @@ class _SplitWriter:
         folder.mkdir()
         self.folder = folder
         self.length = length
-        self.packs = 0
-        self.documents = 0
-        self.tokens = 0
+        self.totals: Counter[str] = Counter()
         self.shards: list[Path] = []
         # A hash for each column, so that batches do not change the fingerprint.
         self.hashes: list[Any] = []
@@ -214,9 +213,8 @@ class _SplitWriter:
         self.hashes = self.hashes or [hashlib.sha256() for _ in hashed]
         for hasher, column in zip(self.hashes, hashed, strict=True):
             hasher.update(column)
-        self.packs += len(packs)
-        self.documents += len(lengths)
-        self.tokens += int(lengths.sum(dtype=np.int64))
+        tokens = int(lengths.sum(dtype=np.int64))
+        self.totals.update(packs=len(packs), documents=len(lengths), tokens=tokens)
         batch = pa.record_batch(columns)
         if not self.shards or self.file.tell() >= SHARD_BYTES:
             self.open_files.close()
@@ -233,13 +231,11 @@ class _SplitWriter:
         self.open_files.close()
         content = {
             "length": self.length,
-            "packs": self.packs,
+            "packs": self.totals["packs"],
             "columns": [hasher.hexdigest() for hasher in self.hashes],
         }
         return {
-            "packs": self.packs,
-            "documents": self.documents,
-            "tokens": self.tokens,
+            **self.totals,
             "fingerprint": hash_of(content),
             "files": [_entry(path) for path in self.shards],
         }

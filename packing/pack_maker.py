@@ -45,10 +45,8 @@ def content_settings(settings: DataSettings) -> dict[str, Any]:
     The packs of a stream also depend on the size of its parts.
     """
     values = settings.model_dump(mode="json")
-    content = {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)}
-    if settings.stream:
-        content["window"] = settings.stream.window
-    return content
+    window = {"window": settings.stream.window} if settings.stream else {}
+    return {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)} | window
 
 
 class PackMaker(AbstractContextManager):
@@ -86,16 +84,12 @@ class PackMaker(AbstractContextManager):
         `on_bad_line` is not among them: after a bad line hours into the work, `skip` continues from
         that line. The records' hash covers the content of a chat template's file.
         """
-        content = content_settings(self.settings)
-        key = {
-            name: content[name]
-            for name in TOKEN_KEYS
-            if name not in ("on_bad_line", "source", "tokenizer")
+        left_out = {"on_bad_line", "source", "tokenizer"}
+        return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - left_out) | {
+            "source files": self.source.identity,
+            "tokenizer fingerprint": self.tokenizer.fingerprint,
+            "records": sha256(repr(self.records).encode()).hexdigest(),
         }
-        key["source files"] = self.source.identity
-        key["tokenizer fingerprint"] = self.tokenizer.fingerprint
-        key["records"] = sha256(repr(self.records).encode()).hexdigest()
-        return key
 
     def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
         """Yield the documents of each chunk, in the order of `chunks`.
@@ -119,9 +113,8 @@ class PackMaker(AbstractContextManager):
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out documents in packs. With `held_out`, set a share apart as the settings say."""
-        settings = self.settings
-        if not held_out:
-            settings = settings.model_copy(update={"held_out": 0.0})
+        share = self.settings.held_out if held_out else 0.0
+        settings = self.settings.model_copy(update={"held_out": share})
         return Arranged(tokens, settings, one_file=self.source.kind == "text")
 
     def write(

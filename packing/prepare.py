@@ -56,14 +56,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     for part in all_parts(settings):
         if part.source is None:  # Its packs exist.
             continue
-        manifest = None
         # Look before any file is touched: packs may be on a read-only disk.
-        if not holds_packs_of(part):
-            manifest = _make_alone(part, settings, progress)
-        if manifest is None:
-            say(f"{part.packs}: already prepared with these settings", progress)
-        else:
-            say(summary(manifest), progress)
+        manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
+        already = f"{part.packs}: already prepared with these settings"
+        say(summary(manifest) if manifest else already, progress)
     return settings.packs
 
 

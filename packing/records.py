@@ -197,9 +197,7 @@ class ChatColumns(Records):
                 "a chat without an answer: the chat template writes nothing of a message of the "
                 "role `assistant`"
             )
-        trained = [
-            number for number in answers if all(chat[number].get(mark, 1) for mark in _LOSS_MARKS)
-        ]
+        trained = [n for n in answers if all(chat[n].get(mark, 1) for mark in _LOSS_MARKS)]
         if not _MARKED.search(self.template):
             spans = self._after_prompts(chat, trained, text, tools)
         elif trained != turns:

@@ -106,12 +106,10 @@ def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str,
     If no run has read these `sources`, return the start of the stream.
     """
     path = folder / POSITION
-    if path.is_file():
-        position = load_object(path, f"remove {path}")
-        if position["starts"].keys() == {*sources}:
-            return position
-    start = asdict(PartStart())
-    return {"starts": dict.fromkeys(sources, start), "ends": dict.fromkeys(sources, 0)}
+    start = dict.fromkeys(sources, asdict(PartStart()))
+    position = load_object(path, f"remove {path}") if path.is_file() else {"starts": {}}
+    is_of_these = position["starts"].keys() == start.keys()
+    return position if is_of_these else {"starts": start, "ends": dict.fromkeys(sources, 0)}
 
 
 def bytes_below(folder: Path) -> int:
@@ -326,7 +324,7 @@ class StreamedPacks(Packs):
         """Continue from the `record` of a checkpoint, or start at the first pack for None."""
         for name, source in self.sources.items():
             source.start_at(record[name] if record else None)
-            self._ends[name] = 0
+        self._ends = dict.fromkeys(self.sources, 0)
         self.publish()
 
     @property
