@@ -153,14 +153,9 @@ class PackWriter(AbstractContextManager):
     ) -> dict[str, Any]:
         """Complete the folder, move it to `path`, and return the manifest that packs.json holds.
 
-        The arguments are recorded in the manifest and must be JSON-able. Raises InputError if no
-        training pack was written, and OSError if `path` exists and is not an empty folder.
+        The arguments are recorded in the manifest and must be JSON-able. Raises OSError if `path`
+        exists and is not an empty folder.
         """
-        if "train" not in self._splits:
-            raise InputError(
-                f"{self.path}: no training pack was made; the source holds no text, or all of it "
-                "is held out"
-            )
         splits = {split: files.finish() for split, files in self._splits.items()}
         manifest = {
             "version": 1,

@@ -160,9 +160,8 @@ class ChatColumns(Records):
 
     pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
     template: str  # Jinja
-    tokens: tuple[
-        tuple[str, str | None], ...
-    ]  # the tokenizer's, for the template: ("bos_token", "<s>")
+    # The tokenizer's special tokens, for the template: ("bos_token", "<s>").
+    tokens: tuple[tuple[str, str | None], ...]
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of columns, and of keys of messages, with a value and no effect."""

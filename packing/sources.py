@@ -112,9 +112,8 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
         is_hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
         if not is_hidden and not packs.intersection(path.parents) and path.is_file():
             by_kind.setdefault(_kind_of(path), []).append(path)
-    kinds: list[str] = [kind for kind in ("parquet", "jsonl") if kind in by_kind]
-    if not kinds and "text" in by_kind:
-        kinds = ["text"]
+    readable: list[str] = [kind for kind in ("parquet", "jsonl", "text") if kind in by_kind]
+    kinds = [kind for kind in readable if kind != "text"] or readable
     if len(kinds) != 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(
