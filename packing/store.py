@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -54,40 +55,38 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
                 f"data.sources: {source.source}: its packs and metrics need a `name` of their own; "
                 "set it"
             )
-        part = _part(settings, source, settings.packs / name)
-        if stream := part.stream:
+        streaming = settings.streaming
+        if stream := settings.stream:
             window = max(settings.length, round(stream.window * source.weight))
             streaming = stream.model_copy(update={"window": window})
-            part = part.model_copy(update={"streaming": streaming})
-        parts[name] = part
+        parts[name] = _part(settings, source, settings.packs / name, streaming=streaming)
     return parts
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
     """Return the settings of `data.validation`, or None. Its packs are beside `data.packs`."""
-    if settings.validation is None:
+    validation = settings.validation
+    if validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
-    part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
     # Validation text is packed before the run; a dataset of the hub, without a download.
-    if part.stream:
-        part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
-    return part
+    is_remote = not Path(str(validation.source)).exists()
+    streaming = is_remote if settings.stream else settings.streaming
+    return _part(settings, validation, packs, held_out=0.0, streaming=streaming)
 
 
-def _part(settings: DataSettings, source: SourceSettings, packs: Path) -> DataSettings:
-    """Return `settings` with this source and these packs."""
+def _part(
+    settings: DataSettings, source: SourceSettings, packs: Path, **changes: Any
+) -> DataSettings:
+    """Return `settings` with this source, these packs and other changes."""
     values = {key: getattr(source, key) for key in SourceSettings.model_fields}
-    return settings.model_copy(
-        update={**values, "sources": None, "validation": None, "packs": packs}
-    )
+    alone = {"sources": None, "validation": None, "packs": packs}
+    return settings.model_copy(update=values | alone | changes)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
     """Return the settings of each training source, and of `data.validation`."""
-    parts = list(training_parts(settings).values())
-    validation = validation_part(settings)
-    return parts if validation is None else [*parts, validation]
+    return list(filter(None, [*training_parts(settings).values(), validation_part(settings)]))
 
 
 def folder_of(part: DataSettings) -> Path:
