@@ -102,7 +102,7 @@ def build_microbatch(
             row[-min(tail + 1, length) :] = IGNORE
 
     unfilled = -(len(ends) + 1) % OFFSETS_MULTIPLE
-    offsets = np.pad(ends, (1, unfilled), constant_values=(0, total)).astype(np.int32)
+    offsets = np.concatenate([[0], ends, np.full(unfilled, total)], dtype=np.int32)
     return Microbatch(
         input_ids=_tensor(input_ids[None], pin_memory),
         position_ids=_tensor(position_ids[None], pin_memory),

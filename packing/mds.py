@@ -179,7 +179,9 @@ class Shard(Packs):
                 f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
             )
         names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
-        with refusing((ValueError,), where, "write ndarray:uint32, or uint32 without a size"):
+        with refusing(
+            (ValueError,), where, "in MDS as ndarray:uint32, or as uint32 without a size"
+        ):
             ids = whole_numbers(self.token_column, sample[self.token_column])
             columns = {name: whole_numbers(name, sample[name]) for name in names}
         if len(ids) != self.length:
