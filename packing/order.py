@@ -145,13 +145,16 @@ class Order:
         """
         return self.places_of_step(step).start / sum(self.mixture.counts)
 
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return the epochs of each source when `step` starts."""
+        return self.mixture.epochs(self.places_of_step(step).start)
+
     def figures(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps: epochs and share of the tokens of each source."""
         if self.mixture.names == ("",):
             return {}
-        place = self.places_of_step(step).start
-        figures = {f"epoch/{name}": epoch for name, epoch in self.mixture.epochs(place).items()}
-        shares = self.mixture.shares(place)
+        figures = {f"epoch/{name}": epoch for name, epoch in self.epochs(step).items()}
+        shares = self.mixture.shares(self.places_of_step(step).start)
         return figures | {f"share/{name}": share for name, share in shares.items()}
 
 

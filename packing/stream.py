@@ -395,26 +395,20 @@ class StreamOrder(Order):
             done += len(within)
         return packs * len(self.packs.sources) + number
 
-    def epoch_of(self, step: int) -> float:
-        """Return how often the text was read to its end when `step` starts.
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return how often each source was read to its end when `step` starts."""
+        return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
 
-        The least of several sources counts.
-        """
-        return float(min(part.after.epoch for part in self._parts_before(step).values()))
+    def epoch_of(self, step: int) -> float:
+        """Return the least of `epochs`."""
+        return min(self.epochs(step).values())
 
     def figures(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps: part, epoch and share of the tokens of each source."""
-        parts = self._parts_before(step)
         figures: dict[str, float] = {}
-        for name, part in parts.items():
+        for name, part in self._parts_before(step).items():
             figures[f"part/{name}" if name else "part"] = part.start.number
-        figures |= {
-            f"epoch/{name}": float(part.after.epoch) for name, part in parts.items() if name
-        }
-        if len(parts) > 1:
-            shares = self.mixture.shares(self.places_of_step(step).start)
-            figures |= {f"share/{name}": share for name, share in shares.items()}
-        return figures
+        return figures | super().figures(step)
 
     def _parts_before(self, step: int) -> dict[str, Part]:
         """Return the part of each source with the last pack before `step`, or its first part."""

@@ -86,12 +86,11 @@ class TextTokenizer:
 
     def describe(self) -> dict[str, Any]:
         """Return the values that packs record of their tokenizer."""
-        ids = {f"{role}_id": self.special.get(role) for role in _USUAL_NAMES}
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
             "vocab_size": self.vocab_size,
-            **ids,
+            **{f"{role}_id": self.special.get(role) for role in _USUAL_NAMES},
         }
 
 
