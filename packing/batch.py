@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import TypeVar
 
@@ -161,11 +162,12 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prefetch")
         # Pinning uses the device of a thread, which by default is the first one for every rank.
+        setup = None
         if pin_memory:
             device = torch.accelerator.current_device_index()
-            self._thread.submit(torch.accelerator.set_device_index, device)
+            setup = partial(torch.accelerator.set_device_index, device)
+        self._thread = ThreadPoolExecutor(1, "prefetch", setup)
         self._pending: deque[Future[T]] = deque()
         self._submit(_AHEAD)
 
