@@ -178,7 +178,7 @@ class TensorEntry:
     dtype: str  # name in safetensors
     shape: tuple[int, ...]  # global
     pieces: tuple[Piece, ...]
-    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose key `checksum`
+    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose `checksum`
     # did not weigh positions.
     weighted_sum: int | None = None
 
