@@ -41,7 +41,7 @@ def needs(name: str) -> str:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference over the norm of `expected`, in FP64. Zero if they agree."""
+    """Return the norm of the difference divided by the norm of `expected`, in FP64."""
     difference = float((actual.detach().double() - expected.double()).norm())
     return difference and difference / float(expected.double().norm())
 

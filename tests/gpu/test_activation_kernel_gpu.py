@@ -84,7 +84,7 @@ def tensor_scaled(
 
 
 def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> None:
-    """Compare the amax, the scale and the codes that a kernel wrote with those of `exact`."""
+    """Compare the amax, scale and codes that a kernel wrote with our quantizer on `exact`."""
     values = exact.bfloat16()
     amax = tensor.absolute_maximum(exact if written.scale is None else values)
     torch.testing.assert_close(

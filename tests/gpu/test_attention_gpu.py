@@ -96,7 +96,7 @@ def test_kernels_agree_with_fp32_attention_for_any_documents(
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("size", [128, 4096])
 def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int) -> None:
-    """The order in which blocks of keys are summed into dQ differs from call to call."""
+    """The kernel sums blocks of keys into dQ in an order that differs from call to call."""
     heads = SHAPES[0]
     tokens = 32_768
     kernel = kernel_of(kind, heads)

@@ -1,10 +1,10 @@
 """Test the precisions of this GPU, the bits of Transformer Engine's operands, and `doctor`.
 
 The tests read Transformer Engine's tensors in the layout of its kernels: the byte of each value and
-the place of its scale. docs/verification.md lists the axis along which each operand is quantized.
-In training, other templates of the same kernels write the scales in the order in which Blackwell's
-GEMMs read them (`optimize_for_gemm`). The tests cannot read that order. They compare scales in the
-plain order only, and codes, whose layout is the same, in both.
+the place of its scale. docs/verification.md lists the axis of each operand. In training, other
+templates of the same kernels write scales in the order of Blackwell's GEMMs
+(`optimize_for_gemm`). The tests cannot read that order. They compare scales in the plain order
+only, and codes, whose layout is the same, in both.
 """
 
 from __future__ import annotations

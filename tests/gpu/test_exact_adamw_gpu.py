@@ -1,7 +1,7 @@
 """Compare the AdamW kernel with torch's operations, bit for bit.
 
 The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1). The
-interpreter truncates to BF16, so tests in which the kernel rounds to BF16 are skipped.
+interpreter truncates to BF16, so tests of states that the kernel rounds to BF16 are skipped.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tenso
 def three_products(
     gemm: Gemm, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
-    """Return the output, the rows' gradient and the stack's gradient of one forward and backward."""
+    """Return the output and the gradients of the rows and of the stacked weights."""
     gemm.begin(rows)
     x = gemm.quantize("input", rows)
     weight = gemm.weight_operand(lambda: stack, refresh=True, differentiable=True)

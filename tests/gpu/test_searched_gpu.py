@@ -1,4 +1,4 @@
-"""Test GEMMs with searched cuBLASLt algorithms on a GPU: their values, and when they are not used."""
+"""Test the values of GEMMs with searched cuBLASLt algorithms, and when torch computes instead."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 
 def in_codes(values: Tensor, dtype: torch.dtype) -> tuple[Any, Tensor]:
-    """Return Transformer Engine's tensor of the quantized values, and its decoded values in FP32."""
+    """Return Transformer Engine's tensor of quantized values, and the decoded values in FP32."""
     te = pytest.importorskip("transformer_engine.pytorch")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")

@@ -1,4 +1,4 @@
-"""Compare the softmax kernels with torch's cross entropy in FP64, and their FP8 with our quantizers.
+"""Compare the softmax kernels with torch's cross entropy in FP64 and with our quantizers.
 
 The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1).
 """
