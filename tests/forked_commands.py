@@ -1,8 +1,9 @@
-"""Commands as a user types them, without the seconds of a core that each takes to import torch.
+"""Run commands as a user types them, without the seconds that every command takes to import torch.
 
-Shells, command lines, launchers, environments, signals and exit statuses are real. But where a command would begin to import, a
-process takes its place that is forked from one which has imported all of that: tests/forked_site. It has the command's files,
-folder and environment, and a process group of its own. `tests/pretrain/run/test_doctor.py` forks nothing.
+Shells, command lines, launchers, environments, signals and exit statuses are real. Before a command
+imports anything, tests/forked_site replaces it by a process forked from a server that has imported
+everything. The forked process has the command's files, folder and environment, and its own process
+group. `tests/pretrain/run/test_doctor.py` runs commands without this replacement.
 """
 
 from __future__ import annotations
@@ -30,12 +31,15 @@ from tests.moments import fork_context
 
 SITE = Path(__file__).with_name("forked_site")
 ROOT = Path(__file__).resolve().parents[1]
-LARGEST = 1 << 20  # bytes of a command with its environment
+# Largest size of a command with its environment, in bytes.
+LARGEST = 1 << 20
 
 
 def forking(*folders: Path) -> dict[str, str]:
-    """The environment, but for accelerate's variables, under which commands are forked. `folders`: others whose `sitecustomize`
-    is run first."""
+    """Return an environment in which commands are forked, without accelerate's variables.
+
+    The `sitecustomize.py` of each of `folders` runs before the command.
+    """
     kept = {key: value for key, value in os.environ.items() if not key.startswith("ACCELERATE_")}
     paths = {
         "PYTHONPATH": os.pathsep.join(map(str, (SITE, *folders))),
@@ -46,29 +50,33 @@ def forking(*folders: Path) -> dict[str, str]:
 
 @cache
 def _server() -> str:
-    """Start the process that commands are forked from, which ends with this one, as that holds a pipe to it; returns the name of
-    its socket, which is no file's."""
+    """Start the server and return the name of its socket, an abstract one without a file.
+
+    The server ends when this process does, because this process then closes a pipe to it.
+    """
     name = f"forked-{os.getpid()}-{os.urandom(8).hex()}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(f"\0{name}")
     listener.listen()
-    theirs, ours = fork_context.Pipe(duplex=False)
-    fork_context.Process(target=_serve, args=(listener, theirs), daemon=True).start()
-    theirs.close()
+    server_end, tests_end = fork_context.Pipe(duplex=False)
+    fork_context.Process(target=_serve, args=(listener, server_end), daemon=True).start()
+    server_end.close()
     listener.close()
-    _server.held = ours
+    # Keep the pipe open as long as this process runs.
+    _server.tests_end = tests_end
     return name
 
 
 def _serve(listener: socket.socket, tests: Any) -> None:
+    """Fork a minder for every command until the tests end, which closes the pipe `tests`."""
     import matplotlib.backends.backend_agg
-    import matplotlib.figure  # noqa: F401  each run draws its picture
+    import matplotlib.figure  # noqa: F401  Runs draw a picture.
 
     gc.freeze()
     minders: set[int] = set()
     while tests not in select.select([listener, tests], [], [])[0]:
         client, _ = listener.accept()
-        minders = {each for each in minders if os.waitpid(each, os.WNOHANG) == (0, 0)}
+        minders = {minder for minder in minders if os.waitpid(minder, os.WNOHANG) == (0, 0)}
         if not (minder := os.fork()):
             listener.close()
             _mind(client)
@@ -77,7 +85,7 @@ def _serve(listener: socket.socket, tests: Any) -> None:
 
 
 def _mind(client: socket.socket) -> None:
-    """Fork the command, pass on what signals come, and tell how it has ended once nothing of its group runs."""
+    """Fork the command, pass signals to its group, and send its exit status when the group ends."""
     content, files, *_ = socket.recv_fds(client, LARGEST, 3)
     if not (child := os.fork()):
         client.close()
@@ -89,8 +97,9 @@ def _mind(client: socket.socket) -> None:
     ended = os.pidfd_open(child)
     while ended not in (ready := select.select([ended, client], [], [])[0]):
         if ready:
-            said = client.recv(1)
-            os.killpg(child, said[0] if said else signal.SIGKILL)
+            number = client.recv(1)
+            # Nothing is received if the client was killed.
+            os.killpg(child, number[0] if number else signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with suppress(ProcessLookupError, BrokenPipeError):
         while True:
@@ -102,6 +111,7 @@ def _mind(client: socket.socket) -> None:
 
 
 def _become(command: dict[str, Any], files: list[int]) -> None:
+    """Turn this forked process into the command and run it."""
     with suppress(OSError):
         os.setpgid(0, 0)
     for number, file in enumerate(files):
@@ -109,22 +119,26 @@ def _become(command: dict[str, Any], files: list[int]) -> None:
     os.chdir(command["folder"])
     os.environ.clear()
     os.environ.update(command["environment"])
-    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w", buffering=1)  # noqa: SIM115
+    sys.stdin = open(0)  # noqa: SIM115
+    sys.stdout = open(1, "w")  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1)  # noqa: SIM115
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD):
         signal.signal(number, signal.SIG_IGN if number in command["ignored"] else signal.SIG_DFL)
     if signal.SIGINT not in command["ignored"]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    multiprocessing.current_process()._config.pop("daemon")  # it may start processes
-    atexit._clear()  # what a worker of pytest does at its end
+    # A daemonic process may not start other processes.
+    multiprocessing.current_process()._config.pop("daemon")
+    # Drop the exit handlers of the pytest worker.
+    atexit._clear()
     atexit.register(util._exit_function)
     import torch
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-    os._exit(_status_of([each for each in command["arguments"] if each != "-u"]))
+    os._exit(_status_of([argument for argument in command["arguments"] if argument != "-u"]))
 
 
 def _status_of(arguments: list[str]) -> int:
-    """Run the command as Python does; returns its exit status."""
+    """Run the command as Python does, and return its exit status."""
     status = 0
     try:
         for folder in os.environ["PYTHONPATH"].split(os.pathsep):

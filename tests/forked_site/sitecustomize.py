@@ -1,5 +1,8 @@
-"""What each Python runs first that has this folder in PYTHONPATH. A command that would import torch runs in a process forked from
-one that has, behind the socket $FORKED_COMMANDS; this one passes signals on, and ends as it did. See tests/forked_commands.py."""
+"""Run first in every Python with this folder in PYTHONPATH: replace commands that import torch.
+
+The server behind the socket $FORKED_COMMANDS forks a process that runs the command. This process
+passes signals to it and ends with its exit status. See tests/forked_commands.py.
+"""
 
 import json
 import os
@@ -12,7 +15,8 @@ MODULES = ("accelerate.commands.launch", "pretrain", "packing")
 
 
 def is_served(arguments: list[str]) -> bool:
-    match [each for each in arguments if each != "-u"]:
+    """Return True if the server runs the command with these arguments of Python."""
+    match [argument for argument in arguments if argument != "-u"]:
         case ["-m", module, *_]:
             return module in MODULES or module.startswith("benchmarks.")
         case [script, *_]:
@@ -20,7 +24,8 @@ def is_served(arguments: list[str]) -> bool:
     return False
 
 
-def run_elsewhere() -> None:
+def run_on_server() -> None:
+    """Run this command on the server and end as it ended."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server.connect("\0" + os.environ["FORKED_COMMANDS"])
     signals = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1}
@@ -42,4 +47,4 @@ def run_elsewhere() -> None:
 
 
 if is_served(sys.orig_argv[1:]):
-    run_elsewhere()
+    run_on_server()
