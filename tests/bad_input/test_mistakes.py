@@ -1,4 +1,4 @@
-"""Mistakes that people make, one of a kind: status 2, and one message that names the key or the file. Nothing is begun."""
+"""Test common mistakes: status 2, one message that names the key or the file, and no run folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 
 from pretrain.__main__ import main as pretrain
 
-# What is given on the command line over a good recipe, and what the message must name.
+# Arguments that override a correct recipe, and words of the expected message.
 SETTINGS = {
-    "optimizer.learnin_rate=1": "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`",
+    "optimizer.learnin_rate=1": (
+        "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`"
+    ),
     "seed=[[[": "seed",
     "run_dir=": "run_dir",
     "run_dir=runs/{nmae}": "{name}",
@@ -39,12 +41,20 @@ SETTINGS = {
     "precision=bf16 fp8_config.margin=2": "`precision: bf16`",
     "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule has two phases or more",
     "precision=[{until: 0.8, use: nvfp5}, {use: bf16}]": "`precision.0.use`",
-    "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": "every phase but the last needs an `until`",
-    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": "`precision.0`: `forward: bf16` needs a precision",
+    "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": (
+        "every phase but the last needs an `until`"
+    ),
+    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": (
+        "`precision.0`: `forward: bf16` needs a precision"
+    ),
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",
-    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",
-    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": "`fp8_config.keep_bf16_layers`",
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": (
+        "`fp8_config.keep_bf16`"
+    ),
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": (
+        "`fp8_config.keep_bf16_layers`"
+    ),
     "batch.tokens=250": "`batch.tokens: 250`",
     "batch.microbatch=auto:0": "`batch.microbatch`",
     "log.trackers=[wandbb]": "`log.trackers`",
@@ -93,7 +103,7 @@ FILES = {
     "base: other.yaml": "other.yaml",
 }
 
-# accelerate's own variables, as its YAML sets them.
+# Environment variables that accelerate sets from its YAML, and words of the expected message.
 LAUNCH = {
     "ACCELERATE_MIXED_PRECISION=fp16": "mixed_precision",
     "ACCELERATE_MIXED_PRECISION=fp8": "`precision: delayed`",
@@ -104,7 +114,8 @@ LAUNCH = {
 DOCUMENT = json.dumps({"text": "one two three " * 40})
 CHAT = json.dumps({"p": "one two", "r": "three", "m": [{"role": "user", "content": "one"}]})
 
-# The content of text.jsonl, what is set beside `source` and `tokenizer`, and what the message must name.
+# The content of text.jsonl, settings besides `source` and `tokenizer`, and words of the expected
+# message.
 TEXTS = [
     ("", "", "text.jsonl"),
     (f'{DOCUMENT}\n{{"text": \n', "", "text.jsonl:2"),
@@ -114,22 +125,22 @@ TEXTS = [
     (DOCUMENT, "data.text={text:.2f}", "'{text:.2f}'"),
     (DOCUMENT, "data.held_out=0.5", "data.held_out"),
     (DOCUMENT, "data.source=/no/such.jsonl", "/no/such.jsonl"),
-    (DOCUMENT, "data.source={here}/empty", "empty"),
+    (DOCUMENT, "data.source={folder}/empty", "empty"),
     (DOCUMENT, "data.subset=en", "data.subset"),
     (DOCUMENT, "data.streaming=true", "data.streaming"),
-    (DOCUMENT, "data.tokenizer={here}/empty", "tokenizer.json"),
+    (DOCUMENT, "data.tokenizer={folder}/empty", "tokenizer.json"),
     (DOCUMENT, "data.tokenizer=nobody/nothing", "nobody/nothing"),
-    (DOCUMENT, "data.tokenizer={here}/broken.json", "broken.json"),
+    (DOCUMENT, "data.tokenizer={folder}/broken.json", "broken.json"),
     (DOCUMENT, "data.tokenizer=null", "tokenizer"),
     (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
-    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
+    (DOCUMENT, "data.held_out=0 data.validation.source={folder}/text.jsonl", "`validation`"),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
     (CHAT, "data.messages=[p]", "`messages` lists 1"),
     (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.messages=[p,r]", "data.chat_template"),
-    (CHAT, "data.messages=[p,r] data.chat_template={here}/no.jinja", "chat_template"),
+    (CHAT, "data.messages=[p,r] data.chat_template={folder}/no.jinja", "chat_template"),
     (CHAT, "data.messages=[p,q] data.chat_template='{{ messages }}'", "`q`"),
     (CHAT, "data.messages=[p,r] data.chat_template='{{ messages'", "chat_template"),
     (
@@ -140,41 +151,50 @@ TEXTS = [
     (CHAT, "data.source=null data.sources='[{source: a}]'", "weight"),
 ]
 
-# Commands beside the launcher.
+# Commands other than the launcher, and words of the expected message.
 COMMANDS = {
     **{
         f"{command} nowhere.yaml": "nowhere.yaml"
         for command in ("matrix", "phases", "flops", "plan", "prepare")
     },
     "export": "RUN_OR_CHECKPOINT",
-    "evaluate {here}": "{here}: is no run folder",
+    "evaluate {folder}": "{folder}: is no run folder",
     **dict.fromkeys(
         ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"
     ),
-    **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
-    "sample nowhere one --tokens 0": "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'",
+    **dict.fromkeys(("export {folder} out", "report {folder}"), "{folder}"),
+    "sample nowhere one --tokens 0": (
+        "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'"
+    ),
     "sample nowhere one --top-p 2": "--top-p",
     "report": "RUN",
-    "report {here} --out report.pdf": "--out report.pdf",
-    "matrix {here}/matrix.yaml": "recipe",
-    "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
+    "report {folder} --out report.pdf": "--out report.pdf",
+    "matrix {folder}/matrix.yaml": "recipe",
+    "flops {folder}/folder.yaml": "{folder}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
-    "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
-    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
-    "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": "`data.text`",
-    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
+    "tokenizer nowhere --vocabulary 300 --out {folder}/out": "nowhere",
+    "tokenizer {folder}/empty.txt --vocabulary 300 --out {folder}/out": "empty.txt: holds no text",
+    "tokenizer {folder}/text.jsonl data.messages=m --vocabulary 300 --out {folder}/out": (
+        "`data.text`"
+    ),
+    "tokenizer {folder}/text.jsonl --out {folder}/out --vocabulary many": (
+        "--vocabulary: invalid int value: 'many'"
+    ),
 }
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of the hub are looked up in the local cache only."""
+    """Look up names of the hub in the local cache only."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
 def refusal(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> Callable[..., str]:
-    """Start the launcher on `small_recipe`; returns the message, after checking that nothing was begun."""
+    """Function that runs the launcher on `small_recipe`, and returns the message of the refusal.
+
+    It asserts that no run folder was made.
+    """
 
     def run(*arguments: str) -> str:
         message = train_here(*arguments).refusal
@@ -185,7 +205,7 @@ def refusal(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> Cal
 
 
 def split(given: str) -> list[str]:
-    """As a shell does where there are quotes; one setting of a value with blanks otherwise."""
+    """Split arguments as a shell does. A mapping without quotes is one argument."""
     return shlex.split(given) if "'" in given or "{" not in given else [given]
 
 
@@ -200,7 +220,8 @@ def test_a_file_that_is_no_recipe_is_named(
 ) -> None:
     monkeypatch.setattr("tests.conftest.yaml_of", lambda recipe: content)
     message = refusal()
-    assert ".yaml" in message and FILES[content] in message
+    assert ".yaml" in message
+    assert FILES[content] in message
 
 
 @pytest.mark.parametrize("variables", LAUNCH)
@@ -213,8 +234,8 @@ def test_what_accelerate_cannot_start_is_named(
 
 
 @pytest.fixture
-def here(tmp_path: Path) -> Path:
-    """A folder with what the tables name."""
+def folder(tmp_path: Path) -> Path:
+    """Folder with the files that the tables above use."""
     for name in ("empty", "folder.yaml"):
         (tmp_path / name).mkdir()
     (tmp_path / "empty.txt").touch()
@@ -228,31 +249,34 @@ def test_text_that_gives_no_packs_is_named(
     content: str,
     given: str,
     named: str,
-    here: Path,
+    folder: Path,
     words: Path,
     refusal: Callable,
     small_recipe: dict[str, Any],
 ) -> None:
-    (here / "text.jsonl").write_text(content)
-    packs = here / "prepared" / "packs"
+    (folder / "text.jsonl").write_text(content)
+    packs = folder / "prepared" / "packs"
     data = {
-        "source": str(here / "text.jsonl"),
+        "source": str(folder / "text.jsonl"),
         "tokenizer": str(words),
         "packs": str(packs),
         "held_out": 0.2,
     }
     small_recipe["data"] |= data
-    given = given.replace("{here}", str(here))
-    assert named in refusal(
-        *(shlex.split(given) if given.count("=") > 1 else [given] if given else [])
-    )
+    given = given.replace("{folder}", str(folder))
+    if given.count("=") > 1:
+        arguments = shlex.split(given)
+    else:
+        arguments = [given] if given else []
+    assert named in refusal(*arguments)
     assert not packs.exists()
 
 
 @pytest.mark.parametrize("given", COMMANDS)
 def test_what_a_command_cannot_use_is_named(
-    given: str, here: Path, capsys: pytest.CaptureFixture[str]
+    given: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
+    assert pretrain(shlex.split(given.replace("{folder}", str(folder)))) == 2
     message = capsys.readouterr().err
-    assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message
+    assert message.count("error: ") == 1
+    assert COMMANDS[given].replace("{folder}", str(folder)) in message

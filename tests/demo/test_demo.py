@@ -1,4 +1,4 @@
-"""What `make demo` does with the commands that it runs."""
+"""Test how `make demo` runs its commands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,11 @@ def test_a_failed_commands_exit_code_passes_through_and_ctrl_c_waits_for_its_end
     with pytest.raises(subprocess.CalledProcessError) as failure:
         run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert failure.value.returncode == 137
-    code = "import os, signal, sys; signal.signal(2, lambda *_: open(sys.argv[1], 'w').close()); os.kill(os.getppid(), 2)"
+    code = (
+        "import os, signal, sys; "
+        "signal.signal(2, lambda *_: open(sys.argv[1], 'w').close()); "
+        "os.kill(os.getppid(), 2)"
+    )
     with pytest.raises(KeyboardInterrupt):
         run([sys.executable, "-c", f"{code}; os.kill(os.getpid(), 2)", str(tmp_path / "saved")])
     assert (tmp_path / "saved").exists()
