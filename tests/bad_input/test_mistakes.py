@@ -125,22 +125,22 @@ TEXTS = [
     (DOCUMENT, "data.text={text:.2f}", "'{text:.2f}'"),
     (DOCUMENT, "data.held_out=0.5", "data.held_out"),
     (DOCUMENT, "data.source=/no/such.jsonl", "/no/such.jsonl"),
-    (DOCUMENT, "data.source={folder}/empty", "empty"),
+    (DOCUMENT, "data.source={here}/empty", "empty"),
     (DOCUMENT, "data.subset=en", "data.subset"),
     (DOCUMENT, "data.streaming=true", "data.streaming"),
-    (DOCUMENT, "data.tokenizer={folder}/empty", "tokenizer.json"),
+    (DOCUMENT, "data.tokenizer={here}/empty", "tokenizer.json"),
     (DOCUMENT, "data.tokenizer=nobody/nothing", "nobody/nothing"),
-    (DOCUMENT, "data.tokenizer={folder}/broken.json", "broken.json"),
+    (DOCUMENT, "data.tokenizer={here}/broken.json", "broken.json"),
     (DOCUMENT, "data.tokenizer=null", "tokenizer"),
     (DOCUMENT, "data.packs=/proc/none/packs", "/proc/none"),
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
-    (DOCUMENT, "data.held_out=0 data.validation.source={folder}/text.jsonl", "`validation`"),
+    (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
     (CHAT, "data.messages=[p]", "`messages` lists 1"),
     (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.messages=[p,r]", "data.chat_template"),
-    (CHAT, "data.messages=[p,r] data.chat_template={folder}/no.jinja", "chat_template"),
+    (CHAT, "data.messages=[p,r] data.chat_template={here}/no.jinja", "chat_template"),
     (CHAT, "data.messages=[p,q] data.chat_template='{{ messages }}'", "`q`"),
     (CHAT, "data.messages=[p,r] data.chat_template='{{ messages'", "chat_template"),
     (
@@ -158,26 +158,26 @@ COMMANDS = {
         for command in ("matrix", "phases", "flops", "plan", "prepare")
     },
     "export": "RUN_OR_CHECKPOINT",
-    "evaluate {folder}": "{folder}: is no run folder",
+    "evaluate {here}": "{here}: is no run folder",
     **dict.fromkeys(
         ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"
     ),
-    **dict.fromkeys(("export {folder} out", "report {folder}"), "{folder}"),
+    **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
     "sample nowhere one --tokens 0": (
         "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'"
     ),
     "sample nowhere one --top-p 2": "--top-p",
     "report": "RUN",
-    "report {folder} --out report.pdf": "--out report.pdf",
-    "matrix {folder}/matrix.yaml": "recipe",
-    "flops {folder}/folder.yaml": "{folder}/folder.yaml: cannot be read as YAML: Is a directory",
+    "report {here} --out report.pdf": "--out report.pdf",
+    "matrix {here}/matrix.yaml": "recipe",
+    "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
-    "tokenizer nowhere --vocabulary 300 --out {folder}/out": "nowhere",
-    "tokenizer {folder}/empty.txt --vocabulary 300 --out {folder}/out": "empty.txt: holds no text",
-    "tokenizer {folder}/text.jsonl data.messages=m --vocabulary 300 --out {folder}/out": (
+    "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
+    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
+    "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": (
         "`data.text`"
     ),
-    "tokenizer {folder}/text.jsonl --out {folder}/out --vocabulary many": (
+    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": (
         "--vocabulary: invalid int value: 'many'"
     ),
 }
@@ -234,7 +234,7 @@ def test_what_accelerate_cannot_start_is_named(
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def here(tmp_path: Path) -> Path:
     """Folder with the files that the tables above use."""
     for name in ("empty", "folder.yaml"):
         (tmp_path / name).mkdir()
@@ -249,21 +249,21 @@ def test_text_that_gives_no_packs_is_named(
     content: str,
     given: str,
     named: str,
-    folder: Path,
+    here: Path,
     words: Path,
     refusal: Callable,
     small_recipe: dict[str, Any],
 ) -> None:
-    (folder / "text.jsonl").write_text(content)
-    packs = folder / "prepared" / "packs"
+    (here / "text.jsonl").write_text(content)
+    packs = here / "prepared" / "packs"
     data = {
-        "source": str(folder / "text.jsonl"),
+        "source": str(here / "text.jsonl"),
         "tokenizer": str(words),
         "packs": str(packs),
         "held_out": 0.2,
     }
     small_recipe["data"] |= data
-    given = given.replace("{folder}", str(folder))
+    given = given.replace("{here}", str(here))
     if given.count("=") > 1:
         arguments = shlex.split(given)
     else:
@@ -274,9 +274,9 @@ def test_text_that_gives_no_packs_is_named(
 
 @pytest.mark.parametrize("given", COMMANDS)
 def test_what_a_command_cannot_use_is_named(
-    given: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    given: str, here: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert pretrain(shlex.split(given.replace("{folder}", str(folder)))) == 2
+    assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
     message = capsys.readouterr().err
     assert message.count("error: ") == 1
-    assert COMMANDS[given].replace("{folder}", str(folder)) in message
+    assert COMMANDS[given].replace("{here}", str(here)) in message

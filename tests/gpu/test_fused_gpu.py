@@ -41,7 +41,7 @@ from tests.pretrain.model.fused.fused_models import (
     build,
     inputs,
     losses_and_gradients,
-    that_count,
+    significant_parameters,
 )
 
 ON_TE = [
@@ -131,7 +131,7 @@ def cosines(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str,
     """Return the cosine similarity of two gradients for each parameter."""
     return {
         name: F.cosine_similarity(actual[name].flatten(), expected[name].flatten(), dim=0).item()
-        for name in that_count(expected)
+        for name in significant_parameters(expected)
     }
 
 

@@ -27,7 +27,7 @@ from tests.pretrain.model.fused.fused_models import (
     build,
     inputs,
     losses_and_gradients,
-    that_count,
+    significant_parameters,
 )
 
 pytestmark = pytest.mark.usefixtures("conversions_that_round")
@@ -72,7 +72,7 @@ def differences(
     """Return the norm of each parameter's difference and the norm of its exact gradient."""
     return {
         name: ((actual[name] - exact[name]).norm(), exact[name].norm())
-        for name in that_count(exact)
+        for name in significant_parameters(exact)
     }
 
 
