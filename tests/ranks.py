@@ -61,7 +61,7 @@ def start_ranks(
         for process in ranks:
             process.join()
     finally:
-        # After a Ctrl-C, a rank that hangs would go on.
+        # After a Ctrl-C, a rank that hangs would keep running.
         for process in ranks:
             process.kill()
     statuses = [process.exitcode or 0 for process in ranks]

@@ -1,6 +1,6 @@
 """Test runs with unexpected files or a full disk.
 
-No code beside a model is executed, no foreign file is overwritten, and no checkpoint is lost.
+No code in a model's folder is executed, no foreign file is overwritten, and no checkpoint is lost.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
     """Return a SHA-256 over dtypes, shapes and bytes of all tensors, and over names if `named`.
 
-    Names are left out if they depend on a file format.
+    Names in checkpoints depend on the file format. expected.json must not depend on them.
     """
     hashes = []
     for name, tensor in tensors.items():
