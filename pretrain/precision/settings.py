@@ -18,14 +18,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
 from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
-from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision
+from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision, QuantizedPrecision
 from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────
@@ -299,6 +299,11 @@ class ActivePrecision:
     settings: LowPrecisionSettings
     # Why the device cannot compute the requested precision. None if it can.
     reason: str | None = None
+
+    @property
+    def quantized_precision(self) -> QuantizedPrecision:
+        """Return `precision`, which the caller knows to be quantized."""
+        return cast(QuantizedPrecision, self.precision)
 
     def kept_layers(self, layers: int) -> tuple[int, int]:
         """Return how many decoder layers stay unquantized, at the start and at the end.
