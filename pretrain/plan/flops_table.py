@@ -8,7 +8,6 @@ from pathlib import Path
 
 from foundation.units import TERA, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
-from pretrain.metrics.peaks import peak
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.rendering import shape_lines
 from pretrain.plan.targets import Target
@@ -31,7 +30,7 @@ def main(options: argparse.Namespace) -> int:
     lengths = options.length or lengths
     flops = ModelFlops.of(build_on_meta(load_config(settings)))
     speed = options.tokens_per_second
-    peak_flops = target.count * peak(target.name, "bf16") * TERA  # a second
+    peak_flops = target.count * (target.device.bf16 or 0.0) * TERA  # a second
 
     lines = shape_lines(flops)
     if not flops.expert_weights:

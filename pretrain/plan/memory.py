@@ -51,7 +51,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
-from pretrain.precision.formats.definition import Precision
+from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
@@ -104,6 +104,7 @@ class LayerMemory:
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
     # Activations: queries, keys and values that may be kept beside what they are made from.
     rotated: int = 0
+    recomputed: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,31 +127,29 @@ class StepMemory:
         """Return the estimated bytes by part, without empty parts."""
         recipe = self.recipe
         gathered, sums, sent = self._in_shards
-        gradient_bytes = BYTES[recipe.gradients_kept_in]
-        moment_bytes = BYTES[recipe.moments_kept_in]
+        gradients = self._values * BYTES[recipe.gradients_kept_in]
         measures_gap = bool(recipe.log.gap) and self.precision.quantized
-        gap_gradients = 4 * sums if self.devices.gathered else self._values * gradient_bytes
-        at_loss = self._at_loss
         in_backward = 4 * sent + self._tokens * self._backward
         head = self._layouts * self._head * self._quantizes_head
         parts = {
             "parameters": self._values * (4 if recipe.weights == "fp32" else 2),
             "gathered weights": self.precision.number_bytes * gathered,
-            "gradients": self._values * gradient_bytes + 4 * sums,
-            "gradients in BF16 for log.gap": gap_gradients if measures_gap else 0,
-            "optimizer moments": 2 * self._values * moment_bytes,
+            "gradients": gradients + 4 * sums,
+            "gradients in BF16 for log.gap": measures_gap
+            * (4 * sums if self.devices.gathered else gradients),
+            "optimizer moments": 2 * self._values * BYTES[recipe.moments_kept_in],
             "remainder bits": 2 * self._values * (recipe.weights == "bf16_exact"),
             "BF16 working copies": self._working_copies if self._has_copies else 0,
             "quantized weights": sum(layer.quantized_weights for layer in self._layers) + head,
-            "activations": self._tokens * sum(self._kept),
-            "the loss" if at_loss >= in_backward else "a layer's backward": max(
-                at_loss, in_backward
-            ),
+            "activations": self._tokens * sum(layer.kept for layer in self._layers),
         }
+        peak = "the loss" if self._at_loss >= in_backward else "a layer's backward"
+        parts[peak] = max(self._at_loss, in_backward)
         return {part: size for part, size in parts.items() if size}
 
     @property
     def _tokens(self) -> int:
+        """Return the tokens of a microbatch."""
         return self.recipe.data.length * self.microbatch
 
     @property
@@ -183,23 +182,20 @@ class StepMemory:
 
     @cached_property
     def _layers(self) -> list[LayerMemory]:
+        """Return the layers with rotated activations and recomputation taken into account.
+
+        A recomputed layer keeps its input alone, and has the other activations again while its
+        backward runs.
+        """
         compiled = compiled_layer(self.flops, self.precision, self._layouts, {})
-        layers = self.layers or [compiled] * self.flops.shape.layers
-        if self.keeps_rotated:
-            return [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-        return list(layers)
-
-    @cached_property
-    def _recomputed(self) -> list[bool]:
-        return [self.recipe.model.recomputes(index) for index in range(len(self._layers))]
-
-    @cached_property
-    def _kept(self) -> list[int]:
-        """Return the activations that each layer keeps for backward, in bytes a token."""
-        return [
-            layer.inputs if recomputed else layer.kept
-            for layer, recomputed in zip(self._layers, self._recomputed, strict=True)
-        ]
+        result = []
+        for index, layer in enumerate(self.layers or [compiled] * self.flops.shape.layers):
+            kept = layer.kept + layer.rotated * self.keeps_rotated
+            recomputed = self.recipe.model.recomputes(index)
+            stays = layer.inputs if recomputed else kept
+            workspace = layer.workspace + kept - stays
+            result.append(replace(layer, kept=stays, workspace=workspace, recomputed=recomputed))
+        return result
 
     @property
     def _in_shards(self) -> tuple[int, int, int]:
@@ -227,17 +223,14 @@ class StepMemory:
         and its gradient. Logits are overwritten with their gradient, which in FP8 has its layouts
         beside it.
         """
-        shape, number, low_head = (
-            self.flops.shape,
-            self.precision.number_bytes,
-            self._quantizes_head,
-        )
-        adds_to_sum = (
-            low_head
-            and self.loss.penalty is None
-            and self.precision.fuses_head_on(self.devices.capability)
-        )
-        copies = (self._has_copies and not low_head) + (low_head and not adds_to_sum)
+        shape = self.flops.shape
+        number = self.precision.number_bytes
+        low_head = self._quantizes_head
+        copies = int(self._has_copies)
+        if isinstance(self.precision, QuantizedPrecision) and low_head:
+            # A gradient that the products do not add to the sum.
+            fuses = self.precision.fuses_head_on(self.devices.capability)
+            copies = int(not fuses or self.loss.penalty is not None)
         logits = 0
         if self.loss.kind == "chunked":
             chunk = min(self._tokens, self.loss.tokens_at_once)
@@ -249,13 +242,12 @@ class StepMemory:
     def _backward(self) -> int:
         """Return the largest memory of a layer's backward beyond all kept activations.
 
-        In bytes a token. A recomputed layer has all its activations again while its backward
-        runs. By then the layers behind it have freed theirs.
+        In bytes a token. By then the layers behind it have freed theirs.
         """
         freed = most = 0
-        for layer, size in zip(reversed(self._layers), reversed(self._kept), strict=True):
-            most = max(most, layer.kept - size + layer.workspace - freed)
-            freed += size
+        for layer in reversed(self._layers):
+            most = max(most, layer.workspace - freed)
+            freed += layer.kept
         return most
 
     @property
@@ -268,8 +260,8 @@ class StepMemory:
         total = sum(layer.unquantized_weights for layer in self._layers)
         passing = [
             layer.unquantized_weights
-            for layer, recomputed in zip(self._layers, self._recomputed, strict=True)
-            if recomputed and not layer.fused
+            for layer in self._layers
+            if layer.recomputed and not layer.fused
         ]
         return total - sum(passing) + max(passing, default=0)
 
@@ -291,13 +283,9 @@ def layers_of(
     capability: CUDA's compute capability, as in `Devices`.
     """
     layers = decoder_layers(model)
-    # Fused layers compute norms in their own way, so the scope's rules for norms do not matter.
-    # Finding them out would take weights.
-    settings = active.settings.model_copy(update={"scope": "linear"})
     decisions: Mapping[str, Decision] = {}
     if active.precision.quantized:
-        without_norms = replace(active, settings=settings)
-        decisions = decide(model, list(layers.values()), without_norms, capability)
+        decisions = decide(model, list(layers.values()), active, capability)
     dtype = getattr(torch, active.precision.compute_dtype)
     not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
     layouts = active.precision.layouts_on(capability)
@@ -335,7 +323,8 @@ def fused_layer(
     gate_and_up = sizes[2] // hidden
     rotated = number * parts.heads.width if parts.head_norms else 0
     operands = [
-        precision.operand_bytes if precision.quantized else number for precision in precisions
+        precision.operand_bytes if isinstance(precision, QuantizedPrecision) else number
+        for precision in precisions
     ]
     _, output, gate_up, down = precisions
 
@@ -345,33 +334,29 @@ def fused_layer(
     if attention != ROTATED_ATTENTION:
         kept += rotated  # a norm keeps its input and attention its output
     kept += number * gate_and_up
-    if down.quantized and (down.block_scaled or down.plain_forward or not gate_up.quantized):
+    if isinstance(down, QuantizedPrecision) and (
+        down.block_scaled or down.plain_forward or not gate_up.quantized
+    ):
         kept += operands[3] * activated
     return LayerMemory(
         inputs=number * hidden,
         kept=round(kept),
         # The gradients of the MLP, which takes more than attention.
         workspace=number * (hidden + gate_and_up + activated),
-        quantized_weights=_quantized_weights(precisions, sizes, layouts),
-        unquantized_weights=number
-        * sum(
-            size
+        quantized_weights=round(
+            sum(
+                layouts * (precision.weight_bytes or precision.operand_bytes) * size
+                for precision, size in zip(precisions, sizes, strict=True)
+                if isinstance(precision, QuantizedPrecision)
+            )
+        ),
+        unquantized_weights=sum(
+            number * size
             for precision, size in zip(precisions, sizes, strict=True)
             if not precision.quantized
         ),
         fused=True,
         rotated=rotated if attention == ROTATED_ATTENTION else 0,
-    )
-
-
-def _quantized_weights(precisions: Sequence[Precision], sizes: Sequence[int], layouts: int) -> int:
-    """Return the bytes of the quantized copies of weights of these sizes."""
-    return round(
-        sum(
-            layouts * (precision.weight_bytes or precision.operand_bytes) * size
-            for precision, size in zip(precisions, sizes, strict=True)
-            if precision.quantized
-        )
     )
 
 

@@ -76,10 +76,10 @@ class Plan:
 
         They are at most the recipe's, and split the packs of a step into equal parts.
         """
-        batch = self.recipe.batch
-        if batch.microbatch_is_searched:
+        most = self.recipe.batch.microbatch
+        if isinstance(most, str):
             return None
-        microbatches = -(-self.packs_per_rank // batch.microbatch)
+        microbatches = -(-self.packs_per_rank // most)
         return -(-self.packs_per_rank // microbatches)
 
     @property
@@ -161,19 +161,20 @@ class Plan:
         peaks = [self._peak_in(span.active) for span in spans]
         if self.emulated or not all(peaks):
             return None
-        counts = [span.last - span.first + 1 for span in spans]
-        time = sum(count / span_peak for count, span_peak in zip(counts, peaks, strict=True))
-        return self.devices.count * sum(counts) / time
+        time = sum(
+            (span.last - span.first + 1) / peak for span, peak in zip(spans, peaks, strict=True)
+        )
+        return self.devices.count * self.steps / time
 
-    def _peak_in(self, active: ActivePrecision) -> float | None:
-        """Return the dense peak of one device for products in `active`.
+    def _peak_in(self, active: ActivePrecision) -> float:
+        """Return the dense peak of one device for products in `active`, or 0.0 if it is unknown.
 
         Experts that low precision leaves out count with the peak of BF16.
         """
-        fastest = peak(self.devices.name, active.precision.peak)
+        fastest = peak(self.devices.name, active.precision.peak) or 0.0
+        bf16 = peak(self.devices.name, "bf16") or fastest
         if not fastest:
             return fastest
-        bf16 = peak(self.devices.name, "bf16")
         if active.precision.plain_forward:
             # One of the three products of a linear. All three have the same FLOPs.
             fastest = 3 / (1 / bf16 + 2 / fastest)
@@ -259,7 +260,7 @@ class Plan:
                 recipe.log.gap and self.schedule.unquantized is None
             ),
             f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs": (
-                not batch.microbatch_is_searched and batch.microbatch > self.packs_per_rank
+                isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
             ),
             f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}": (
                 self.packs is not None and self.packs < self.packs_per_step
@@ -286,8 +287,8 @@ def fits_gathered(plan: Plan) -> bool:
     That needs shards, and memory for all weights beside the recipe's microbatch. If that is `auto`,
     it is the microbatch that fits with weights gathered for each use, or one that fills a device.
     """
-    if plan.devices.memory is None or not plan.devices.sharded:
-        return plan.devices.sharded
+    if not plan.devices.sharded:
+        return False
     gathered = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
@@ -327,4 +328,5 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
 
 
 def _has_room(plan: Plan, packs: int) -> bool:
-    return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory
+    """Return whether a microbatch of `packs` fits. Unknown memory has room for everything."""
+    return plan.takes(packs) <= (1 - KEPT_FREE) * (plan.devices.memory or math.inf)

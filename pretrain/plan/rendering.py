@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
@@ -34,7 +34,7 @@ def render(plan: Plan, *, brief: bool = False) -> str:
     return "\n".join([*textwrap.wrap(title, WIDTH), "─" * WIDTH, in_subjects(subjects)])
 
 
-def in_subjects(subjects: dict[str, Sequence[str]]) -> str:
+def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
     """Return the texts of each subject, wrapped at WIDTH. The first has the subject's name."""
     indented = [
         (f"{name if index == 0 else '':<9}", text)

@@ -107,7 +107,8 @@ class Precision:
     description: str
     # Of activations and, without quantization, of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    peak: str  # column of the devices' peak table (pretrain.metrics.peaks) for its products
+    # Column of the devices' peak table (pretrain.metrics.peaks) for its products.
+    peak: Literal["fp32", "bf16", "fp8", "fp4"]
     # Both features of a linear layer and the number of tokens must be multiples of this.
     multiple_of: int = 1
     # Forward products are not quantized: a phase with `forward: bf16`.
