@@ -223,7 +223,7 @@ class Products:
 
     def __init__(self, device: torch.device) -> None:
         """`device` must be the current device, which torch has already used."""
-        self.library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+        self.library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
         for name, arguments in _SIGNATURES.items():
             function = getattr(self.library, name)
             function.restype, function.argtypes = c_int, arguments

@@ -18,7 +18,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self, cast
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
@@ -58,7 +58,8 @@ BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.
 # The precision that a key of accelerate's `fp8_config` switches on.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
-PrecisionName = Literal[tuple(PRECISIONS)]
+# mypy cannot read the names.
+PrecisionName: TypeAlias = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
 
 
 @functools.cache
@@ -136,8 +137,10 @@ PrecisionSetting = Annotated[
 ]
 
 
-def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
+def phases_of(setting: Any) -> list[tuple[Any, str]]:
     """Return (`until`, precision name) for each phase of a `precision` setting.
+
+    `until` is a share of the steps as float, a step as int, or None for the last phase.
 
     `setting` comes from a recipe or from a run's config.yaml. A name is one phase. None, and a
     value that is not a schedule, have no phases.
@@ -314,9 +317,8 @@ class ActivePrecision:
         keep = self.settings.keep_bf16_layers
         if keep.last is not None or not self.precision.quantized:
             return keep.first, keep.last or 0
-        default_last = math.ceil(self.precision.keeps_last * layers)
-        most_last = max(0, layers - keep.first - 1)
-        return keep.first, min(default_last, most_last)
+        default_last = math.ceil(self.quantized_precision.keeps_last * layers)
+        return keep.first, min(default_last, max(0, layers - keep.first - 1))
 
     @property
     def notice(self) -> str | None:

@@ -103,7 +103,7 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
 
 
 def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() -> None:
-    """As the LM head is called: a chunk of tokens at a time, each chunk's backward run inside of the forward."""
+    """The LM head is called with chunks of tokens, whose backward runs inside of the forward."""
     emulation = emulation_of("delayed", amax_history_len=3)
     head, layer = (linear_of(emulation, SIZE, SIZE, name=name) for name in ("head", "layer"))
     weight = torch.eye(SIZE).bfloat16()
@@ -113,8 +113,7 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
             y = output(layer, x, weight, first=True)
             for number, size in enumerate((2.0, 4.0, 3.0)):
                 chunk = (size * y.detach()).requires_grad_()
-                with emulation.forward():  # nested: the outermost one counts
-                    logits = output(head, chunk, weight, first=number == 0)
+                logits = output(head, chunk, weight, first=number == 0)
                 logits.backward(torch.full_like(logits, size / 2))
         # noted; the model's own backward is still to come
         assert amax_histories(emulation, "head")[2][0][0] == 2.0
