@@ -51,7 +51,7 @@ def _require_multiple(key: str, value: int, unit: int, what: str) -> None:
 
 
 def check_launch(recipe: Recipe, world_size: int | None) -> None:
-    """Check what a launch can know without its device, its model and its data.
+    """Check a recipe without the device, the model and the data of its launch.
 
     recipe: with a precision.
     world_size: number of devices, or None if only the launch itself finds it out.
@@ -90,9 +90,8 @@ def check_settings(recipe: Recipe, precision: str, world_size: int | None) -> No
     )
     _require(
         not (batch.microbatch_is_searched and recipe.deterministic),
-        "`batch.microbatch: auto` takes what fits into free memory, but `deterministic: true` needs "
-        "the same microbatches in all runs; set a number. `--plan deterministic=false` says what is "
-        "expected to fit",
+        "`batch.microbatch: auto` fills the free memory, but `deterministic: true` needs the same "
+        "microbatches in all runs; set a number. `--plan deterministic=false` estimates what fits",
     )
     _require(
         recipe.loss.kind == "chunked"
@@ -185,9 +184,11 @@ def check_fit(active: ActivePrecision, recipe: Recipe, layers: int | None = None
     if not active.precision.quantized:
         return
     name = active.precision.name
-    unit = active.precision.multiple_of
     _require_multiple(
-        "data.length", recipe.data.length, unit, f"in which `precision: {name}` takes tokens"
+        "data.length",
+        recipe.data.length,
+        active.precision.multiple_of,
+        f"in which `precision: {name}` takes tokens",
     )
     if layers is None:
         return

@@ -1,4 +1,4 @@
-"""Estimate the memory of one device: exact if shapes decide it, approximate if a compiler does.
+"""Estimate the memory of one device, exactly for fused layers, approximately for compiled ones.
 
 The peak is either at the loss, while the activations of all layers are kept, or in the backward of
 one layer, after the layers behind it have freed theirs. The larger one counts.
@@ -21,8 +21,8 @@ each token:
                                                        its output again
 
 An operand is the tensor that the gradient of a weight is multiplied from. It has the compute dtype,
-or one byte a number in FP8 with the scales of its blocks. A compiled layer keeps what the compiler
-decides not to compute again. That is about this, in the compute dtype:
+or one byte a number in FP8 with the scales of its blocks. The compiler decides which activations a
+compiled layer keeps. These are about, in the compute dtype:
 
     4 · hidden                        the layer's input, the attention's residual sum, and the
                                       outputs of the two norms
@@ -102,7 +102,7 @@ class LayerMemory:
     fused: bool
     # Share of the experts' weights that stays unquantized, by reason.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
-    # Activations: queries, keys and values that may be kept beside what they are made from.
+    # Activations: queries, keys and values after rotation, if they are kept beside the ones before.
     rotated: int = 0
     recomputed: bool = False
 
@@ -154,7 +154,7 @@ class StepMemory:
 
     @property
     def _layouts(self) -> int:
-        """Return the number of layouts in which a quantized operand is stored."""
+        """Return the number of stored layouts of a quantized operand."""
         return self.precision.layouts_on(self.devices.capability)
 
     @property
@@ -202,10 +202,11 @@ class StepMemory:
         """Return counts of numbers that come on top with shards.
 
         These are gathered weights, sums of their gradients, and sums that are being sent. If
-        weights are gathered for each use, they are those of a layer, of the next one and its
-        copy, and of the head in forward and backward.
+        weights are gathered for each use, they belong to a layer, to the next one and its copy, and
+        to the head in forward and backward.
         """
-        flops, head = self.flops, self._head
+        flops = self.flops
+        head = self._head
         if not self.devices.sharded:
             return 0, 0, 0
         layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
@@ -235,8 +236,8 @@ class StepMemory:
         if self.loss.kind == "chunked":
             chunk = min(self._tokens, self.loss.tokens_at_once)
             logits = (number + self._layouts * low_head) * shape.vocabulary * chunk
-        of_head = self._head * (4 + number * copies)
-        return of_head + self._tokens * 3 * shape.hidden * number + logits
+        head = self._head * (4 + number * copies)
+        return head + self._tokens * 3 * shape.hidden * number + logits
 
     @property
     def _backward(self) -> int:
@@ -286,8 +287,9 @@ def layers_of(
     decisions: Mapping[str, Decision] = {}
     if active.precision.quantized:
         decisions = decide(model, list(layers.values()), active, capability)
-    dtype = getattr(torch, active.precision.compute_dtype)
-    not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
+    not_fused = not_fused_because(
+        recipe.model.fused, active, device_type, getattr(torch, active.precision.compute_dtype)
+    )
     layouts = active.precision.layouts_on(capability)
     unquantized = UNQUANTIZED[active.precision.compute_dtype]
     left_out = _experts_left_out(model, decisions) if flops.choices else {}
@@ -314,7 +316,7 @@ def fused_layer(
 
     precisions: of its four products: queries, keys and values; the attention's output; gate and
         up; down.
-    layouts: in which a quantized operand of two products is stored.
+    layouts: number of stored layouts of a quantized operand of two products.
     """
     number = precisions[0].number_bytes
     stacks = [list(stack.values()) for stack in parts.stacks]
@@ -384,7 +386,7 @@ def compiled_layer(
 ) -> LayerMemory:
     """Return the memory of a mean layer of the model that `flops` counts.
 
-    layouts: in which a quantized weight is stored.
+    layouts: number of stored layouts of a quantized weight.
     """
     shape = flops.shape
     number = precision.number_bytes

@@ -2,9 +2,9 @@
 
 `rendering` prints a plan. Nothing here reads a file.
 
-The second part decides how a device's memory is spent. These decisions follow from the settings and
-the device alone. The chunk of the loss changes the order of sums, so a checkpoint stores the chunk of
-its run (pretrain.run.resume). What layers keep for backward changes no number.
+The second part decides the use of a device's memory, from the settings and the device alone. The
+chunk of the loss changes the order of sums, so a checkpoint stores the chunk of its run
+(pretrain.run.resume). The tensors that layers keep for backward change no result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 class Plan:
     """The figures of one run.
 
-    Tokens, FLOPs and tokens/s are those of all devices together. Memory is that of one device.
+    Tokens, FLOPs and tokens/s count all devices together. Memory is that of one device.
     """
 
     recipe: Recipe
@@ -45,7 +45,7 @@ class Plan:
     packs: int | None = None
     mixture: Mixture | None = None  # if there are several sources
     chunk: int | None = None  # of the loss, if `loss.chunk: auto` is not the usual one
-    # Layers keep queries, keys and values beside what they are made from.
+    # Layers keep queries, keys and values before and after rotation.
     keeps_rotated: bool = False
 
     @property
@@ -231,7 +231,8 @@ class Plan:
 
         These are the kept ones and the one being written, or fewer in a short run.
         """
-        settings, decay = self.recipe.checkpoint, self.before_decay
+        settings = self.recipe.checkpoint
+        decay = self.before_decay
         every = settings.every or self.steps
         written = (self.steps - 1) // every + settings.at_end
         is_early_kept = decay is not None and every <= decay
@@ -248,11 +249,13 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Return warnings about settings that are allowed but may be a mistake."""
-        recipe, batch = self.recipe, self.recipe.batch
-        needed, available = self.takes(self.expected_microbatch), self.devices.memory or math.inf
+        recipe = self.recipe
+        batch = recipe.batch
+        needed = self.takes(self.expected_microbatch) / GIB
+        available = (self.devices.memory or math.inf) / GIB
         warnings = {  # and whether they apply
-            f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of "
-            f"memory; what takes less: {TAKES_LESS}": needed > available,
+            f"about {units.memory(needed)} may not fit into {units.memory(available)} of memory; "
+            f"what takes less: {TAKES_LESS}": needed > available,
             "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one": (
                 recipe.weights == "bf16"
             ),
@@ -273,7 +276,7 @@ class Plan:
 
 # ── How the memory of a device is spent ───────────────────────────────────────────────────────────
 
-# Share of a device's memory beside what the plan counts: CUDA, NCCL, fragments.
+# Share of a device's memory that the plan does not count: CUDA, NCCL, fragments.
 KEPT_FREE = 0.08
 WELL_FILLED = 8192  # tokens at once with which an H200 computes at full speed
 # Tokens of a microbatch beyond which a larger one gains less than the decisions below.
@@ -282,7 +285,7 @@ LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072
 
 
 def fits_gathered(plan: Plan) -> bool:
-    """Return what `fsdp_reshard_after_forward: auto` means: whether weights are gathered once a step.
+    """Return whether weights are gathered once a step (`fsdp_reshard_after_forward: auto`).
 
     That needs shards, and memory for all weights beside the recipe's microbatch. If that is `auto`,
     it is the microbatch that fits with weights gathered for each use, or one that fills a device.
@@ -313,8 +316,8 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     if plan.recipe.loss.chunk == "auto":
         plan = replace(plan, chunk=_longer_chunk(plan, packs))
     rotated = replace(plan, keeps_rotated=True)
-    is_recomputed = plan.recipe.model.gradient_checkpointing != "none"
-    takes_more = not is_recomputed and rotated.takes(packs) > plan.takes(packs)
+    keeps_all = plan.recipe.model.gradient_checkpointing == "none"
+    takes_more = keeps_all and rotated.takes(packs) > plan.takes(packs)
     return rotated if takes_more and _has_room(rotated, packs) else plan
 
 

@@ -11,7 +11,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
-WIDTH = 100  # columns of what is printed
+WIDTH = 100  # columns of the output
 ASSUMED_SHARES = (0.3, 0.5)  # of the peak; runs of dense models usually lie between
 
 

@@ -110,8 +110,10 @@ class Target:
                 return f"no {precision.name} peak is known of it"
         if plan.packs_per_step < self.count:
             least = self.count * plan.recipe.data.length
-            packs = plural(plan.packs_per_step, "pack")
-            return f"a step of {packs} is too small for it: `batch.tokens: {least}` at least"
+            return (
+                f"a step of {plural(plan.packs_per_step, 'pack')} is too small for it: "
+                f"`batch.tokens: {least}` at least"
+            )
         return None
 
 

@@ -50,7 +50,7 @@ class Data(Protocol):
 
     @property
     def tokenizer(self) -> Mapping[str, Any]:
-        """Return what the packs record about their tokenizer."""
+        """Return the packs' record of their tokenizer."""
 
     def beside(self, name: str) -> Path | None:
         """Return the file `name` in the folder of the packs, or None if it does not exist."""
@@ -187,20 +187,20 @@ def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> s
     It is the data's tokenizer, or the model's source, or the folder of the packs.
     """
     file = data.beside("tokenizer.json") if data else None
-    # The weights of the source used its ids. A model from scratch prefers those of the packs.
+    # The weights of the source used its ids. A model from scratch prefers the packs' tokenizer.
     source = None if model.from_scratch and file else model.source
     places = [settings.tokenizer or source, str(file) if file else None]
     return next((place for place in places if fingerprint_at(place)), None)
 
 
 def tokenizer_in(place: str, ids: Mapping[str, Any] | None = None) -> PreTrainedTokenizerFast:
-    """Load the tokenizer.json of a file, folder or hub repository, to encode text as packs do.
+    """Load the tokenizer.json of a file, folder or hub repository, which encodes text as in packs.
 
     AutoTokenizer is not used, because it may rebuild the tokenizer from `tokenizer_class`, with
     another normalizer or pre-tokenizer. A special token that tokenizer.json lacks is dropped:
     transformers would give it a new id. Raises InputError if there is no tokenizer.json.
 
-    ids: of EOS, BOS and padding, as in `TextTokenizer.describe`. By default those of the place.
+    ids: of EOS, BOS and padding, as in `TextTokenizer.describe`; by default from the place.
     """
     text = load_text_tokenizer(place)
     ids = ids or text.describe()
@@ -232,8 +232,8 @@ def _check_export(
         exported = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     added = {*exported.get_added_vocab(), *map(str, packed.get_added_tokens_decoder().values())}
     for probe in [*PROBES, *(f"a {token} b{token}c" for token in sorted(added))]:
-        encoding = packed.encode(probe, add_special_tokens=False)
-        if exported.encode(probe, add_special_tokens=False) != encoding.ids:
+        ids = packed.encode(probe, add_special_tokens=False).ids
+        if exported.encode(probe, add_special_tokens=False) != ids:
             kind = type(exported).__name__
             raise InputError(
                 f"{what}: as {kind}, it encodes {probe!r} otherwise; {remedy}; or make one that "

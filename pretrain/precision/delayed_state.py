@@ -86,7 +86,7 @@ class DelayedState:
             self._history("forward").amax_history[0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
-        """Enclose a layer that backward recomputes. It uses its scales again and records no amax."""
+        """Enclose a layer that backward recomputes. Use its scales again and record no amax."""
         return overridden(self, forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
@@ -144,10 +144,11 @@ class DelayedState:
         history = self._history(direction)
         if dist.is_initialized():
             dist.all_reduce(history.amax_history[0], op=dist.ReduceOp.MAX)
-        role: Role = "input" if direction == "forward" else "grad_output"
-        maximum = self._precision.grid(self._settings, role).maximum
+        grid = self._precision.grid(
+            self._settings, "input" if direction == "forward" else "grad_output"
+        )
         updated = update_scale(
-            *history, maximum, self._settings.margin, self._settings.amax_compute_algo
+            *history, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
         )
         for live, new in zip(history, updated, strict=True):
             live.copy_(new)  # in place, because checkpoints hold views

@@ -188,8 +188,7 @@ class EmulatedGemm(Gemm):
         a, b = self.factors(kind, left, right)
         if ends is not None:
             return self._grouped_matmul(kind, a, b, dtype, ends)
-        scales = [(a.block_scale, a.scale), (b.block_scale, b.scale)]
-        with watched(self.members, kind, scales):
+        with watched(self.members, kind, [(a.block_scale, a.scale), (b.block_scale, b.scale)]):
             y = multiply(a, b, dtype, bias)
         return y if residual is None else y.add_(residual)
 
@@ -207,8 +206,7 @@ class EmulatedGemm(Gemm):
             right = right.unflatten(0, (len(ends), -1))
         else:
             # The weight is [in, experts x out], and the product sums along the rows of each expert.
-            by_expert = _by_expert(right, len(ends))
-            right = by_expert.mT
+            right = _by_expert(right, len(ends)).mT
             if block_scale is not None:
                 block_scale = _by_expert(block_scale, len(ends)).flatten(0, 1)
         with watched(self.members, kind, [(a.block_scale, a.scale), (block_scale, b.scale)]):

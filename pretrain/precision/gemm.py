@@ -56,7 +56,7 @@ class Gemm(ABC):
 
     @property
     def supports_fused_loss(self) -> bool:
-        """Whether the softmax may write the gradient of the LM head's output as an operand."""
+        """Return whether the softmax may write the gradient of the head's output as an operand."""
         return False
 
     def begin(self, x: Tensor) -> None:  # noqa: B027, an optional hook
@@ -223,9 +223,9 @@ def checkpointed(
 class GemmEngine(ABC):
     """The Gemms of one model in one precision, with the histories and scales that they share."""
 
-    # Forward products multiply BF16 operands, and backward quantized ones: what a phase with
-    # `forward: bf16` computes. Loss and activations are then those of the BF16 model, while two of
-    # three products are as fast as before. At the end of a training this recovers most of what
+    # Forward products multiply BF16 operands, and backward quantized ones, in a phase with
+    # `forward: bf16`. Loss and activations then equal the BF16 model's, while two of three products
+    # are as fast as before. At the end of a training this recovers most of what
     # NVFP4 costs (arXiv:2509.25149, appendix D).
     forward_in_bf16: bool = False
 

@@ -37,7 +37,7 @@ FP8_FORMATS = {
 }
 # A context without effect. It may be entered any number of times.
 NO_CONTEXT = nullcontext()
-# The scales of an emulated operand: those of its blocks, and that of the tensor.
+# The scales of an emulated operand: of its blocks, and of the tensor.
 Scales = tuple[Tensor | None, Tensor | None]
 
 
@@ -49,7 +49,7 @@ class ProductWatcher:
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> AbstractContextManager[None]:
-        """Observe the products of torch inside the block. The arguments are those of `watched`."""
+        """Observe the products of torch inside the block. See `watched` for the arguments."""
         raise NotImplementedError
 
     def library_product(self, *operands: tuple[Any, bool]) -> None:

@@ -252,8 +252,9 @@ class LinearPass:
             del self._input
         observers = self.observed.result_observers
         dtype = self.context.compute_dtype
-        added = None if observers else residual
-        y = gemm.matmul("forward", x, weight, dtype, bias, added, ends=self.ends)
+        y = gemm.matmul(
+            "forward", x, weight, dtype, bias, None if observers else residual, ends=self.ends
+        )
         for observer in observers:
             observer(gemm.name, "forward", y.detach(), bias)
         self.gemm.end()
@@ -389,5 +390,4 @@ class LowPrecisionLinear(nn.Module):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             with watched(self.state.members, "forward"):
                 return F.linear(x, weight.to(x.dtype), bias)
-        y = self.state(x.reshape(-1, x.shape[-1]), weight, self.bias)
-        return y.view(*x.shape[:-1], -1)
+        return self.state(x.reshape(-1, x.shape[-1]), weight, self.bias).view(*x.shape[:-1], -1)

@@ -1,8 +1,8 @@
 """The precision of each training step: one for the whole run, or several in turn.
 
-A schedule follows from the recipe, the precisions that the machine has, and the number of steps. It
-knows nothing of a running training. So a run that is resumed has the same schedule, and a checkpoint
-stores only the step of a switch to BF16.
+A schedule follows from the recipe, the precisions that the machine has, and the number of steps,
+not from the state of a run. So a resumed run has the same schedule, and a checkpoint stores only
+the step of a switch to BF16.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
     if len(reasons) == len(decisions):
         raise InputError(
             f"`precision: {active.precision.name}`: no linear of {model_class} can compute in it "
-            f"({'; '.join(dict.fromkeys(reasons))}). Keep fewer in BF16 (`fp8_config`), change sizes in `model.config`, or "
-            "set `precision: bf16`"
+            f"({'; '.join(dict.fromkeys(reasons))}). Keep fewer in BF16 (`fp8_config`), change "
+            "sizes in `model.config`, or set `precision: bf16`"
         )
 
 

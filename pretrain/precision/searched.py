@@ -106,8 +106,14 @@ def multiply(
     a, b = _factor(left), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
         return None
-    transposed = layout[0] == "T", layout[1] == "T"
-    problem = problem_of(a, b, transposed, residual, total, fast_accumulation=fast_accumulation)
+    problem = problem_of(
+        a,
+        b,
+        (layout[0] == "T", layout[1] == "T"),
+        residual,
+        total,
+        fast_accumulation=fast_accumulation,
+    )
     if problem is None or (products := products_on(a.values.device)) is None:
         return None
     d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
@@ -286,8 +292,8 @@ class Products:
             return None
         if not decisive:  # try again with the next product of this kind
             return matmul, named[same[0]]
-        best = same[fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0]
-        self.chosen[problem] = matmul, named[best]
+        best = fastest(_times([launches[number] for number in same]))
+        self.chosen[problem] = matmul, named[same[best]]
         return self.chosen[problem]
 
 
@@ -320,10 +326,8 @@ def same_as_first(
     # sum in FP64 would copy d.
     finite = d.sum().isfinite().long()
     *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
-    decisive = bool(finite) and bits[0] not in (0, unchanged)
-    return [
-        number for number, written in zip(ran, bits, strict=True) if written == bits[0]
-    ], decisive
+    same = [number for number, written in zip(ran, bits, strict=True) if written == bits[0]]
+    return same, bool(finite) and bits[0] not in (0, unchanged)
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
@@ -450,7 +454,7 @@ class Matmul:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
     def set_scales(self, a: Factor, b: Factor) -> None:
-        """Set the device pointers of FP8 scales, which must stay valid until the product is done."""
+        """Set the device pointers of FP8 scales. They must be valid until the product is done."""
         for attribute, factor in ((_DESC_SCALE_A, a), (_DESC_SCALE_B, b)):
             if factor.scale is not None:
                 self._set(attribute, c_void_p(factor.scale.data_ptr()))
@@ -468,8 +472,11 @@ class Matmul:
         products.require(
             "cublasLtMatmulAlgoGetHeuristic", *product, _REQUESTED, results, byref(number)
         )
-        usable = [result for result in results[: number.value] if result.state == SUCCESS]
-        return [Algorithm.from_buffer_copy(result.algorithm) for result in usable]
+        return [
+            Algorithm.from_buffer_copy(result.algorithm)
+            for result in results[: number.value]
+            if result.state == SUCCESS
+        ]
 
     def run(
         self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor

@@ -113,8 +113,9 @@ def make_engines(
         use = active.precision.use
         if active.backend != "torch":
             if use not in engines:
-                plain = replace(active, precision=precision_called(use))
-                engines[use] = kinds[active.backend](plain, device)
+                engines[use] = kinds[active.backend](
+                    replace(active, precision=precision_called(use)), device
+                )
             if active.precision.plain_forward:
                 engines[active.precision.name] = engines[use].with_bf16_forward()
     return {active.precision.name: engines.get(active.precision.name) for active in actives}

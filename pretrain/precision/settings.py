@@ -198,8 +198,7 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
         else:
             ends.append(until)
     for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
-        is_last = number == len(ends)
-        if end <= previous_end or (end >= steps and not is_last):
+        if end <= previous_end or (end >= steps and number < len(ends)):
             raise InputError(
                 f"`precision`: of {steps:,} steps, phase {number} of {len(ends)} would end with "
                 f"step {end:,} and the phase before it with step {previous_end:,}; every phase "

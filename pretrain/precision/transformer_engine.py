@@ -212,11 +212,9 @@ class TransformerEngineGemm(Gemm):
         """Call Transformer Engine's GEMM, which counts columns first and so names `right` first."""
         layout, product = TE_GEMMS[kind]
         options |= {"layout": layout, "grad": kind != "forward"}
-        split = split_accumulator(self.engine.te_recipe, product)
+        options["use_split_accumulator"] = split_accumulator(self.engine.te_recipe, product)
         with watched(self.members, kind):
-            return library().cpp_extensions.general_gemm(
-                right, left, use_split_accumulator=split, **options
-            )[0]
+            return library().cpp_extensions.general_gemm(right, left, **options)[0]
 
     def _grouped_matmul(
         self, kind: GemmKind, left: Any, right: Any, dtype: torch.dtype | None, ends: Tensor

@@ -77,8 +77,8 @@ SHOWN = 10  # worst entries of a table that are reported
 class Parity:
     """The result of the comparison.
 
-    Losses are means over the compared tokens (nats). Gradient norms are those of the gradients'
-    sum, divided by the tokens of the step. The fields of quantized products are empty if nothing is
+    Losses are means over the compared tokens (nats). Gradients are summed over these tokens and
+    divided by the tokens of the step. The fields of quantized products are empty if nothing is
     quantized. All sequences begin with the worst entry.
     """
 
@@ -145,7 +145,7 @@ def check_parity(
     bit for bit. Collective. All ranks agree on whether there are failures.
 
     model: the prepared model.
-    packs: those of `step` on all ranks.
+    packs: the packs of `step` on all ranks.
     mask_boundaries: as in `packing.batch.build_microbatch`.
     """
     device = accelerator.device
@@ -205,10 +205,7 @@ class _Check:
                 documents, step_tokens, tokens, head_factor
             )
             gradients = self._gradients()
-            # Gradients may be summed in BF16 although the model computes in FP32.
-            dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
-            is_fp32 = dtypes | {self.model.context.compute_dtype} == {torch.float32}
-            resolution = FP32_OF_BF16 if is_fp32 else 1.0
+            resolution = self._resolution(gradients)
             parity = Parity(
                 failures=failures,
                 tokens=tokens,
@@ -255,6 +252,13 @@ class _Check:
             head.register_forward_pre_hook(lambda head, inputs: (factor * inputs[0], inputs[1])),
         ):
             yield factor
+
+    def _resolution(self, gradients: Mapping[str, Tensor | None]) -> float:
+        """Return the allowed error relative to BF16's."""
+        # Gradients may be summed in BF16 although the model computes in FP32.
+        dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
+        dtypes.add(self.model.context.compute_dtype)
+        return FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
 
     def _reference(
         self,
@@ -458,7 +462,7 @@ NEGLIGIBLE = 1e-6
 TOTAL = "all of them together"
 # Factor of a tensor's tolerance. The median of healthy tensors is at 1.
 LEEWAY = 2.0
-# BF16's error in a scalar may by chance be smaller than usual by this factor. With n values the
+# BF16's error in a scalar may happen to be smaller than usual by this factor. With n values the
 # effect is n times smaller.
 FEW_VALUES = 9.0
 
@@ -516,9 +520,9 @@ def judge(
     noise: of plain transformers in BF16, relative to FP32.
     resolution: the allowed error relative to BF16's.
 
-    A tensor may err as much as BF16 did in it, in the tensors of its kind in all layers, or in the
-    median tensor. In a tensor of few values, or a small one where much cancels, BF16's error may be
-    small by chance.
+    The tolerance of a tensor is the error of BF16 in it, in the tensors of its kind in all layers,
+    or in the median tensor. In a tensor of few values, or a small one where much cancels, BF16's
+    error may happen to be small.
     """
     negligible = NEGLIGIBLE * noise[TOTAL].reference
     errors = {

@@ -27,7 +27,7 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-# Rounding may send a token to an expert whose logit is this far below those of its own choice, in
+# Rounding may send a token to an expert whose logit is this far below the logits of its choice, in
 # standard deviations of a token's logits. In most small healthy models the distance is at most
 # 0.15.
 NEAR = 0.25
@@ -176,7 +176,7 @@ def reference_pass(
     configuration asks for it.
 
     Gradients are summed in FP32 whatever the dtype of the parameters is. So the errors of a BF16
-    model are those of a document, not those of a long sum.
+    model come from single documents, not from a long sum.
 
     head_factor: factor of the LM head's input.
     """

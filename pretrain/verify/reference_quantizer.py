@@ -74,7 +74,7 @@ def watching_quantizers(
 def foreign_codes(
     active: ActivePrecision, role: Role, along: Along, x: Tensor, scale: Tensor | None
 ) -> float:
-    """Return the share of values for which the precision's quantizer and the reference differ.
+    """Return the share of values where the precision's quantizer and the reference differ.
 
     Return NaN if x is not finite. Both quantizers get the same random numbers.
 
@@ -164,14 +164,14 @@ def _block_amax(values: Array, scaling: Scaling) -> Array:
 
 
 def _block_scales_of_nvfp4(block_amax: Array, amax: float, maximum: float) -> tuple[Array, Array]:
-    """Return the scales that encode and decode each value of a tensor with largest magnitude `amax`.
+    """Return the scales that encode and decode each value of a tensor with this `amax`.
 
     The decoding ones are E4M3 values. The order of operations is that of Transformer Engine's
     NVFP4QuantizerRef: formulas that are equal in algebra pick other codes.
     """
     tensor_encode = np.float32(NVFP4_MAXIMUM / amax)
-    wanted = block_amax * (tensor_encode * np.float32(1 / maximum))
-    block_scale = _round(wanted, CODES["E4M3"], None).astype(np.float32)
+    exact_scale = block_amax * (tensor_encode * np.float32(1 / maximum))
+    block_scale = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
     return _reciprocal(block_scale * _reciprocal(tensor_encode)), block_scale
 
 

@@ -76,7 +76,7 @@ class Hardware:
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """Return what a device of `capability` (None: no GPU) lacks, or None.
+        """Return the requirement that a device of `capability` (None: no GPU) misses, or None.
 
         Transformer Engine itself reports other requirements, such as a CUDA version.
         """
@@ -101,7 +101,7 @@ class Precision:
 
     name: str
     description: str
-    # Of activations and, without quantization, of products.
+    # The dtype of activations and, without quantization, of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
     # Column of the devices' peak table (pretrain.metrics.peaks) for its products.
     peak: Literal["fp32", "bf16", "fp8", "fp4"]
@@ -154,11 +154,12 @@ class QuantizedPrecision(Precision):
 
     @property
     def block_scaled(self) -> bool:
+        """Return whether each block has a scale."""
         return self.scales.block is not None
 
     @property
     def tensor_scaled(self) -> bool:
-        """Whether there is a scale of the whole tensor, alone or above the scales of blocks."""
+        """Return whether the tensor has a scale, alone or above the scales of blocks."""
         return self.scales.kind != "power of two"
 
     def grid(self, settings: OptionValues, role: Role) -> Grid:
