@@ -42,8 +42,8 @@ def main(options: argparse.Namespace) -> int:
             _rows(flops, lengths, speed, peak_flops),
         )
     )
-    ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
-    print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
+    ratios = [f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths]
+    print("\nattention_to_ffn_ratio (llm_TII v3):", ", ".join(ratios))
     if speed and ours(flops, min(lengths)) * speed > peak_flops:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:

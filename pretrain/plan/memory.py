@@ -330,19 +330,24 @@ def fused_layer(
     ]
     _, output, gate_up, down = precisions
 
-    kept = 2 * number * hidden + sum(operands[index] * hidden + 4 for index in (0, 2))
-    kept += number * (parts.heads.width + query) + 4 * parts.heads.query
-    kept += operands[1] * query if output.quantized else 0
-    if attention != ROTATED_ATTENTION:
-        kept += rotated  # a norm keeps its input and attention its output
-    kept += number * gate_and_up
-    if isinstance(down, QuantizedPrecision) and (
+    keeps_activated = isinstance(down, QuantizedPrecision) and (
         down.block_scaled or down.plain_forward or not gate_up.quantized
-    ):
-        kept += operands[3] * activated
+    )
+    kept = (
+        2 * number * hidden,  # the layer's input, and the attention's residual sum
+        operands[0] * hidden + 4,  # the output of each norm, and its statistics
+        operands[2] * hidden + 4,
+        number * parts.heads.width,  # queries, keys and values
+        number * query + 4 * parts.heads.query,  # the attention's output, and its statistics
+        operands[1] * query * output.quantized,
+        # Elsewhere the norms of heads keep their inputs, and attention their outputs.
+        rotated * (attention != ROTATED_ATTENTION),
+        number * gate_and_up,
+        operands[3] * activated * keeps_activated,
+    )
     return LayerMemory(
         inputs=number * hidden,
-        kept=round(kept),
+        kept=round(sum(kept)),
         # The gradients of the MLP, which takes more than attention.
         workspace=number * (hidden + gate_and_up + activated),
         quantized_weights=round(
@@ -396,8 +401,7 @@ def compiled_layer(
     idle = flops.idle_weights // shape.layers
     # Experts keep their input once for each choice of a token, and their output, which the
     # router's weight multiplies.
-    values = 4 * shape.hidden + (linears + experts) // shape.hidden + rotated
-    values += 2 * flops.choices * shape.hidden
+    values = (4 + 2 * flops.choices) * shape.hidden + (linears + experts) // shape.hidden + rotated
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())
     return LayerMemory(

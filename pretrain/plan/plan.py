@@ -310,9 +310,10 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     plan = replace(plan, devices=devices, chunk=None, keeps_rotated=False)
     if devices.memory is None or devices.name == "CPU":
         return plan
-    enough = max(1, FULL_SPEED // plan.recipe.data.length)
-    fits = [size for size in plan.microbatch_sizes if size <= min(enough, plan.expected_microbatch)]
-    packs = plan.microbatch or max(fits, default=1)
+    most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
+    packs = plan.microbatch or max(
+        (size for size in plan.microbatch_sizes if size <= most), default=1
+    )
     if plan.recipe.loss.chunk == "auto":
         plan = replace(plan, chunk=_longer_chunk(plan, packs))
     rotated = replace(plan, keeps_rotated=True)

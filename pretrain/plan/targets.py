@@ -89,13 +89,12 @@ class Target:
         has_libraries = capability is not None and active.precision.compute_dtype == "bfloat16"
         if has_libraries and model.fused == "auto":
             recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
-        attention = "packed_varlen"
-        if (
+        has_fa4 = (
             has_libraries
             and model.attention in ("auto", "flash_attn")
             and plan.flops.shape.head_dim in FA4_HEAD_DIMS
-        ):
-            attention = "packed_fa4"
+        )
+        attention = "packed_fa4" if has_fa4 else "packed_varlen"
         return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
 
     def obstacle(self, plan: Plan) -> str | None:

@@ -170,8 +170,8 @@ def load_tokenizer(
     recorded = data.tokenizer if data else {}
     is_recorded = recorded.get("fingerprint") == fingerprint_at(place)
     tokenizer = tokenizer_in(place, recorded if is_recorded else None)
-    templates = [part.chat_template for part in training_parts(settings).values()]
-    template = next(filter(None, templates), None)
+    parts = training_parts(settings).values()
+    template = next((part.chat_template for part in parts if part.chat_template), None)
     file = data.beside(CHAT_TEMPLATE) if data else None
     if template:
         tokenizer.chat_template = chat_template(template, str(settings.tokenizer))

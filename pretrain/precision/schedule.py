@@ -55,8 +55,10 @@ class PrecisionSchedule:
         """
         ends = last_steps([until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
-        precisions = [active for _, active in self.phases]
-        spans = tuple(Span(*span) for span in zip(firsts, ends, precisions, strict=False))
+        spans = tuple(
+            Span(first, end, active)
+            for first, end, (_, active) in zip(firsts, ends, self.phases, strict=False)
+        )
         switch = self._switch
         if switch is None:
             return spans

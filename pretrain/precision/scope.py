@@ -51,9 +51,8 @@ def decide(
     settings = active.settings
     head = hf.get_output_embeddings()
     first, last = active.kept_layers(len(layers))
-    kept_by = "keep_bf16_layers"
-    if settings.keep_bf16_layers.last is None and last:
-        kept_by = f"keep_bf16_layers, by default the last {last} of {len(layers)}"
+    is_default = settings.keep_bf16_layers.last is None and last > 0
+    default = f", by default the last {last} of {len(layers)}" if is_default else ""
     kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
     kept = {module for layer in kept_layers for module in layer.modules()}
     linears = {
@@ -79,7 +78,7 @@ def decide(
         reasons: dict[str | None, Any] = {  # and whether they apply
             "scope linear excludes the LM head": module is head and settings.scope == "linear",
             "routers are not quantized": any(is_called(name, pattern) for pattern in _ROUTERS),
-            kept_by: module in kept,
+            f"keep_bf16_layers{default}": module in kept,
             **{f"keep_bf16: {pattern}": is_called(name, pattern) for pattern in settings.keep_bf16},
             **{f"{size} is not a multiple of {multiple}": size % multiple for size in features},
             no_groups: name in stacks,

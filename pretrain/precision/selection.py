@@ -45,8 +45,9 @@ def missing_on(device_type: str) -> Missing:
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
     def missing(precision: QuantizedPrecision) -> str | None:
-        need = precision.hardware.missing(capability)
-        need = need or transformer_engine.unavailable_because(precision)
+        need = precision.hardware.missing(capability) or transformer_engine.unavailable_because(
+            precision
+        )
         return f"needs {need}; {device}" if need else None
 
     return missing
@@ -84,9 +85,7 @@ def select_precision(
             f"slowly, `fp8_config.on_unsupported: fallback` to train in {stand_in.name}, or a "
             f"`precision` that runs here: {', '.join(candidate.name for candidate in available)}"
         )
-    name = stand_in.name
-    if stand_in.quantized and requested.plain_forward:
-        name += PLAIN_FORWARD
+    name = stand_in.name + PLAIN_FORWARD * (stand_in.quantized and requested.plain_forward)
     return ActivePrecision(
         precision,
         precision_called(name),

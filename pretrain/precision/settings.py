@@ -170,11 +170,11 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     *earlier, (_, last_name) = phases
     if in_a_path:
         return "-then-".join([*(f"{name}-to-{until}" for until, name in earlier), last_name])
-    parts = []
-    for until, name in earlier:
-        # config.yaml holds a step number as a float, for example 3.0.
-        end = f"{100 * until:g} %" if until < 1 else f"step {int(until)}"
-        parts.append(f"{name} to {end}")
+    # config.yaml holds a step number as a float, for example 3.0.
+    parts = [
+        f"{name} to " + (f"{100 * until:g} %" if until < 1 else f"step {int(until)}")
+        for until, name in earlier
+    ]
     return ", then ".join([*parts, last_name])
 
 
@@ -270,7 +270,7 @@ class LowPrecisionSettings(Settings):
         """
         defaults = precision_called(precision_name).options
         accepted = {key: value for key, value in self.options_set.items() if key in defaults}
-        options = dict.fromkeys(OPTIONS) | dict(defaults) | accepted
+        options = {**dict.fromkeys(OPTIONS), **defaults, **accepted}
         return type(self).model_validate(self.model_dump() | options)
 
     def without_options(self) -> Self:
