@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: found, compared with the recipe, and judged."""
+"""Finding, comparing and validating the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def job_of(
     run_dir: Path = Path("run"),
     **identity: Any,
 ) -> Any:
-    """Return the parts of a job that decide where it resumes."""
+    """Return a stand-in for a job with the attributes that decide where it resumes."""
     recipe = SimpleNamespace(
         schedule=ScheduleSettings(kind=schedule),
         optimizer=OptimizerSettings(),
@@ -75,9 +75,10 @@ def job_of(
     )
 
 
-def found_at(
+def checkpoint_at(
     step: int, steps: int = 12, *, is_branch: bool = False, in_run_folder: bool = True
 ) -> FoundCheckpoint:
+    """Return a found checkpoint of `step`."""
     path = Path(f"run/checkpoints/step-{step:08d}")
     return FoundCheckpoint(path, record_of(step, steps), is_branch, in_run_folder)
 
@@ -95,15 +96,16 @@ def save(folder: Path, *steps: int) -> list[Path]:
 def find(
     run_dir: Path, requested: str = "auto", branch_from: Path | None = None
 ) -> FoundCheckpoint | None:
+    """Find the checkpoint of a run folder."""
     return find_checkpoint(Checkpoints(run_dir / "checkpoints", keep=10), requested, branch_from)
 
 
 def test_auto_finds_the_newest_intact_checkpoint(tmp_path: Path) -> None:
     assert find(tmp_path) is None
     _, middle, newest = save(tmp_path, 4, 8, 12)
-    found = find(tmp_path)
-    assert found.path == newest and found.step == 12
-    assert found.in_run_folder and not found.is_branch
+    checkpoint = find(tmp_path)
+    assert checkpoint.path == newest and checkpoint.step == 12
+    assert checkpoint.in_run_folder and not checkpoint.is_branch
     flip(max(newest.glob("*.safetensors")))
     assert find(tmp_path).path == middle
 
@@ -112,8 +114,8 @@ def test_a_run_folder_to_resume_means_its_newest_checkpoint(tmp_path: Path) -> N
     first, last = save(tmp_path / "other", 4, 8)
     run_dir = tmp_path / "run"
     for requested, path in ((tmp_path / "other", last), (first, first)):
-        found = find(run_dir, str(requested))
-        assert found.path == path and not found.in_run_folder and not found.is_branch
+        checkpoint = find(run_dir, str(requested))
+        assert checkpoint.path == path and not checkpoint.in_run_folder and not checkpoint.is_branch
     with pytest.raises(InputError, match="this is no complete checkpoint"):
         find(run_dir, str(tmp_path / "nowhere"))
 
@@ -123,9 +125,9 @@ def test_a_run_branches_only_without_a_checkpoint_of_its_own(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     branch = find(run_dir, branch_from=trunk)
     assert branch.path == trunk and branch.is_branch and not branch.in_run_folder
-    (own,) = save(run_dir, 6)
+    (newest,) = save(run_dir, 6)
     resumed = find(run_dir, branch_from=trunk)
-    assert resumed.path == own and not resumed.is_branch
+    assert resumed.path == newest and not resumed.is_branch
 
 
 def test_damaged_checkpoints_alone_are_refused(tmp_path: Path) -> None:
@@ -154,7 +156,7 @@ SAVED = {"seed": 0, "train.steps": 8, "precision": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("present", "how", "changed", "implied"),
+    ("present", "options", "changed", "implied"),
     [
         ({}, {}, set(), set()),
         ({"seed": 1}, {}, {"seed"}, set()),
@@ -183,11 +185,11 @@ SAVED = {"seed": 0, "train.steps": 8, "precision": "bf16"}
     ],
 )
 def test_identities_differ_by_these_keys(
-    present: dict[str, Any], how: dict[str, Any], changed: set[str], implied: set[str]
+    present: dict[str, Any], options: dict[str, Any], changed: set[str], implied: set[str]
 ) -> None:
-    changes = compare_identities(SAVED, SAVED | present, **how)
+    changes = compare_identities(SAVED, SAVED | present, **options)
     assert changes.values.keys() == changed
-    # A branch always implies its own key, whether or not it has changed.
+    # A branch always implies train.begin_with, even if it has not changed.
     assert changes.implied & changed == implied
     for key, (saved, now) in changes.values.items():
         assert saved == SAVED.get(key) and now == present[key]
@@ -201,10 +203,11 @@ def test_tuples_equal_the_lists_that_json_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("step", "job", "may_move"),
     [
-        (12, job_of(12, schedule="cosine"), True),  # the same number of steps
+        (12, job_of(12, schedule="cosine"), True),  # the same horizon
         (12, job_of(24), True),
-        (12, job_of(24, precision_changes=True), False),  # phases of precision
-        (9, job_of(24, schedule="wsd"), True),  # of 12 steps, the last two decay
+        # The precision changes at a share of the horizon.
+        (12, job_of(24, precision_changes=True), False),
+        (9, job_of(24, schedule="wsd"), True),  # the last two of 12 steps decay
         (12, job_of(24, schedule="wsd"), False),
         (4, job_of(24, schedule="cosine"), False),
         (0, job_of(24, schedule="cosine"), True),
@@ -224,9 +227,9 @@ SEED_CHANGED = IdentityChanges({"seed": (0, 1)})
 
 @pytest.mark.parametrize("in_run_folder", [True, False])
 def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None:
-    found = found_at(12, in_run_folder=in_run_folder)
+    checkpoint = checkpoint_at(12, in_run_folder=in_run_folder)
     with pytest.raises(InputError) as error:
-        require_same_training(found, SEED_CHANGED, job_of(), [])
+        require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
     assert ("Set another `run_dir`" if in_run_folder else "Omit --resume") in message
@@ -235,33 +238,33 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
     early, newest = save(tmp_path, 4, 12)
-    found = FoundCheckpoint(newest, record_of(12), False, True)
+    checkpoint = FoundCheckpoint(newest, record_of(12), False, True)
     job = job_of(24, schedule="wsd")
     with pytest.raises(InputError, match=f"with --resume, which {early} is"):
-        require_same_training(found, HORIZON_CHANGED, job, [newest, early])
+        require_same_training(checkpoint, HORIZON_CHANGED, job, [newest, early])
     with pytest.raises(InputError, match=r"with --resume\.$"):
-        require_same_training(found, HORIZON_CHANGED, job, [newest])
+        require_same_training(checkpoint, HORIZON_CHANGED, job, [newest])
 
 
 @pytest.mark.parametrize(
-    ("found", "changes"),
+    ("checkpoint", "changes"),
     [
-        (found_at(12), IdentityChanges({})),
-        (found_at(12, is_branch=True), SEED_CHANGED),
-        (found_at(30, 30), IdentityChanges({"train.steps": (30, 24)})),  # past the horizon
+        (checkpoint_at(12), IdentityChanges({})),
+        (checkpoint_at(12, is_branch=True), SEED_CHANGED),
+        (checkpoint_at(30, 30), IdentityChanges({"train.steps": (30, 24)})),  # past the horizon
     ],
 )
 def test_these_checkpoints_are_not_refused_for_their_changes(
-    found: FoundCheckpoint, changes: IdentityChanges
+    checkpoint: FoundCheckpoint, changes: IdentityChanges
 ) -> None:
-    require_same_training(found, changes, job_of(24), [])
+    require_same_training(checkpoint, changes, job_of(24), [])
 
 
 @pytest.mark.parametrize(
     ("step", "in_run_folder", "message"),
     [
         (11, True, None),
-        (12, True, None),  # its run has ended
+        (12, True, None),  # the run is complete
         (12, False, "is from step 12, and `train` ends the run at 12; lengthen it$"),
         (13, True, "ends the run at 12; lengthen it, or set another `run_dir`"),
     ],
@@ -277,7 +280,7 @@ def test_a_checkpoint_must_leave_steps_to_train(
         require_steps_to_train(source, job_of(), in_run_folder=in_run_folder)
 
 
-def test_a_horizon_in_tokens_needs_steps_of_one_size() -> None:
+def test_a_horizon_in_tokens_needs_steps_of_equal_size() -> None:
     record = record_of(4)
     record["progress"]["tokens"] = 4 * 2048
     source = ResumePoint(Path("step"), record, [])
@@ -320,20 +323,20 @@ def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) 
 # ── Build ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_resumed_run_remembers_what_has_changed() -> None:
-    own = build_resume_point(found_at(4), SEED_CHANGED, job_of())
-    assert own.notes == ["the recipe has changed: seed: saved 0, now 1"]
-    assert own.past == {"changed": [{"step": 4, "was": {"seed": 0}}], "left_out": 2}
-    unchanged = build_resume_point(found_at(4), IdentityChanges({}), job_of())
+def test_a_resumed_run_records_its_changes() -> None:
+    resumed = build_resume_point(checkpoint_at(4), SEED_CHANGED, job_of())
+    assert resumed.notes == ["the recipe has changed: seed: saved 0, now 1"]
+    assert resumed.past == {"changed": [{"step": 4, "was": {"seed": 0}}], "left_out": 2}
+    unchanged = build_resume_point(checkpoint_at(4), IdentityChanges({}), job_of())
     assert unchanged.notes == [] and unchanged.past["changed"] == []
 
 
 def test_a_branch_starts_with_an_empty_past() -> None:
-    found = found_at(4, steps=8, is_branch=True, in_run_folder=False)
+    trunk = checkpoint_at(4, steps=8, is_branch=True, in_run_folder=False)
     changes = IdentityChanges(
         {"seed": (0, 1), "train.begin_with": (None, "x")}, frozenset({"train.begin_with"})
     )
-    branch = build_resume_point(found, changes, job_of())
+    branch = build_resume_point(trunk, changes, job_of())
     assert branch.notes == ["the recipe has changed: seed: saved 0, now 1"]
     assert branch.past == {"changed": [], "left_out": 0} and branch.is_branch
     assert branch.health.losses == [2.0]
@@ -341,7 +344,7 @@ def test_a_branch_starts_with_an_empty_past() -> None:
 
 
 def test_a_moved_horizon_is_noted() -> None:
-    point = build_resume_point(found_at(4, steps=8), IdentityChanges({}), job_of(24))
+    point = build_resume_point(checkpoint_at(4, steps=8), IdentityChanges({}), job_of(24))
     assert point.notes[0].startswith("the horizon moves from step 8 to 24; constant: ")
     assert point.health.rollbacks == 1 and point.health.switched_after == 3
 
@@ -367,7 +370,7 @@ def test_packs_continue_where_the_checkpoints_ended(
     job = job_of()
     job.recipe.data.length = length
     job.plan.packs_per_step = packs_per_step
-    # Checkpoints of earlier versions have no place.
+    # Checkpoints of earlier versions lack `place`.
     for place in ({"place": 6 * tokens // length}, {}):
         progress = {"step": 5, "left_out": 1, "shift": 0, **place}
         record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}
