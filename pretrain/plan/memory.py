@@ -42,7 +42,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -55,7 +54,7 @@ from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
-from pretrain.settings.recipe import LossSettings, Recipe
+from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}
 # Settings that take less memory, the most effective first if none is set yet.
@@ -107,164 +106,154 @@ class LayerMemory:
     recomputed: bool = False
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Memory of one device at the peak of a training step.
+def step_memory(
+    recipe: Recipe,
+    flops: ModelFlops,
+    devices: Devices,
+    precision: Precision,
+    layers: Sequence[LayerMemory],
+    microbatch: int,
+    loss: LossSettings,
+    *,
+    keeps_rotated: bool,
+) -> dict[str, int]:
+    """Return the bytes of one device at the peak of a step by part, without empty parts.
 
     The CUDA context and fragments of the allocator (about 1 GiB) come on top.
+
+    layers: in order; empty if all layers are compiled and none is fused.
+    microbatch: packs that the device computes at once.
+    loss: of the recipe, with the chunk that was chosen.
+    keeps_rotated: whether layers keep `LayerMemory.rotated` too.
     """
+    number = precision.number_bytes
+    layouts = precision.layouts_on(devices.capability)
+    tokens = recipe.data.length * microbatch
+    values = math.ceil(flops.parameters / devices.shards)
+    head = flops.shape.vocabulary * flops.shape.hidden
+    low_head = precision.quantized and recipe.fp8_config.scope != "linear"
+    # BF16 working copies of FP32 weights. Shards get theirs by gathering.
+    has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
+    compiled = compiled_layer(flops, precision, layouts, {})
+    layers = _as_recomputed(
+        layers or [compiled] * flops.shape.layers, recipe.model, keeps_rotated=keeps_rotated
+    )
+    gathered, sums, sent = _in_shards(flops, devices, head)
+    gradients = values * BYTES[recipe.gradients_kept_in]
+    gap_gradients = 4 * sums if devices.gathered else gradients
+    parts = {
+        "parameters": values * (4 if recipe.weights == "fp32" else 2),
+        "gathered weights": number * gathered,
+        "gradients": gradients + 4 * sums,
+        "gradients in BF16 for log.gap": gap_gradients
+        * bool(recipe.log.gap and precision.quantized),
+        "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
+        "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
+        "BF16 working copies": _working_copies(layers) * has_copies,
+        "quantized weights": sum(layer.quantized_weights for layer in layers)
+        + layouts * head * low_head,
+        "activations": tokens * sum(layer.kept for layer in layers),
+    }
+    in_backward = 4 * sent + tokens * _largest_backward(layers)
+    at_loss = _at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
+    parts["the loss" if at_loss >= in_backward else "a layer's backward"] = max(
+        at_loss, in_backward
+    )
+    return {part: size for part, size in parts.items() if size}
 
-    recipe: Recipe
-    flops: ModelFlops
-    devices: Devices
-    precision: Precision
-    layers: Sequence[LayerMemory]  # in order; empty if all layers are compiled and none is fused
-    microbatch: int  # packs
-    loss: LossSettings  # of the recipe, with the chunk that was chosen
-    keeps_rotated: bool  # layers keep `LayerMemory.rotated` too
 
-    def parts(self) -> dict[str, int]:
-        """Return the estimated bytes by part, without empty parts."""
-        recipe = self.recipe
-        gathered, sums, sent = self._in_shards
-        gradients = self._values * BYTES[recipe.gradients_kept_in]
-        measures_gap = bool(recipe.log.gap) and self.precision.quantized
-        in_backward = 4 * sent + self._tokens * self._backward
-        head = self._layouts * self._head * self._quantizes_head
-        parts = {
-            "parameters": self._values * (4 if recipe.weights == "fp32" else 2),
-            "gathered weights": self.precision.number_bytes * gathered,
-            "gradients": gradients + 4 * sums,
-            "gradients in BF16 for log.gap": measures_gap
-            * (4 * sums if self.devices.gathered else gradients),
-            "optimizer moments": 2 * self._values * BYTES[recipe.moments_kept_in],
-            "remainder bits": 2 * self._values * (recipe.weights == "bf16_exact"),
-            "BF16 working copies": self._working_copies if self._has_copies else 0,
-            "quantized weights": sum(layer.quantized_weights for layer in self._layers) + head,
-            "activations": self._tokens * sum(layer.kept for layer in self._layers),
-        }
-        peak = "the loss" if self._at_loss >= in_backward else "a layer's backward"
-        parts[peak] = max(self._at_loss, in_backward)
-        return {part: size for part, size in parts.items() if size}
+def _as_recomputed(
+    layers: Sequence[LayerMemory], model: ModelSettings, *, keeps_rotated: bool
+) -> list[LayerMemory]:
+    """Return the layers with rotated activations and recomputation taken into account.
 
-    @property
-    def _tokens(self) -> int:
-        """Return the tokens of a microbatch."""
-        return self.recipe.data.length * self.microbatch
+    A recomputed layer keeps its input alone, and has the other activations again while its backward
+    runs.
+    """
+    result = []
+    for index, layer in enumerate(layers):
+        kept = layer.kept + layer.rotated * keeps_rotated
+        recomputed = model.recomputes(index)
+        stays = layer.inputs if recomputed else kept
+        workspace = layer.workspace + kept - stays
+        result.append(replace(layer, kept=stays, workspace=workspace, recomputed=recomputed))
+    return result
 
-    @property
-    def _layouts(self) -> int:
-        """Return the number of stored layouts of a quantized operand."""
-        return self.precision.layouts_on(self.devices.capability)
 
-    @property
-    def _values(self) -> int:
-        """Return the number of parameters that the device stores."""
-        return math.ceil(self.flops.parameters / self.devices.shards)
+def _in_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
+    """Return counts of numbers that come on top with shards.
 
-    @property
-    def _head(self) -> int:
-        """Return the number of weights of the LM head."""
-        return self.flops.shape.vocabulary * self.flops.shape.hidden
+    These are gathered weights, sums of their gradients, and sums that are being sent. If weights
+    are gathered for each use, they belong to a layer, to the next one and its copy, and to the head
+    in forward and backward.
 
-    @property
-    def _quantizes_head(self) -> bool:
-        return self.precision.quantized and self.recipe.fp8_config.scope != "linear"
+    head: number of weights of the LM head.
+    """
+    if not devices.sharded:
+        return 0, 0, 0
+    layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
+    sent = layer if flops.tied else max(layer, head)
+    if devices.gathered:
+        return flops.parameters, flops.parameters, sent
+    return 3 * layer + head, sent + (head if flops.tied else 0), sent
 
-    @property
-    def _has_copies(self) -> bool:
-        """Return whether FP32 weights have BF16 working copies. Shards get theirs by gathering."""
-        return (
-            self.recipe.weights == "fp32"
-            and self.precision.compute_dtype != "float32"
-            and not self.devices.sharded
-        )
 
-    @cached_property
-    def _layers(self) -> list[LayerMemory]:
-        """Return the layers with rotated activations and recomputation taken into account.
+def _at_loss(
+    flops: ModelFlops,
+    devices: Devices,
+    precision: Precision,
+    loss: LossSettings,
+    tokens: int,
+    low_head: bool,
+    has_copies: bool,
+) -> int:
+    """Return the bytes that the loss takes beside the kept activations.
 
-        A recomputed layer keeps its input alone, and has the other activations again while its
-        backward runs.
-        """
-        compiled = compiled_layer(self.flops, self.precision, self._layouts, {})
-        result = []
-        for index, layer in enumerate(self.layers or [compiled] * self.flops.shape.layers):
-            kept = layer.kept + layer.rotated * self.keeps_rotated
-            recomputed = self.recipe.model.recomputes(index)
-            stays = layer.inputs if recomputed else kept
-            workspace = layer.workspace + kept - stays
-            result.append(replace(layer, kept=stays, workspace=workspace, recomputed=recomputed))
-        return result
+    For the head: its gradient, its working copy, and the gradient of a chunk if products do not add
+    it to the sum. For each token: the last hidden state, the output of the final norm and its
+    gradient. Logits are overwritten with their gradient, which in FP8 has its layouts beside it.
 
-    @property
-    def _in_shards(self) -> tuple[int, int, int]:
-        """Return counts of numbers that come on top with shards.
+    tokens: of a microbatch.
+    low_head: whether the LM head is quantized.
+    has_copies: whether weights have working copies.
+    """
+    shape = flops.shape
+    number = precision.number_bytes
+    copies = has_copies
+    if isinstance(precision, QuantizedPrecision) and low_head:
+        # A gradient that the products do not add to the sum.
+        copies = loss.penalty is not None or not precision.fuses_head_on(devices.capability)
+    size = shape.vocabulary * shape.hidden * (4 + number * copies)
+    size += tokens * 3 * shape.hidden * number
+    if loss.kind == "chunked":
+        logit_bytes = number + precision.layouts_on(devices.capability) * low_head
+        size += logit_bytes * shape.vocabulary * min(tokens, loss.tokens_at_once)
+    return size
 
-        These are gathered weights, sums of their gradients, and sums that are being sent. If
-        weights are gathered for each use, they belong to a layer, to the next one and its copy, and
-        to the head in forward and backward.
-        """
-        flops = self.flops
-        head = self._head
-        if not self.devices.sharded:
-            return 0, 0, 0
-        layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
-        sent = layer if flops.tied else max(layer, head)
-        if self.devices.gathered:
-            return flops.parameters, flops.parameters, sent
-        return 3 * layer + head, sent + (head if flops.tied else 0), sent
 
-    @property
-    def _at_loss(self) -> int:
-        """Return the bytes that the loss takes beside the kept activations.
+def _largest_backward(layers: Sequence[LayerMemory]) -> int:
+    """Return the largest memory of a layer's backward beyond all kept activations.
 
-        For the head: its gradient, its working copy, and the gradient of a chunk if products do
-        not add it to the sum. For each token: the last hidden state, the output of the final norm
-        and its gradient. Logits are overwritten with their gradient, which in FP8 has its layouts
-        beside it.
-        """
-        shape = self.flops.shape
-        number = self.precision.number_bytes
-        low_head = self._quantizes_head
-        copies = int(self._has_copies)
-        if isinstance(self.precision, QuantizedPrecision) and low_head:
-            # A gradient that the products do not add to the sum.
-            fuses = self.precision.fuses_head_on(self.devices.capability)
-            copies = int(not fuses or self.loss.penalty is not None)
-        logits = 0
-        if self.loss.kind == "chunked":
-            chunk = min(self._tokens, self.loss.tokens_at_once)
-            logits = (number + self._layouts * low_head) * shape.vocabulary * chunk
-        head = self._head * (4 + number * copies)
-        return head + self._tokens * 3 * shape.hidden * number + logits
+    In bytes a token. By then the layers behind it have freed theirs.
+    """
+    freed = most = 0
+    for layer in reversed(layers):
+        most = max(most, layer.workspace - freed)
+        freed += layer.kept
+    return most
 
-    @property
-    def _backward(self) -> int:
-        """Return the largest memory of a layer's backward beyond all kept activations.
 
-        In bytes a token. By then the layers behind it have freed theirs.
-        """
-        freed = most = 0
-        for layer in reversed(self._layers):
-            most = max(most, layer.workspace - freed)
-            freed += layer.kept
-        return most
+def _working_copies(layers: Sequence[LayerMemory]) -> int:
+    """Return the bytes of working copies.
 
-    @property
-    def _working_copies(self) -> int:
-        """Return the bytes of working copies.
-
-        A fused layer keeps its copies for the whole step. A recomputed layer that is not fused
-        keeps them while the graph of its forward lives, so only the largest one counts.
-        """
-        total = sum(layer.unquantized_weights for layer in self._layers)
-        passing = [
-            layer.unquantized_weights
-            for layer in self._layers
-            if layer.recomputed and not layer.fused
-        ]
-        return total - sum(passing) + max(passing, default=0)
+    A fused layer keeps its copies for the whole step. A recomputed layer that is not fused keeps
+    them while the graph of its forward lives, so only the largest one counts.
+    """
+    total = sum(layer.unquantized_weights for layer in layers)
+    passing = [
+        layer.unquantized_weights for layer in layers if layer.recomputed and not layer.fused
+    ]
+    return total - sum(passing) + max(passing, default=0)
 
 
 def layers_of(

@@ -20,7 +20,7 @@ from packing.order import Mixture
 from pretrain.metrics.flops import TRAINED, ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer.schedule import decay_begins
-from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, StepMemory
+from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, step_memory
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import ActivePrecision, precision_called
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
@@ -207,7 +207,7 @@ class Plan:
         """
         layers = self.layers or {self.schedule.at(1).precision.name: ()}
         estimates = [
-            StepMemory(
+            step_memory(
                 self.recipe,
                 self.flops,
                 self.devices,
@@ -215,8 +215,8 @@ class Plan:
                 of_precision,
                 microbatch,
                 self.loss,
-                self.keeps_rotated,
-            ).parts()
+                keeps_rotated=self.keeps_rotated,
+            )
             for name, of_precision in layers.items()
         ]
         return max(estimates, key=lambda parts: sum(parts.values()))

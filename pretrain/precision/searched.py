@@ -284,7 +284,7 @@ class Products:
             return None
         if not decisive:  # try again with the next product of this kind
             return matmul, named[same[0]]
-        best = fastest(_times([launches[number] for number in same]))
+        best = fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0
         self.chosen[problem] = matmul, named[same[best]]
         return self.chosen[problem]
 
