@@ -102,10 +102,10 @@ class Parity:
             f"parity with plain transformers: loss {self.loss - self.reference_loss:+.1e}, "
             f"gradients differ by at most {self.tensors[0].excess:.0%} of the tolerance"
         )
-        if not self.products:
-            return text
-        worst = self.products[0].excess
-        return f"{text}, {len(self.products)} quantized products by at most {worst:.0%} of theirs"
+        if self.products:
+            worst = self.products[0].excess
+            text += f", {len(self.products)} quantized products by at most {worst:.0%} of theirs"
+        return text
 
     def record(self) -> dict[str, Any]:
         """Return the entry of audit.json: all figures, the worst entries, and their numbers."""
@@ -242,12 +242,12 @@ class _Check:
         head = self.model.hf.get_output_embeddings()
         penalty = head.penalty
         if penalty:
-            scale = head.settings.penalty_weight or 1.0
-            penalty = replace(penalty, weight=penalty.weight / scale)
-        chunk = min(head.chunk, -(-tokens // 2))
+            penalty = replace(
+                penalty, weight=penalty.weight / (head.settings.penalty_weight or 1.0)
+            )
         with (
             training_without_dropout(self.model),
-            overridden(head, chunk=chunk, penalty=penalty),
+            overridden(head, chunk=min(head.chunk, -(-tokens // 2)), penalty=penalty),
             distinct_values(self.model) as factor,
             head.register_forward_pre_hook(lambda head, inputs: (factor * inputs[0], inputs[1])),
         ):
@@ -274,10 +274,10 @@ class _Check:
         """
         advance()
         plain = reference_model(self.model.hf, self.accelerator.device)
-        settings = self.model.hf.get_output_embeddings().settings
+        loss_settings = self.model.hf.get_output_embeddings().settings
 
         def computed() -> tuple[Tensor, dict[str, Tensor]]:
-            losses, gradients = reference_pass(plain, microbatches, settings, head_factor)
+            losses, gradients = reference_pass(plain, microbatches, loss_settings, head_factor)
             # One by one, because the sum over ranks is a copy. The fast path's backward has summed
             # its own gradients.
             for name in gradients:
@@ -419,8 +419,10 @@ def worst_of(compared: Sequence[Compared], subject: str, meaning: str) -> list[s
     wrong = [f"{entry.name} ({entry.excess:.3g})" for entry in compared if entry.excess > 1]
     if not wrong:
         return []
-    worst = ", ".join(wrong[:SHOWN])
-    return [f"{subject}, {len(wrong)} of {len(compared)}: {meaning}; {worst} times the tolerance"]
+    return [
+        f"{subject}, {len(wrong)} of {len(compared)}: {meaning}; {', '.join(wrong[:SHOWN])} times "
+        "the tolerance"
+    ]
 
 
 def draw_microbatch(
