@@ -36,10 +36,17 @@ def main(options: argparse.Namespace) -> int:
     if not flops.expert_weights:
         lines.append(f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}")
     print("\n".join(lines), end="\n\n")
+    rows = [
+        [
+            _cell(per_token(flops, length), ours(flops, length), speed, peak_flops)
+            for length in lengths
+        ]
+        for per_token in FORMULAS.values()
+    ]
     print(
         markdown(
             ("a token", *(f"T = {length:,}" for length in lengths)),
-            _rows(flops, lengths, speed, peak_flops),
+            [(name, *cells) for name, cells in zip(FORMULAS, rows, strict=True)],
         )
     )
     ratios = [f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths]
@@ -56,18 +63,10 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(
-    flops: ModelFlops, lengths: Sequence[int], speed: float | None, peak_flops: float
-) -> list[tuple[str, ...]]:
-    """Return a row for each definition: FLOPs a token, and with a `speed` in tokens/s the MFU."""
-    rows = []
-    for name, per_token in FORMULAS.items():
-        cells = []
-        for length in lengths:
-            count = per_token(flops, length)
-            cell = f"{operations(count)} ({percent(count / ours(flops, length))})"
-            if speed:
-                cell += f": MFU {percent(count * speed / peak_flops)}"
-            cells.append(cell)
-        rows.append((name, *cells))
-    return rows
+def _cell(count: float, reference: float, speed: float | None, peak_flops: float) -> str:
+    """Return the FLOPs a token by one definition, and with a `speed` in tokens/s the MFU.
+
+    reference: FLOPs a token by the definition of this project.
+    """
+    mfu = f": MFU {percent(count * speed / peak_flops)}" if speed else ""
+    return f"{operations(count)} ({percent(count / reference)}){mfu}"

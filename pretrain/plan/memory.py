@@ -273,9 +273,8 @@ def layers_of(
     capability: CUDA's compute capability, as in `Devices`.
     """
     layers = decoder_layers(model)
-    decisions: Mapping[str, Decision] = {}
-    if active.precision.quantized:
-        decisions = decide(model, list(layers.values()), active, capability)
+    is_low = active.precision.quantized
+    decisions = decide(model, list(layers.values()), active, capability) if is_low else {}
     not_fused = not_fused_because(
         recipe.model.fused, active, device_type, getattr(torch, active.precision.compute_dtype)
     )
@@ -288,13 +287,13 @@ def layers_of(
         reason, low = assess_layer(name, layer, decisions)
         if not_fused or reason:
             result.append(compiled)
-            continue
-        parts = Parts.of(layer)
-        precisions = [
-            active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
-            for stack in parts.stacks
-        ]
-        result.append(fused_layer(parts, precisions, attention, layouts))
+        else:
+            parts = Parts.of(layer)
+            precisions = [
+                active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
+                for stack in parts.stacks
+            ]
+            result.append(fused_layer(parts, precisions, attention, layouts))
     return result
 
 

@@ -76,9 +76,8 @@ def shape_lines(flops: ModelFlops) -> list[str]:
 def model_lines(plan: Plan) -> list[str]:
     """Return lines about the model, and about the layers that stay in BF16."""
     lines = shape_lines(plan.flops)
-    for active in plan.precisions:
-        if not active.precision.quantized:
-            continue
+    quantized = [active for active in plan.precisions if active.precision.quantized]
+    for active in quantized:
         first, last = active.kept_layers(plan.flops.shape.layers)
         ends = [
             f"the {end} {plural(count, 'layer')}"

@@ -91,10 +91,9 @@ class DelayedState:
 
     def scale(self, module: int, role: Role) -> Tensor:
         """Return the current scale of an operand, a FP32 scalar."""
-        scales = self.forward_scales
         if role == "grad_output":
-            scales = self._history("backward").scale
-        return scales[_column(module, role)]
+            return self._history("backward").scale[_column(module, role)]
+        return self.forward_scales[_column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
         """Record the amax of an operand, a FP32 scalar. The largest one of a step counts."""

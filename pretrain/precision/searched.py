@@ -199,12 +199,11 @@ def problem_of(
     tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
     if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
-    types = a.dtype, b.dtype, _BF16 if total is None else total.dtype
     return Problem(
         m,
         n,
         k,
-        types,
+        (a.dtype, b.dtype, _BF16 if total is None else total.dtype),
         transposed,
         is_fp8 and fast_accumulation,
         residual is not None,

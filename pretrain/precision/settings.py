@@ -149,13 +149,12 @@ def phases_of(setting: Any) -> list[tuple[Any, str]]:
         return [(None, setting)]
     if not isinstance(setting, list | tuple):
         return []
-    phases = []
-    for item in setting:
-        phase = item.model_dump() if isinstance(item, PrecisionPhase) else item
-        if isinstance(phase, Mapping) and "use" in phase:
-            suffix = PLAIN_FORWARD if phase.get("forward") else ""
-            phases.append((phase.get("until"), f"{phase['use']}{suffix}"))
-    return phases
+    phases = [item.model_dump() if isinstance(item, PrecisionPhase) else item for item in setting]
+    return [
+        (phase.get("until"), f"{phase['use']}{PLAIN_FORWARD if phase.get('forward') else ''}")
+        for phase in phases
+        if isinstance(phase, Mapping) and "use" in phase
+    ]
 
 
 def label(setting: Any, *, in_a_path: bool = False) -> str | None:
@@ -189,14 +188,8 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
     Shares are rounded to whole steps, like the decay of the learning rate. Raises InputError if a
     phase would have no step.
     """
-    ends = []
-    for until in untils:
-        if until is None:
-            ends.append(steps)
-        elif isinstance(until, float):
-            ends.append(round(until * steps))
-        else:
-            ends.append(until)
+    phases = [1.0 if until is None else until for until in untils]
+    ends = [round(end * steps) if isinstance(end, float) else end for end in phases]
     for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
         if end <= previous_end or (end >= steps and number < len(ends)):
             raise InputError(
