@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import pairwise
 from statistics import mean, median
 from typing import Any, NamedTuple
@@ -42,6 +43,8 @@ from pretrain.verify.reference_model import (
 )
 from pretrain.verify.reference_quantizer import watching_quantizers
 
+# A function that runs forward and backward of a step and returns the loss.
+Pass = Callable[..., float]
 # Ends of the documents in a drawn pack, in sevenths of its length. No kernel's block ends there.
 SEVENTHS = (0, 1, 3, 5, 7)
 DOCUMENTS = 3  # documents with labels in the first microbatch
@@ -154,8 +157,8 @@ def check_parity(
             torch.random.fork_rng([device] if device.type == "cuda" else []),
             model.context.preserving_state(),
         ):
-            check = _Check(model, optimizer, active, accelerator)
-            parity = check.run(step, packs, mask_boundaries)
+            run_pass = partial(_run_pass, model, optimizer, accelerator)
+            parity = _compare(model, run_pass, step, packs, active, accelerator, mask_boundaries)
         if any(from_all_ranks(bool(parity.failures))) and not parity.failures:
             parity.failures.append("another process found mismatches; see its message")
         return parity
@@ -170,227 +173,236 @@ def check_parity(
             torch.cuda.reset_peak_memory_stats(device)
 
 
-@dataclass(frozen=True)
-class _Check:
-    """One check of one model."""
-
-    model: PackedLanguageModel
-    optimizer: torch.optim.Optimizer
-    active: ActivePrecision
-    accelerator: Accelerator
-
-    def run(self, step: StepBatches, packs: Sequence[Pack], mask_boundaries: bool) -> Parity:
-        failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
-        shapes = step.microbatches[0]
-        vocabulary = len(self.model.hf.get_output_embeddings().weight)
-        generator = np.random.default_rng(self.accelerator.process_index)
-        drawn = [
-            draw_microbatch(shapes, vocabulary, generator, longest)
-            for longest in (None, LONGEST[self.accelerator.device.type])
-        ]
-        step = replace(step, microbatches=[batch for batch, _ in drawn])
-        tokens = self.accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
-        # `forward_backward` divides losses by the tokens of the step, also of other microbatches.
-        step_tokens = max(step.valid_tokens, 1)
-        mean_over_compared = step_tokens / tokens
-        with self._comparable(shapes.input_ids.shape[1]) as head_factor:
-            advance()
-            with (
-                overridden(self.model.context, quantizing=False),
-                recording_choices(self.model) as choices,
-            ):
-                loss = self._pass(step) * mean_over_compared
-            documents = _with_choices([documents for _, documents in drawn], choices)
-            reference_loss, loss_noise, reference, noise = self._reference(
-                documents, step_tokens, tokens, head_factor
-            )
-            gradients = self._gradients()
-            resolution = self._resolution(gradients)
-            parity = Parity(
-                failures=failures,
-                tokens=tokens,
-                loss=loss,
-                reference_loss=reference_loss,
-                loss_tolerated=loss_noise * resolution,
-                gradient_norm=gradient_norm(self.model.parameters()).item(),
-                tensors=judge(distances(gradients, reference), noise, resolution),
-            )
-            # Written so that NaN fails.
-            if not abs(loss - reference_loss) <= parity.loss_tolerated:
-                failures.append(
-                    f"loss of the packed path {loss:.6f}, of plain transformers "
-                    f"{reference_loss:.6f}; they may differ by {parity.loss_tolerated:.2g}"
-                )
-            failures += worst_of(
-                parity.tensors, "gradients", "the packed path differs from plain transformers"
-            )
-            if self.active.precision.quantized:
-                del reference  # frees memory for the quantized passes
-                failures += self._compare_quantized(parity, step, mean_over_compared)
-        return parity
-
-    @contextmanager
-    def _comparable(self, tokens: int) -> Iterator[float]:
-        """Prepare the model for the comparison. Yield a factor of the LM head's input.
-
-        tokens: of a microbatch. The head then computes two chunks or more, as in training, where
-        microbatches may be larger.
-
-        The penalty of the loss has the weight 1.0 on both sides. The gradient of a small penalty
-        would be lost in the rounding of the cross-entropy's gradient.
-        """
-        head = self.model.hf.get_output_embeddings()
-        penalty = head.penalty
-        if penalty:
-            penalty = replace(
-                penalty, weight=penalty.weight / (head.settings.penalty_weight or 1.0)
-            )
+def _compare(
+    model: PackedLanguageModel,
+    run_pass: Pass,
+    step: StepBatches,
+    packs: Sequence[Pack],
+    active: ActivePrecision,
+    accelerator: Accelerator,
+    mask_boundaries: bool,
+) -> Parity:
+    """Compare as `check_parity` does. Leave gradients and the state of the model changed."""
+    failures = list(wrong_batches(step.microbatches, packs, mask_boundaries=mask_boundaries))
+    shapes = step.microbatches[0]
+    vocabulary = len(model.hf.get_output_embeddings().weight)
+    generator = np.random.default_rng(accelerator.process_index)
+    drawn = [
+        draw_microbatch(shapes, vocabulary, generator, longest)
+        for longest in (None, LONGEST[accelerator.device.type])
+    ]
+    step = replace(step, microbatches=[batch for batch, _ in drawn])
+    tokens = accelerator.num_processes * sum(batch.valid_tokens for batch, _ in drawn)
+    # `forward_backward` divides losses by the tokens of the step, also of other microbatches.
+    step_tokens = max(step.valid_tokens, 1)
+    mean_over_compared = step_tokens / tokens
+    with _comparable(model, shapes.input_ids.shape[1]) as head_factor:
+        advance()
         with (
-            training_without_dropout(self.model),
-            overridden(head, chunk=min(head.chunk, -(-tokens // 2)), penalty=penalty),
-            distinct_values(self.model) as factor,
-            head.register_forward_pre_hook(lambda head, inputs: (factor * inputs[0], inputs[1])),
+            overridden(model.context, quantizing=False),
+            recording_choices(model) as choices,
         ):
-            yield factor
-
-    def _resolution(self, gradients: Mapping[str, Tensor | None]) -> float:
-        """Return the allowed error relative to BF16's."""
-        # Gradients may be summed in BF16 although the model computes in FP32.
-        dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
-        dtypes.add(self.model.context.compute_dtype)
-        return FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
-
-    def _reference(
-        self,
-        microbatches: Sequence[Sequence[Document]],
-        step_tokens: int,
-        tokens: int,
-        head_factor: float,
-    ) -> tuple[float, float, dict[str, Tensor], dict[str, Distance]]:
-        """Run plain transformers in FP32, then in BF16.
-
-        Return the loss in FP32, the error that BF16 makes in it, the gradients in FP32, and the
-        errors that BF16 makes in them. `tokens`: compared ones of all ranks.
-        """
-        advance()
-        plain = reference_model(self.model.hf, self.accelerator.device)
-        loss_settings = self.model.hf.get_output_embeddings().settings
-
-        def computed() -> tuple[Tensor, dict[str, Tensor]]:
-            losses, gradients = reference_pass(plain, microbatches, loss_settings, head_factor)
-            # One by one, because the sum over ranks is a copy. The fast path's backward has summed
-            # its own gradients.
-            for name in gradients:
-                gradients[name] = self.accelerator.reduce(
-                    gradients[name].div_(step_tokens), reduction="sum"
-                )
-            return losses, gradients
-
-        losses, gradients = computed()
-        for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
-            parameter.data = parameter.data.to(torch.bfloat16)
-        rounded_losses, rounded = computed()
-        # Free the weights now. A module whose forward was replaced is a reference cycle, which
-        # waits for the garbage collector.
-        plain.to("meta")  # type: ignore[arg-type]  # wrong in transformers
-        squares = from_all_ranks((rounded_losses - losses).double().square().sum().item())
-        loss_noise = math.sqrt(sum(squares) / tokens)
-        loss = sum(from_all_ranks(losses.double().sum().item())) / tokens
-        return loss, loss_noise, gradients, distances(rounded, gradients)
-
-    def _compare_quantized(
-        self, parity: Parity, step: StepBatches, mean_over_compared: float
-    ) -> list[str]:
-        """Compare the quantized path with the unquantized one. Set the figures of `parity`.
-
-        Return a line for each mismatch.
-        """
-        advance()
-        # One pass first, so that delayed scaling has seen the gradients of these labels.
-        if self.model.context.state():
-            self._pass(step)
-        parity.sums = self._compare_sums(step)
-        with ExitStack() as watching:
-            parity.products, wrong_histories = watching.enter_context(
-                watching_products(self.model, self.active)
-            )
-            parity.codes = watching.enter_context(
-                watching_quantizers(self.model.context, self.active)
-            )
-            loss = self._pass(step, watching) * mean_over_compared
-        norm = gradient_norm(self.model.parameters()).item()
-        parity.quantized_loss = loss
-        parity.quantized_gradient_norm = norm
-        tables = (
-            (parity.products, "low-precision products", "they are not what the format makes"),
-            (parity.codes, "codes of operands", "they are not the reference quantizer's"),
-            (parity.sums, "gradients over two microbatches", "they are not the microbatches' sum"),
+            loss = run_pass(step) * mean_over_compared
+        documents = _with_choices([documents for _, documents in drawn], choices)
+        reference_loss, loss_noise, reference, noise = _reference(
+            model, accelerator, documents, step_tokens, tokens, head_factor
         )
-        lines = [line for table in tables for line in worst_of(*table)]
-        if wrong_histories:
-            lines.append(
-                f"delayed scaling: wrong scale or history of {len(wrong_histories)} operands, such "
-                f"as {wrong_histories[0]}"
+        gradients = _gradients(model)
+        resolution = _resolution(model, gradients)
+        parity = Parity(
+            failures=failures,
+            tokens=tokens,
+            loss=loss,
+            reference_loss=reference_loss,
+            loss_tolerated=loss_noise * resolution,
+            gradient_norm=gradient_norm(model.parameters()).item(),
+            tensors=judge(distances(gradients, reference), noise, resolution),
+        )
+        # Written so that NaN fails.
+        if not abs(loss - reference_loss) <= parity.loss_tolerated:
+            failures.append(
+                f"loss of the packed path {loss:.6f}, of plain transformers "
+                f"{reference_loss:.6f}; they may differ by {parity.loss_tolerated:.2g}"
             )
-        lowest = parity.gradient_norm / NORM_RATIO
-        if not (math.isfinite(loss) and lowest <= norm <= parity.gradient_norm * NORM_RATIO):
-            lines.append(
-                f"quantized and unquantized path: loss {loss:.6f} and {parity.loss:.6f}, gradient "
-                f"norm {norm:.4g} and {parity.gradient_norm:.4g}"
+        failures += worst_of(
+            parity.tensors, "gradients", "the packed path differs from plain transformers"
+        )
+        if active.precision.quantized:
+            del reference  # frees memory for the quantized passes
+            failures += _compare_quantized(
+                parity, model, run_pass, step, active, mean_over_compared
             )
-        return lines
+    return parity
 
-    def _compare_sums(self, step: StepBatches) -> list[Compared]:
-        """Compare the gradients of a step with the sum of its microbatches' gradients.
 
-        Return the worst comparison first. The norm of every matrix's gradient is compared. Both
-        sides draw the same random numbers and begin with the same histories and scales. On a CPU
-        the gradients are then equal to the bit. On a GPU an attention kernel sums in another order
-        each time, and quantization amplifies the difference to the size of its own error, so only
-        norms can be compared. Collective.
-        """
-        copies = self.model.context.copied_state()
-        torch.manual_seed(0)
-        self._pass(step)
-        together = self._norms(self._gradients())
-        self.model.context.go_back(copies)
-        torch.manual_seed(0)
-        summed: dict[str, Tensor] = {}
-        for number in range(max(from_all_ranks(len(step.microbatches)))):
-            self._pass(replace(step, microbatches=step.microbatches[number : number + 1]))
-            for name, gradient in self._gradients().items():
-                if gradient is not None:
-                    summed[name] = gradient.float() + summed.get(name, 0.0)
-        compared = []
-        for name, norm in self._norms(summed).items():
-            error = abs(together[name] / norm - 1) if norm else together[name]
-            compared.append(Compared.of(name, error, error / SUMS_APART))
-        return worst_first(compared)
+@contextmanager
+def _comparable(model: PackedLanguageModel, tokens: int) -> Iterator[float]:
+    """Prepare the model for the comparison. Yield a factor of the LM head's input.
 
-    @staticmethod
-    def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-        """Return the norm of each matrix's gradient. Collective if gradients are sharded."""
-        norms = {
-            name: torch.linalg.vector_norm(gathered(gradient), dtype=torch.float64)
-            for name, gradient in gradients.items()
-            if gradient is not None and gradient.dim() > 1
-        }
-        return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+    tokens: of a microbatch. The head then computes two chunks or more, as in training, where
+    microbatches may be larger.
 
-    def _gradients(self) -> dict[str, Tensor | None]:
-        return {
-            name: gradient_of(parameter) for name, parameter in self.model.hf.named_parameters()
-        }
+    The penalty of the loss has the weight 1.0 on both sides. The gradient of a small penalty
+    would be lost in the rounding of the cross-entropy's gradient.
+    """
+    head = model.hf.get_output_embeddings()
+    penalty = head.penalty
+    if penalty:
+        penalty = replace(penalty, weight=penalty.weight / (head.settings.penalty_weight or 1.0))
+    with (
+        training_without_dropout(model),
+        overridden(head, chunk=min(head.chunk, -(-tokens // 2)), penalty=penalty),
+        distinct_values(model) as factor,
+        head.register_forward_pre_hook(lambda head, inputs: (factor * inputs[0], inputs[1])),
+    ):
+        yield factor
 
-    def _pass(
-        self, step: StepBatches, around_first: AbstractContextManager[Any] | None = None
-    ) -> float:
-        """Run forward and backward as a training step does, and return the loss.
 
-        Gradients stay until the next pass clears them.
-        """
-        clear_gradients(self.optimizer, self.model)
-        return forward_backward(self.model, step, self.accelerator, around_first).item()
+def _resolution(model: PackedLanguageModel, gradients: Mapping[str, Tensor | None]) -> float:
+    """Return the allowed error relative to BF16's."""
+    # Gradients may be summed in BF16 although the model computes in FP32.
+    dtypes = {gradient.dtype for gradient in gradients.values() if gradient is not None}
+    dtypes.add(model.context.compute_dtype)
+    return FP32_OF_BF16 if dtypes == {torch.float32} else 1.0
+
+
+def _reference(
+    model: PackedLanguageModel,
+    accelerator: Accelerator,
+    microbatches: Sequence[Sequence[Document]],
+    step_tokens: int,
+    tokens: int,
+    head_factor: float,
+) -> tuple[float, float, dict[str, Tensor], dict[str, Distance]]:
+    """Run plain transformers in FP32, then in BF16.
+
+    Return the loss in FP32, the error that BF16 makes in it, the gradients in FP32, and the
+    errors that BF16 makes in them. `tokens`: compared ones of all ranks.
+    """
+    advance()
+    plain = reference_model(model.hf, accelerator.device)
+    loss_settings = model.hf.get_output_embeddings().settings
+
+    def computed() -> tuple[Tensor, dict[str, Tensor]]:
+        losses, gradients = reference_pass(plain, microbatches, loss_settings, head_factor)
+        # One by one, because the sum over ranks is a copy. The fast path's backward has summed
+        # its own gradients.
+        for name in gradients:
+            gradients[name] = accelerator.reduce(gradients[name].div_(step_tokens), reduction="sum")
+        return losses, gradients
+
+    losses, gradients = computed()
+    for parameter in plain.parameters():  # rotary frequencies are buffers and stay in FP32
+        parameter.data = parameter.data.to(torch.bfloat16)
+    rounded_losses, rounded = computed()
+    # Free the weights now. A module whose forward was replaced is a reference cycle, which
+    # waits for the garbage collector.
+    plain.to("meta")  # type: ignore[arg-type]  # wrong in transformers
+    squares = from_all_ranks((rounded_losses - losses).double().square().sum().item())
+    loss_noise = math.sqrt(sum(squares) / tokens)
+    loss = sum(from_all_ranks(losses.double().sum().item())) / tokens
+    return loss, loss_noise, gradients, distances(rounded, gradients)
+
+
+def _compare_quantized(
+    parity: Parity,
+    model: PackedLanguageModel,
+    run_pass: Pass,
+    step: StepBatches,
+    active: ActivePrecision,
+    mean_over_compared: float,
+) -> list[str]:
+    """Compare the quantized path with the unquantized one. Set the figures of `parity`.
+
+    Return a line for each mismatch.
+    """
+    advance()
+    # One pass first, so that delayed scaling has seen the gradients of these labels.
+    if model.context.state():
+        run_pass(step)
+    parity.sums = _compare_sums(model, run_pass, step)
+    with ExitStack() as watching:
+        parity.products, wrong_histories = watching.enter_context(watching_products(model, active))
+        parity.codes = watching.enter_context(watching_quantizers(model.context, active))
+        loss = run_pass(step, watching) * mean_over_compared
+    norm = gradient_norm(model.parameters()).item()
+    parity.quantized_loss = loss
+    parity.quantized_gradient_norm = norm
+    tables = (
+        (parity.products, "low-precision products", "they are not what the format makes"),
+        (parity.codes, "codes of operands", "they are not the reference quantizer's"),
+        (parity.sums, "gradients over two microbatches", "they are not the microbatches' sum"),
+    )
+    lines = [line for table in tables for line in worst_of(*table)]
+    if wrong_histories:
+        lines.append(
+            f"delayed scaling: wrong scale or history of {len(wrong_histories)} operands, such "
+            f"as {wrong_histories[0]}"
+        )
+    lowest = parity.gradient_norm / NORM_RATIO
+    if not (math.isfinite(loss) and lowest <= norm <= parity.gradient_norm * NORM_RATIO):
+        lines.append(
+            f"quantized and unquantized path: loss {loss:.6f} and {parity.loss:.6f}, gradient "
+            f"norm {norm:.4g} and {parity.gradient_norm:.4g}"
+        )
+    return lines
+
+
+def _compare_sums(model: PackedLanguageModel, run_pass: Pass, step: StepBatches) -> list[Compared]:
+    """Compare the gradients of a step with the sum of its microbatches' gradients.
+
+    Return the worst comparison first. The norm of every matrix's gradient is compared. Both
+    sides draw the same random numbers and begin with the same histories and scales. On a CPU
+    the gradients are then equal to the bit. On a GPU an attention kernel sums in another order
+    each time, and quantization amplifies the difference to the size of its own error, so only
+    norms can be compared. Collective.
+    """
+    copies = model.context.copied_state()
+    torch.manual_seed(0)
+    run_pass(step)
+    together = _norms(_gradients(model))
+    model.context.go_back(copies)
+    torch.manual_seed(0)
+    summed: dict[str, Tensor] = {}
+    for number in range(max(from_all_ranks(len(step.microbatches)))):
+        run_pass(replace(step, microbatches=step.microbatches[number : number + 1]))
+        for name, gradient in _gradients(model).items():
+            if gradient is not None:
+                summed[name] = gradient.float() + summed.get(name, 0.0)
+    compared = []
+    for name, norm in _norms(summed).items():
+        error = abs(together[name] / norm - 1) if norm else together[name]
+        compared.append(Compared.of(name, error, error / SUMS_APART))
+    return worst_first(compared)
+
+
+def _norms(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Return the norm of each matrix's gradient. Collective if gradients are sharded."""
+    norms = {
+        name: torch.linalg.vector_norm(gathered(gradient), dtype=torch.float64)
+        for name, gradient in gradients.items()
+        if gradient is not None and gradient.dim() > 1
+    }
+    return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))
+
+
+def _gradients(model: PackedLanguageModel) -> dict[str, Tensor | None]:
+    return {name: gradient_of(parameter) for name, parameter in model.hf.named_parameters()}
+
+
+def _run_pass(
+    model: PackedLanguageModel,
+    optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator,
+    step: StepBatches,
+    around_first: AbstractContextManager[Any] | None = None,
+) -> float:
+    """Run forward and backward as a training step does, and return the loss.
+
+    Gradients stay until the next pass clears them.
+    """
+    clear_gradients(optimizer, model)
+    return forward_backward(model, step, accelerator, around_first).item()
 
 
 def _with_choices(

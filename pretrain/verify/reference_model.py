@@ -244,14 +244,17 @@ def _with_expert_load(
     for documents in microbatches:
         load = None
         if getattr(plain.config, "output_router_logits", None):
-            logits = []
-            for document in documents:
-                with torch.no_grad():
-                    layers = _output_of(plain, document).router_logits
-                logits += [layer[document.labels != IGNORE] for layer in layers]
+            with torch.no_grad():
+                logits = torch.cat(
+                    [
+                        layer[document.labels != IGNORE]
+                        for document in documents
+                        for layer in _output_of(plain, document).router_logits
+                    ]
+                )
             choices: Any = plain.num_experts_per_tok
-            experts = torch.cat(logits).float().topk(choices).indices
-            load = F.one_hot(experts, logits[0].shape[1]).sum(1).float().mean(0)
+            experts = logits.float().topk(choices).indices
+            load = F.one_hot(experts, logits.shape[1]).sum(1).float().mean(0)
         for document in documents:
             yield document, load
 

@@ -35,6 +35,8 @@ CODES: dict[str, Array] = {
 NVFP4_MAXIMUM = 6.0 * 448.0  # the largest code times the largest block scale
 # The diagonal of the random Hadamard transform: Transformer Engine's signs.
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
+# The orthogonal matrix of the transform.
+HADAMARD = SIGNS[:, None] * functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4) / 4
 # Rows and columns of an operand that are compared, at most. Both are multiples of every block.
 ROWS = 128
 COLUMNS = 1024
@@ -186,6 +188,5 @@ def _hadamard(x: Tensor) -> Tensor:
 
     Products are summed in FP32 and rounded to the dtype of x.
     """
-    matrix = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
-    orthogonal = torch.from_numpy(SIGNS[:, None] * matrix / 4).float()
-    return (x.float().cpu().unflatten(1, (-1, 16)) @ orthogonal).flatten(1).to(x.dtype)
+    blocks = x.float().cpu().unflatten(1, (-1, 16))
+    return (blocks @ torch.from_numpy(HADAMARD).float()).flatten(1).to(x.dtype)
