@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
 from pretrain.model.fused.heads import Heads
@@ -27,7 +27,7 @@ def kernel_of(kind: Any, heads: Heads) -> Any:
     """The registry's function of this name; the test is skipped where it cannot run."""
     if obstacle := attention._obstacle(kind, "cuda", heads.dim, torch.bfloat16):
         pytest.skip(f"{kind} {obstacle}")
-    return getattr(attention, f"packed_{kind}")
+    return AttentionInterface()[f"packed_{kind}"]
 
 
 def offsets(sizes: list[int], spare: int = 0) -> Tensor:
@@ -81,7 +81,7 @@ def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents(
 ) -> None:
     kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
     states = random_states(heads)
-    exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
+    exact = attend(AttentionInterface()["packed_sdpa"], [s.float() for s in states], sizes, spare)
     errors = errors_of(attend(kernel, states, sizes, spare), exact)
     assert max(errors.values()) < 2**-7, errors
 

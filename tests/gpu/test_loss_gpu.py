@@ -43,7 +43,7 @@ def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(
     )
     (value / 131_072).backward()
 
-    head = LossHead.replacing(linear, LossSettings(kind=kind, chunk=512))
+    head = LossHead(linear, LossSettings(kind=kind, chunk=512))
     ours = head(states, labels)
     (ours / 131_072).backward()
     assert ours.dtype == torch.float32
@@ -69,7 +69,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_gradients() -> None:
     tokens, hidden, vocabulary, chunk = 16_384, 512, 50_304, 1024
     states, linear, labels = problem(tokens, hidden, vocabulary)
-    head = LossHead.replacing(linear, LossSettings(chunk=chunk))
+    head = LossHead(linear, LossSettings(chunk=chunk))
 
     def train() -> None:
         gradients = torch.autograd.grad(head(states, labels), (states, linear.weight))

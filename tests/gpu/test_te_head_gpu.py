@@ -38,7 +38,7 @@ class Model:
         self.below.state.add(self.engine, HIDDEN, HIDDEN)
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
-        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK), self.context, "head")
+        self.head = LossHead(linear, LossSettings(chunk=CHUNK), self.context, "head")
         self.head.state.add(self.engine, HIDDEN, VOCABULARY)
         gemm = self.head.state.gemms[self.engine]
         if fused and not gemm.supports_fused_loss:
