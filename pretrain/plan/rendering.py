@@ -62,8 +62,8 @@ def shape_lines(flops: ModelFlops) -> list[str]:
     shape = flops.shape
     head = "head tied to the embedding" if flops.tied else "head of its own"
     without = units.count(flops.parameters - flops.embedding_parameters)
-    of_token = units.count(flops.parameters - flops.idle_weights)
-    used = f", {of_token} of them for a token" if flops.idle_weights else ""
+    active = units.count(flops.parameters - flops.idle_weights)
+    used = f", {active} of them for a token" if flops.idle_weights else ""
     heads = (
         f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     )

@@ -85,11 +85,10 @@ def with_tokens(
                     "packs with it"
                 )
         tokenizer = named
-    if "vocab_size" not in tokenizer or model.weights_source is not None:
-        return model
-    if model.source is not None and tokenizer.get("fingerprint") in (
-        None,
-        fingerprint_at(model.source),
+    if (
+        "vocab_size" not in tokenizer
+        or model.weights_source is not None
+        or (model.source and tokenizer.get("fingerprint") in (None, fingerprint_at(model.source)))
     ):
         return model
     default = load_config(
@@ -170,8 +169,8 @@ def load_tokenizer(
     recorded = data.tokenizer if data else {}
     is_recorded = recorded.get("fingerprint") == fingerprint_at(place)
     tokenizer = tokenizer_in(place, recorded if is_recorded else None)
-    parts = training_parts(settings).values()
-    template = next((part.chat_template for part in parts if part.chat_template), None)
+    templates = (part.chat_template for part in training_parts(settings).values())
+    template = next(filter(None, templates), None)
     file = data.beside(CHAT_TEMPLATE) if data else None
     if template:
         tokenizer.chat_template = chat_template(template, str(settings.tokenizer))

@@ -309,8 +309,8 @@ class ActivePrecision:
         keep = self.settings.keep_bf16_layers
         if keep.last is not None or not self.precision.quantized:
             return keep.first, keep.last or 0
-        default_last = math.ceil(self.quantized_precision.keeps_last * layers)
-        return keep.first, min(default_last, max(0, layers - keep.first - 1))
+        last = math.ceil(self.quantized_precision.keeps_last * layers)
+        return keep.first, min(last, max(0, layers - keep.first - 1))
 
     @property
     def notice(self) -> str | None:
