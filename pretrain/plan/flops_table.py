@@ -8,7 +8,6 @@ from pathlib import Path
 
 from foundation.units import TERA, markdown, operations, percent
 from pretrain.metrics.flops import FORMULAS, ModelFlops, attention_to_ffn_ratio, ours
-from pretrain.metrics.peaks import peak
 from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.plan.rendering import shape_lines
 from pretrain.plan.targets import Target
@@ -31,20 +30,27 @@ def main(options: argparse.Namespace) -> int:
     lengths = options.length or lengths
     flops = ModelFlops.of(build_on_meta(load_config(settings)))
     speed = options.tokens_per_second
-    peak_flops = target.count * peak(target.name, "bf16") * TERA  # a second
+    peak_flops = target.count * (target.device.bf16 or 0.0) * TERA  # a second
 
     lines = shape_lines(flops)
     if not flops.expert_weights:
         lines.append(f"MLP {flops.shape.feed_forward:,}{' gated' if flops.gated else ''}")
     print("\n".join(lines), end="\n\n")
+    rows = [
+        [
+            _cell(per_token(flops, length), ours(flops, length), speed, peak_flops)
+            for length in lengths
+        ]
+        for per_token in FORMULAS.values()
+    ]
     print(
         markdown(
             ("a token", *(f"T = {length:,}" for length in lengths)),
-            _rows(flops, lengths, speed, peak_flops),
+            [(name, *cells) for name, cells in zip(FORMULAS, rows, strict=True)],
         )
     )
-    ratios = ", ".join(f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths)
-    print(f"\nattention_to_ffn_ratio (llm_TII v3): {ratios}")
+    ratios = [f"{attention_to_ffn_ratio(flops, length):.2f}" for length in lengths]
+    print("\nattention_to_ffn_ratio (llm_TII v3):", ", ".join(ratios))
     if speed and ours(flops, min(lengths)) * speed > peak_flops:
         print(f"\nwarning: {speed:,.0f} tokens/s are more than {target} can compute")
     if flops.expert_weights:
@@ -57,18 +63,10 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rows(
-    flops: ModelFlops, lengths: Sequence[int], speed: float | None, peak_flops: float
-) -> list[tuple[str, ...]]:
-    """Return a row for each definition: FLOPs a token, and with a `speed` in tokens/s the MFU."""
-    rows = []
-    for name, per_token in FORMULAS.items():
-        cells = []
-        for length in lengths:
-            count = per_token(flops, length)
-            cell = f"{operations(count)} ({percent(count / ours(flops, length))})"
-            if speed:
-                cell += f": MFU {percent(count * speed / peak_flops)}"
-            cells.append(cell)
-        rows.append((name, *cells))
-    return rows
+def _cell(count: float, reference: float, speed: float | None, peak_flops: float) -> str:
+    """Return the FLOPs a token by one definition, and with a `speed` in tokens/s the MFU.
+
+    reference: FLOPs a token by the definition of this project.
+    """
+    mfu = f": MFU {percent(count * speed / peak_flops)}" if speed else ""
+    return f"{operations(count)} ({percent(count / reference)}){mfu}"

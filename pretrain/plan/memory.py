@@ -1,4 +1,4 @@
-"""Estimate the memory of one device: exact if shapes decide it, approximate if a compiler does.
+"""Estimate the memory of one device, exactly for fused layers, approximately for compiled ones.
 
 The peak is either at the loss, while the activations of all layers are kept, or in the backward of
 one layer, after the layers behind it have freed theirs. The larger one counts.
@@ -21,8 +21,8 @@ each token:
                                                        its output again
 
 An operand is the tensor that the gradient of a weight is multiplied from. It has the compute dtype,
-or one byte a number in FP8 with the scales of its blocks. A compiled layer keeps what the compiler
-decides not to compute again. That is about this, in the compute dtype:
+or one byte a number in FP8 with the scales of its blocks. The compiler decides which activations a
+compiled layer keeps. These are about, in the compute dtype:
 
     4 · hidden                        the layer's input, the attention's residual sum, and the
                                       outputs of the two norms
@@ -42,7 +42,6 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -51,11 +50,11 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.model.fused.layers import ROTATED_ATTENTION, Parts, assess_layer
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.wrapping import not_fused_because
-from pretrain.precision.formats.definition import Precision
+from pretrain.precision.formats.definition import Precision, QuantizedPrecision
 from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.scope import Decision, decide
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
-from pretrain.settings.recipe import LossSettings, Recipe
+from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}
 # Settings that take less memory, the most effective first if none is set yet.
@@ -102,176 +101,159 @@ class LayerMemory:
     fused: bool
     # Share of the experts' weights that stays unquantized, by reason.
     experts_left_out: Mapping[str, float] = field(default_factory=dict)
-    # Activations: queries, keys and values that may be kept beside what they are made from.
+    # Activations: queries, keys and values after rotation, if they are kept beside the ones before.
     rotated: int = 0
+    recomputed: bool = False
 
 
-@dataclass(frozen=True)
-class StepMemory:
-    """Memory of one device at the peak of a training step.
+def step_memory(
+    recipe: Recipe,
+    flops: ModelFlops,
+    devices: Devices,
+    precision: Precision,
+    layers: Sequence[LayerMemory],
+    microbatch: int,
+    loss: LossSettings,
+    *,
+    keeps_rotated: bool,
+) -> dict[str, int]:
+    """Return the bytes of one device at the peak of a step by part, without empty parts.
 
     The CUDA context and fragments of the allocator (about 1 GiB) come on top.
+
+    layers: in order; empty if all layers are compiled and none is fused.
+    microbatch: packs that the device computes at once.
+    loss: of the recipe, with the chunk that was chosen.
+    keeps_rotated: whether layers keep `LayerMemory.rotated` too.
     """
+    number = precision.number_bytes
+    layouts = precision.layouts_on(devices.capability)
+    tokens = recipe.data.length * microbatch
+    values = math.ceil(flops.parameters / devices.shards)
+    head = flops.shape.vocabulary * flops.shape.hidden
+    low_head = precision.quantized and recipe.fp8_config.scope != "linear"
+    # BF16 working copies of FP32 weights. Shards get theirs by gathering.
+    has_copies = recipe.weights == "fp32" and number == 2 and not devices.sharded
+    compiled = compiled_layer(flops, precision, layouts, {})
+    layers = _as_recomputed(
+        layers or [compiled] * flops.shape.layers, recipe.model, keeps_rotated=keeps_rotated
+    )
+    gathered, sums, sent = _in_shards(flops, devices, head)
+    gradients = values * BYTES[recipe.gradients_kept_in]
+    gap_gradients = 4 * sums if devices.gathered else gradients
+    parts = {
+        "parameters": values * (4 if recipe.weights == "fp32" else 2),
+        "gathered weights": number * gathered,
+        "gradients": gradients + 4 * sums,
+        "gradients in BF16 for log.gap": gap_gradients
+        * bool(recipe.log.gap and precision.quantized),
+        "optimizer moments": 2 * values * BYTES[recipe.moments_kept_in],
+        "remainder bits": 2 * values * (recipe.weights == "bf16_exact"),
+        "BF16 working copies": _working_copies(layers) * has_copies,
+        "quantized weights": sum(layer.quantized_weights for layer in layers)
+        + layouts * head * low_head,
+        "activations": tokens * sum(layer.kept for layer in layers),
+    }
+    in_backward = 4 * sent + tokens * _largest_backward(layers)
+    at_loss = _at_loss(flops, devices, precision, loss, tokens, low_head, has_copies)
+    parts["the loss" if at_loss >= in_backward else "a layer's backward"] = max(
+        at_loss, in_backward
+    )
+    return {part: size for part, size in parts.items() if size}
 
-    recipe: Recipe
-    flops: ModelFlops
-    devices: Devices
-    precision: Precision
-    layers: Sequence[LayerMemory]  # in order; empty if all layers are compiled and none is fused
-    microbatch: int  # packs
-    loss: LossSettings  # of the recipe, with the chunk that was chosen
-    keeps_rotated: bool  # layers keep `LayerMemory.rotated` too
 
-    def parts(self) -> dict[str, int]:
-        """Return the estimated bytes by part, without empty parts."""
-        recipe = self.recipe
-        gathered, sums, sent = self._in_shards
-        gradient_bytes = BYTES[recipe.gradients_kept_in]
-        moment_bytes = BYTES[recipe.moments_kept_in]
-        measures_gap = bool(recipe.log.gap) and self.precision.quantized
-        gap_gradients = 4 * sums if self.devices.gathered else self._values * gradient_bytes
-        at_loss = self._at_loss
-        in_backward = 4 * sent + self._tokens * self._backward
-        head = self._layouts * self._head * self._quantizes_head
-        parts = {
-            "parameters": self._values * (4 if recipe.weights == "fp32" else 2),
-            "gathered weights": self.precision.number_bytes * gathered,
-            "gradients": self._values * gradient_bytes + 4 * sums,
-            "gradients in BF16 for log.gap": gap_gradients if measures_gap else 0,
-            "optimizer moments": 2 * self._values * moment_bytes,
-            "remainder bits": 2 * self._values * (recipe.weights == "bf16_exact"),
-            "BF16 working copies": self._working_copies if self._has_copies else 0,
-            "quantized weights": sum(layer.quantized_weights for layer in self._layers) + head,
-            "activations": self._tokens * sum(self._kept),
-            "the loss" if at_loss >= in_backward else "a layer's backward": max(
-                at_loss, in_backward
-            ),
-        }
-        return {part: size for part, size in parts.items() if size}
+def _as_recomputed(
+    layers: Sequence[LayerMemory], model: ModelSettings, *, keeps_rotated: bool
+) -> list[LayerMemory]:
+    """Return the layers with rotated activations and recomputation taken into account.
 
-    @property
-    def _tokens(self) -> int:
-        return self.recipe.data.length * self.microbatch
+    A recomputed layer keeps its input alone, and has the other activations again while its backward
+    runs.
+    """
+    result = []
+    for index, layer in enumerate(layers):
+        kept = layer.kept + layer.rotated * keeps_rotated
+        recomputed = model.recomputes(index)
+        stays = layer.inputs if recomputed else kept
+        workspace = layer.workspace + kept - stays
+        result.append(replace(layer, kept=stays, workspace=workspace, recomputed=recomputed))
+    return result
 
-    @property
-    def _layouts(self) -> int:
-        """Return the number of layouts in which a quantized operand is stored."""
-        return self.precision.layouts_on(self.devices.capability)
 
-    @property
-    def _values(self) -> int:
-        """Return the number of parameters that the device stores."""
-        return math.ceil(self.flops.parameters / self.devices.shards)
+def _in_shards(flops: ModelFlops, devices: Devices, head: int) -> tuple[int, int, int]:
+    """Return counts of numbers that come on top with shards.
 
-    @property
-    def _head(self) -> int:
-        """Return the number of weights of the LM head."""
-        return self.flops.shape.vocabulary * self.flops.shape.hidden
+    These are gathered weights, sums of their gradients, and sums that are being sent. If weights
+    are gathered for each use, they belong to a layer, to the next one and its copy, and to the head
+    in forward and backward.
 
-    @property
-    def _quantizes_head(self) -> bool:
-        return self.precision.quantized and self.recipe.fp8_config.scope != "linear"
+    head: number of weights of the LM head.
+    """
+    if not devices.sharded:
+        return 0, 0, 0
+    layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
+    sent = layer if flops.tied else max(layer, head)
+    if devices.gathered:
+        return flops.parameters, flops.parameters, sent
+    return 3 * layer + head, sent + (head if flops.tied else 0), sent
 
-    @property
-    def _has_copies(self) -> bool:
-        """Return whether FP32 weights have BF16 working copies. Shards get theirs by gathering."""
-        return (
-            self.recipe.weights == "fp32"
-            and self.precision.compute_dtype != "float32"
-            and not self.devices.sharded
-        )
 
-    @cached_property
-    def _layers(self) -> list[LayerMemory]:
-        compiled = compiled_layer(self.flops, self.precision, self._layouts, {})
-        layers = self.layers or [compiled] * self.flops.shape.layers
-        if self.keeps_rotated:
-            return [replace(layer, kept=layer.kept + layer.rotated) for layer in layers]
-        return list(layers)
+def _at_loss(
+    flops: ModelFlops,
+    devices: Devices,
+    precision: Precision,
+    loss: LossSettings,
+    tokens: int,
+    low_head: bool,
+    has_copies: bool,
+) -> int:
+    """Return the bytes that the loss takes beside the kept activations.
 
-    @cached_property
-    def _recomputed(self) -> list[bool]:
-        return [self.recipe.model.recomputes(index) for index in range(len(self._layers))]
+    For the head: its gradient, its working copy, and the gradient of a chunk if products do not add
+    it to the sum. For each token: the last hidden state, the output of the final norm and its
+    gradient. Logits are overwritten with their gradient, which in FP8 has its layouts beside it.
 
-    @cached_property
-    def _kept(self) -> list[int]:
-        """Return the activations that each layer keeps for backward, in bytes a token."""
-        return [
-            layer.inputs if recomputed else layer.kept
-            for layer, recomputed in zip(self._layers, self._recomputed, strict=True)
-        ]
+    tokens: of a microbatch.
+    low_head: whether the LM head is quantized.
+    has_copies: whether weights have working copies.
+    """
+    shape = flops.shape
+    number = precision.number_bytes
+    copies = has_copies
+    if isinstance(precision, QuantizedPrecision) and low_head:
+        # A gradient that the products do not add to the sum.
+        copies = loss.penalty is not None or not precision.fuses_head_on(devices.capability)
+    size = shape.vocabulary * shape.hidden * (4 + number * copies)
+    size += tokens * 3 * shape.hidden * number
+    if loss.kind == "chunked":
+        logit_bytes = number + precision.layouts_on(devices.capability) * low_head
+        size += logit_bytes * shape.vocabulary * min(tokens, loss.tokens_at_once)
+    return size
 
-    @property
-    def _in_shards(self) -> tuple[int, int, int]:
-        """Return counts of numbers that come on top with shards.
 
-        These are gathered weights, sums of their gradients, and sums that are being sent. If
-        weights are gathered for each use, they are those of a layer, of the next one and its
-        copy, and of the head in forward and backward.
-        """
-        flops, head = self.flops, self._head
-        if not self.devices.sharded:
-            return 0, 0, 0
-        layer = math.ceil((flops.parameters - head * (1 if flops.tied else 2)) / flops.shape.layers)
-        sent = layer if flops.tied else max(layer, head)
-        if self.devices.gathered:
-            return flops.parameters, flops.parameters, sent
-        return 3 * layer + head, sent + (head if flops.tied else 0), sent
+def _largest_backward(layers: Sequence[LayerMemory]) -> int:
+    """Return the largest memory of a layer's backward beyond all kept activations.
 
-    @property
-    def _at_loss(self) -> int:
-        """Return the bytes that the loss takes beside the kept activations.
+    In bytes a token. By then the layers behind it have freed theirs.
+    """
+    freed = most = 0
+    for layer in reversed(layers):
+        most = max(most, layer.workspace - freed)
+        freed += layer.kept
+    return most
 
-        For the head: its gradient, its working copy, and the gradient of a chunk if products do
-        not add it to the sum. For each token: the last hidden state, the output of the final norm
-        and its gradient. Logits are overwritten with their gradient, which in FP8 has its layouts
-        beside it.
-        """
-        shape, number, low_head = (
-            self.flops.shape,
-            self.precision.number_bytes,
-            self._quantizes_head,
-        )
-        adds_to_sum = (
-            low_head
-            and self.loss.penalty is None
-            and self.precision.fuses_head_on(self.devices.capability)
-        )
-        copies = (self._has_copies and not low_head) + (low_head and not adds_to_sum)
-        logits = 0
-        if self.loss.kind == "chunked":
-            chunk = min(self._tokens, self.loss.tokens_at_once)
-            logits = (number + self._layouts * low_head) * shape.vocabulary * chunk
-        of_head = self._head * (4 + number * copies)
-        return of_head + self._tokens * 3 * shape.hidden * number + logits
 
-    @property
-    def _backward(self) -> int:
-        """Return the largest memory of a layer's backward beyond all kept activations.
+def _working_copies(layers: Sequence[LayerMemory]) -> int:
+    """Return the bytes of working copies.
 
-        In bytes a token. A recomputed layer has all its activations again while its backward
-        runs. By then the layers behind it have freed theirs.
-        """
-        freed = most = 0
-        for layer, size in zip(reversed(self._layers), reversed(self._kept), strict=True):
-            most = max(most, layer.kept - size + layer.workspace - freed)
-            freed += size
-        return most
-
-    @property
-    def _working_copies(self) -> int:
-        """Return the bytes of working copies.
-
-        A fused layer keeps its copies for the whole step. A recomputed layer that is not fused
-        keeps them while the graph of its forward lives, so only the largest one counts.
-        """
-        total = sum(layer.unquantized_weights for layer in self._layers)
-        passing = [
-            layer.unquantized_weights
-            for layer, recomputed in zip(self._layers, self._recomputed, strict=True)
-            if recomputed and not layer.fused
-        ]
-        return total - sum(passing) + max(passing, default=0)
+    A fused layer keeps its copies for the whole step. A recomputed layer that is not fused keeps
+    them while the graph of its forward lives, so only the largest one counts.
+    """
+    total = sum(layer.unquantized_weights for layer in layers)
+    passing = [
+        layer.unquantized_weights for layer in layers if layer.recomputed and not layer.fused
+    ]
+    return total - sum(passing) + max(passing, default=0)
 
 
 def layers_of(
@@ -291,15 +273,11 @@ def layers_of(
     capability: CUDA's compute capability, as in `Devices`.
     """
     layers = decoder_layers(model)
-    # Fused layers compute norms in their own way, so the scope's rules for norms do not matter.
-    # Finding them out would take weights.
-    settings = active.settings.model_copy(update={"scope": "linear"})
-    decisions: Mapping[str, Decision] = {}
-    if active.precision.quantized:
-        without_norms = replace(active, settings=settings)
-        decisions = decide(model, list(layers.values()), without_norms, capability)
-    dtype = getattr(torch, active.precision.compute_dtype)
-    not_fused = not_fused_because(recipe.model.fused, active, device_type, dtype)
+    is_low = active.precision.quantized
+    decisions = decide(model, list(layers.values()), active, capability) if is_low else {}
+    not_fused = not_fused_because(
+        recipe.model.fused, active, device_type, getattr(torch, active.precision.compute_dtype)
+    )
     layouts = active.precision.layouts_on(capability)
     unquantized = UNQUANTIZED[active.precision.compute_dtype]
     left_out = _experts_left_out(model, decisions) if flops.choices else {}
@@ -309,13 +287,13 @@ def layers_of(
         reason, low = assess_layer(name, layer, decisions)
         if not_fused or reason:
             result.append(compiled)
-            continue
-        parts = Parts.of(layer)
-        precisions = [
-            active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
-            for stack in parts.stacks
-        ]
-        result.append(fused_layer(parts, precisions, attention, layouts))
+        else:
+            parts = Parts.of(layer)
+            precisions = [
+                active.precision if f"{name}.{next(iter(stack))}" in low else unquantized
+                for stack in parts.stacks
+            ]
+            result.append(fused_layer(parts, precisions, attention, layouts))
     return result
 
 
@@ -326,7 +304,7 @@ def fused_layer(
 
     precisions: of its four products: queries, keys and values; the attention's output; gate and
         up; down.
-    layouts: in which a quantized operand of two products is stored.
+    layouts: number of stored layouts of a quantized operand of two products.
     """
     number = precisions[0].number_bytes
     stacks = [list(stack.values()) for stack in parts.stacks]
@@ -335,43 +313,45 @@ def fused_layer(
     gate_and_up = sizes[2] // hidden
     rotated = number * parts.heads.width if parts.head_norms else 0
     operands = [
-        precision.operand_bytes if precision.quantized else number for precision in precisions
+        precision.operand_bytes if isinstance(precision, QuantizedPrecision) else number
+        for precision in precisions
     ]
     _, output, gate_up, down = precisions
 
-    kept = 2 * number * hidden + sum(operands[index] * hidden + 4 for index in (0, 2))
-    kept += number * (parts.heads.width + query) + 4 * parts.heads.query
-    kept += operands[1] * query if output.quantized else 0
-    if attention != ROTATED_ATTENTION:
-        kept += rotated  # a norm keeps its input and attention its output
-    kept += number * gate_and_up
-    if down.quantized and (down.block_scaled or down.plain_forward or not gate_up.quantized):
-        kept += operands[3] * activated
+    keeps_activated = isinstance(down, QuantizedPrecision) and (
+        down.block_scaled or down.plain_forward or not gate_up.quantized
+    )
+    kept = (
+        2 * number * hidden,  # the layer's input, and the attention's residual sum
+        operands[0] * hidden + 4,  # the output of each norm, and its statistics
+        operands[2] * hidden + 4,
+        number * parts.heads.width,  # queries, keys and values
+        number * query + 4 * parts.heads.query,  # the attention's output, and its statistics
+        operands[1] * query * output.quantized,
+        # Elsewhere the norms of heads keep their inputs, and attention their outputs.
+        rotated * (attention != ROTATED_ATTENTION),
+        number * gate_and_up,
+        operands[3] * activated * keeps_activated,
+    )
     return LayerMemory(
         inputs=number * hidden,
-        kept=round(kept),
+        kept=round(sum(kept)),
         # The gradients of the MLP, which takes more than attention.
         workspace=number * (hidden + gate_and_up + activated),
-        quantized_weights=_quantized_weights(precisions, sizes, layouts),
-        unquantized_weights=number
-        * sum(
-            size
+        quantized_weights=round(
+            sum(
+                layouts * (precision.weight_bytes or precision.operand_bytes) * size
+                for precision, size in zip(precisions, sizes, strict=True)
+                if isinstance(precision, QuantizedPrecision)
+            )
+        ),
+        unquantized_weights=sum(
+            number * size
             for precision, size in zip(precisions, sizes, strict=True)
             if not precision.quantized
         ),
         fused=True,
         rotated=rotated if attention == ROTATED_ATTENTION else 0,
-    )
-
-
-def _quantized_weights(precisions: Sequence[Precision], sizes: Sequence[int], layouts: int) -> int:
-    """Return the bytes of the quantized copies of weights of these sizes."""
-    return round(
-        sum(
-            layouts * (precision.weight_bytes or precision.operand_bytes) * size
-            for precision, size in zip(precisions, sizes, strict=True)
-            if precision.quantized
-        )
     )
 
 
@@ -399,7 +379,7 @@ def compiled_layer(
 ) -> LayerMemory:
     """Return the memory of a mean layer of the model that `flops` counts.
 
-    layouts: in which a quantized weight is stored.
+    layouts: number of stored layouts of a quantized weight.
     """
     shape = flops.shape
     number = precision.number_bytes
@@ -409,8 +389,7 @@ def compiled_layer(
     idle = flops.idle_weights // shape.layers
     # Experts keep their input once for each choice of a token, and their output, which the
     # router's weight multiplies.
-    values = 4 * shape.hidden + (linears + experts) // shape.hidden + rotated
-    values += 2 * flops.choices * shape.hidden
+    values = (4 + 2 * flops.choices) * shape.hidden + (linears + experts) // shape.hidden + rotated
     kept = int(values * number * (IN_PIECES if precision.quantized else 1))
     quantized_share = 1 - sum(experts_left_out.values())
     return LayerMemory(

@@ -2,9 +2,9 @@
 
 `rendering` prints a plan. Nothing here reads a file.
 
-The second part decides how a device's memory is spent. These decisions follow from the settings and
-the device alone. The chunk of the loss changes the order of sums, so a checkpoint stores the chunk of
-its run (pretrain.run.resume). What layers keep for backward changes no number.
+The second part decides the use of a device's memory, from the settings and the device alone. The
+chunk of the loss changes the order of sums, so a checkpoint stores the chunk of its run
+(pretrain.run.resume). The tensors that layers keep for backward change no result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from packing.order import Mixture
 from pretrain.metrics.flops import TRAINED, ModelFlops
 from pretrain.metrics.peaks import peak
 from pretrain.optimizer.schedule import decay_begins
-from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, StepMemory
+from pretrain.plan.memory import TAKES_LESS, Devices, LayerMemory, step_memory
 from pretrain.precision.schedule import PrecisionSchedule
 from pretrain.precision.settings import ActivePrecision, precision_called
 from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
@@ -30,7 +30,7 @@ from pretrain.settings.recipe import USUAL_CHUNK, LossSettings, Recipe
 class Plan:
     """The figures of one run.
 
-    Tokens, FLOPs and tokens/s are those of all devices together. Memory is that of one device.
+    Tokens, FLOPs and tokens/s count all devices together. Memory is that of one device.
     """
 
     recipe: Recipe
@@ -45,7 +45,7 @@ class Plan:
     packs: int | None = None
     mixture: Mixture | None = None  # if there are several sources
     chunk: int | None = None  # of the loss, if `loss.chunk: auto` is not the usual one
-    # Layers keep queries, keys and values beside what they are made from.
+    # Layers keep queries, keys and values before and after rotation.
     keeps_rotated: bool = False
 
     @property
@@ -76,10 +76,10 @@ class Plan:
 
         They are at most the recipe's, and split the packs of a step into equal parts.
         """
-        batch = self.recipe.batch
-        if batch.microbatch_is_searched:
+        most = self.recipe.batch.microbatch
+        if isinstance(most, str):
             return None
-        microbatches = -(-self.packs_per_rank // batch.microbatch)
+        microbatches = -(-self.packs_per_rank // most)
         return -(-self.packs_per_rank // microbatches)
 
     @property
@@ -161,19 +161,20 @@ class Plan:
         peaks = [self._peak_in(span.active) for span in spans]
         if self.emulated or not all(peaks):
             return None
-        counts = [span.last - span.first + 1 for span in spans]
-        time = sum(count / span_peak for count, span_peak in zip(counts, peaks, strict=True))
-        return self.devices.count * sum(counts) / time
+        time = sum(
+            (span.last - span.first + 1) / peak for span, peak in zip(spans, peaks, strict=True)
+        )
+        return self.devices.count * self.steps / time
 
-    def _peak_in(self, active: ActivePrecision) -> float | None:
-        """Return the dense peak of one device for products in `active`.
+    def _peak_in(self, active: ActivePrecision) -> float:
+        """Return the dense peak of one device for products in `active`, or 0.0 if it is unknown.
 
         Experts that low precision leaves out count with the peak of BF16.
         """
-        fastest = peak(self.devices.name, active.precision.peak)
+        fastest = peak(self.devices.name, active.precision.peak) or 0.0
+        bf16 = peak(self.devices.name, "bf16") or fastest
         if not fastest:
             return fastest
-        bf16 = peak(self.devices.name, "bf16")
         if active.precision.plain_forward:
             # One of the three products of a linear. All three have the same FLOPs.
             fastest = 3 / (1 / bf16 + 2 / fastest)
@@ -206,7 +207,7 @@ class Plan:
         """
         layers = self.layers or {self.schedule.at(1).precision.name: ()}
         estimates = [
-            StepMemory(
+            step_memory(
                 self.recipe,
                 self.flops,
                 self.devices,
@@ -214,8 +215,8 @@ class Plan:
                 of_precision,
                 microbatch,
                 self.loss,
-                self.keeps_rotated,
-            ).parts()
+                keeps_rotated=self.keeps_rotated,
+            )
             for name, of_precision in layers.items()
         ]
         return max(estimates, key=lambda parts: sum(parts.values()))
@@ -230,7 +231,8 @@ class Plan:
 
         These are the kept ones and the one being written, or fewer in a short run.
         """
-        settings, decay = self.recipe.checkpoint, self.before_decay
+        settings = self.recipe.checkpoint
+        decay = self.before_decay
         every = settings.every or self.steps
         written = (self.steps - 1) // every + settings.at_end
         is_early_kept = decay is not None and every <= decay
@@ -247,11 +249,13 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """Return warnings about settings that are allowed but may be a mistake."""
-        recipe, batch = self.recipe, self.recipe.batch
-        needed, available = self.takes(self.expected_microbatch), self.devices.memory or math.inf
+        recipe = self.recipe
+        batch = recipe.batch
+        needed = self.takes(self.expected_microbatch) / GIB
+        available = (self.devices.memory or math.inf) / GIB
         warnings = {  # and whether they apply
-            f"about {units.memory(needed / GIB)} may not fit into {units.memory(available / GIB)} of "
-            f"memory; what takes less: {TAKES_LESS}": needed > available,
+            f"about {units.memory(needed)} may not fit into {units.memory(available)} of memory; "
+            f"what takes less: {TAKES_LESS}": needed > available,
             "`weights: bf16` loses the smallest updates; `weights: bf16_exact` keeps every one": (
                 recipe.weights == "bf16"
             ),
@@ -259,7 +263,7 @@ class Plan:
                 recipe.log.gap and self.schedule.unquantized is None
             ),
             f"`batch.microbatch: {batch.microbatch}`: a device has {self.packs_per_rank} packs": (
-                not batch.microbatch_is_searched and batch.microbatch > self.packs_per_rank
+                isinstance(batch.microbatch, int) and batch.microbatch > self.packs_per_rank
             ),
             f"a step takes {self.packs_per_step} packs, and the training data are {self.packs}": (
                 self.packs is not None and self.packs < self.packs_per_step
@@ -272,7 +276,7 @@ class Plan:
 
 # ── How the memory of a device is spent ───────────────────────────────────────────────────────────
 
-# Share of a device's memory beside what the plan counts: CUDA, NCCL, fragments.
+# Share of a device's memory that the plan does not count: CUDA, NCCL, fragments.
 KEPT_FREE = 0.08
 WELL_FILLED = 8192  # tokens at once with which an H200 computes at full speed
 # Tokens of a microbatch beyond which a larger one gains less than the decisions below.
@@ -281,13 +285,13 @@ LOGITS = 2**29  # of a chunk, 1 GiB in BF16: the usual 4,096 tokens with 131,072
 
 
 def fits_gathered(plan: Plan) -> bool:
-    """Return what `fsdp_reshard_after_forward: auto` means: whether weights are gathered once a step.
+    """Return whether weights are gathered once a step (`fsdp_reshard_after_forward: auto`).
 
     That needs shards, and memory for all weights beside the recipe's microbatch. If that is `auto`,
     it is the microbatch that fits with weights gathered for each use, or one that fills a device.
     """
-    if plan.devices.memory is None or not plan.devices.sharded:
-        return plan.devices.sharded
+    if not plan.devices.sharded:
+        return False
     gathered = replace(plan, devices=replace(plan.devices, gathered=True))
     enough = max(1, WELL_FILLED // plan.recipe.data.length)
     return _has_room(gathered, plan.microbatch or min(plan.expected_microbatch, enough))
@@ -306,14 +310,15 @@ def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     plan = replace(plan, devices=devices, chunk=None, keeps_rotated=False)
     if devices.memory is None or devices.name == "CPU":
         return plan
-    enough = max(1, FULL_SPEED // plan.recipe.data.length)
-    fits = [size for size in plan.microbatch_sizes if size <= min(enough, plan.expected_microbatch)]
-    packs = plan.microbatch or max(fits, default=1)
+    most = min(max(1, FULL_SPEED // plan.recipe.data.length), plan.expected_microbatch)
+    packs = plan.microbatch or max(
+        (size for size in plan.microbatch_sizes if size <= most), default=1
+    )
     if plan.recipe.loss.chunk == "auto":
         plan = replace(plan, chunk=_longer_chunk(plan, packs))
     rotated = replace(plan, keeps_rotated=True)
-    is_recomputed = plan.recipe.model.gradient_checkpointing != "none"
-    takes_more = not is_recomputed and rotated.takes(packs) > plan.takes(packs)
+    keeps_all = plan.recipe.model.gradient_checkpointing == "none"
+    takes_more = keeps_all and rotated.takes(packs) > plan.takes(packs)
     return rotated if takes_more and _has_room(rotated, packs) else plan
 
 
@@ -327,4 +332,5 @@ def _longer_chunk(plan: Plan, packs: int) -> int | None:
 
 
 def _has_room(plan: Plan, packs: int) -> bool:
-    return plan.takes(packs) <= (1 - KEPT_FREE) * plan.devices.memory
+    """Return whether a microbatch of `packs` fits. Unknown memory has room for everything."""
+    return plan.takes(packs) <= (1 - KEPT_FREE) * (plan.devices.memory or math.inf)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from foundation import units
 from foundation.units import GIB, plural
@@ -11,7 +11,7 @@ from pretrain.metrics.flops import ModelFlops
 from pretrain.optimizer.schedule import describe
 from pretrain.plan.plan import Plan
 
-WIDTH = 100  # columns of what is printed
+WIDTH = 100  # columns of the output
 ASSUMED_SHARES = (0.3, 0.5)  # of the peak; runs of dense models usually lie between
 
 
@@ -34,7 +34,7 @@ def render(plan: Plan, *, brief: bool = False) -> str:
     return "\n".join([*textwrap.wrap(title, WIDTH), "─" * WIDTH, in_subjects(subjects)])
 
 
-def in_subjects(subjects: dict[str, Sequence[str]]) -> str:
+def in_subjects(subjects: Mapping[str, Sequence[str]]) -> str:
     """Return the texts of each subject, wrapped at WIDTH. The first has the subject's name."""
     indented = [
         (f"{name if index == 0 else '':<9}", text)
@@ -62,8 +62,8 @@ def shape_lines(flops: ModelFlops) -> list[str]:
     shape = flops.shape
     head = "head tied to the embedding" if flops.tied else "head of its own"
     without = units.count(flops.parameters - flops.embedding_parameters)
-    of_token = units.count(flops.parameters - flops.idle_weights)
-    used = f", {of_token} of them for a token" if flops.idle_weights else ""
+    active = units.count(flops.parameters - flops.idle_weights)
+    used = f", {active} of them for a token" if flops.idle_weights else ""
     heads = (
         f"{plural(shape.heads, 'head')} of {shape.head_dim} ({shape.kv_heads} for keys and values)"
     )
@@ -76,9 +76,8 @@ def shape_lines(flops: ModelFlops) -> list[str]:
 def model_lines(plan: Plan) -> list[str]:
     """Return lines about the model, and about the layers that stay in BF16."""
     lines = shape_lines(plan.flops)
-    for active in plan.precisions:
-        if not active.precision.quantized:
-            continue
+    quantized = [active for active in plan.precisions if active.precision.quantized]
+    for active in quantized:
         first, last = active.kept_layers(plan.flops.shape.layers)
         ends = [
             f"the {end} {plural(count, 'layer')}"

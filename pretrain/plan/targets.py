@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from typing import cast
 
 from transformers import PreTrainedModel
 
 from foundation.errors import InputError
 from foundation.units import GIB, plural
-from pretrain.metrics.peaks import entry_of, peak
+from pretrain.metrics.peaks import Peak, entry_of, peak
 from pretrain.model.attention import FA4_HEAD_DIMS
 from pretrain.plan.memory import Devices, LayerMemory, layers_of
 from pretrain.plan.plan import KEPT_FREE, Plan, spend_spare_memory
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import ActivePrecision, precision_called
 
 
@@ -29,8 +31,7 @@ class Target:
 
         Raises InputError if the peak of the device is not known.
         """
-        pattern = r"\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*"
-        count, name = re.fullmatch(pattern, text, re.DOTALL).groups()
+        count, name = re.findall(r"(?s)^\s*(?:(\d+)\s*[xX]\s*)?(.*?)\s*$", text)[0]
         if peak(name, "bf16") is None or count == "0":
             raise InputError(
                 f"--on {text}: {name!r} has no known BF16 peak; name it as drivers do: "
@@ -42,14 +43,14 @@ class Target:
         return f"{self.count} x {self.name}"
 
     @property
-    def memory(self) -> int:
-        """Return the bytes of memory of one device."""
-        return int(entry_of(self.name).memory * GIB)
+    def device(self) -> Peak:
+        """Return the data of one device. `parse` accepts known devices only."""
+        return cast(Peak, entry_of(self.name))
 
     @property
-    def capability(self) -> tuple[int, int] | None:
-        """Return CUDA's compute capability, or None if it is not known."""
-        return entry_of(self.name).capability
+    def memory(self) -> int:
+        """Return the bytes of memory of one device."""
+        return int(self.device.memory * GIB)
 
     def plan(self, plan: Plan, shapes: PreTrainedModel) -> Plan:
         """Return `plan` for this target: on hardware, and in shards if one device is too small.
@@ -61,7 +62,9 @@ class Target:
             phases=[(until, _on_hardware(active)) for until, active in plan.schedule.phases],
         )
         usable = int((1 - KEPT_FREE) * self.memory)
-        devices = Devices(self.count, name=self.name, memory=usable, capability=self.capability)
+        devices = Devices(
+            self.count, name=self.name, memory=usable, capability=self.device.capability
+        )
         plan = replace(plan, schedule=schedule, devices=devices)
         layers = {
             active.precision.name: self._layers(plan, shapes, active) for active in plan.precisions
@@ -82,32 +85,34 @@ class Target:
         """
         recipe = plan.recipe
         model = recipe.model
-        has_libraries = self.capability is not None and active.precision.compute_dtype == "bfloat16"
+        capability = self.device.capability
+        has_libraries = capability is not None and active.precision.compute_dtype == "bfloat16"
         if has_libraries and model.fused == "auto":
             recipe = recipe.model_copy(update={"model": model.model_copy(update={"fused": "on"})})
-        attention = "packed_varlen"
-        if (
+        has_fa4 = (
             has_libraries
             and model.attention in ("auto", "flash_attn")
             and plan.flops.shape.head_dim in FA4_HEAD_DIMS
-        ):
-            attention = "packed_fa4"
-        return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, self.capability)
+        )
+        attention = "packed_fa4" if has_fa4 else "packed_varlen"
+        return layers_of(shapes, plan.flops, recipe, active, "cuda", attention, capability)
 
     def obstacle(self, plan: Plan) -> str | None:
         """Return why `plan` cannot run on this target or has no speed there, or None."""
         for active in plan.precisions:
             precision = precision_called(active.requested)
-            if precision.quantized and self.capability:
-                need = precision.hardware.missing(self.capability)
+            if isinstance(precision, QuantizedPrecision) and self.device.capability:
+                need = precision.hardware.missing(self.device.capability)
                 if need:
                     return f"{precision.name} needs {need}"
             if peak(self.name, precision.peak) is None:
                 return f"no {precision.name} peak is known of it"
         if plan.packs_per_step < self.count:
             least = self.count * plan.recipe.data.length
-            packs = plural(plan.packs_per_step, "pack")
-            return f"a step of {packs} is too small for it: `batch.tokens: {least}` at least"
+            return (
+                f"a step of {plural(plan.packs_per_step, 'pack')} is too small for it: "
+                f"`batch.tokens: {least}` at least"
+            )
         return None
 
 

@@ -1,1 +1,1 @@
-"""In which precision a model trains: the formats, their quantizers, what multiplies in them, and what is seen of that."""
+"""The precisions of training: formats, quantizers, and the engines that multiply in them."""

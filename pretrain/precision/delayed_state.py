@@ -1,28 +1,34 @@
-"""Delayed scaling's memory: the amaxes of recent microbatches and the scales made of them, for every quantized tensor of a model.
+"""The state of delayed scaling: amaxes of past microbatches, and the scales that follow from them.
 
-The sequence is Transformer Engine's (FP8GlobalStateManager of its pytorch/quantization.py); docs/precision.md tells it. The
-histories of a model's hundreds of tensors are columns of one matrix, so that an update is a handful of kernels and one reduction.
+The sequence of updates is Transformer Engine's (FP8GlobalStateManager in pytorch/quantization.py);
+docs/precision.md describes it. The histories of all tensors of a model are columns of one matrix,
+so an update is a few kernels and one reduction.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from foundation.overrides import overridden
-from pretrain.precision.formats.definition import Role
+from pretrain.precision.formats.definition import OptionValues, Role
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
-# Columns of a module, as Transformer Engine lays them out. Outputs and input gradients are not quantized.
-SLOTS = {"forward": ("input", "weight", "output"), "backward": ("grad_output", "grad_input")}
-# Of each operand: its direction and its slot there.
-PLACES: dict[Role, tuple[str, int]] = {
+Direction = Literal["forward", "backward"]
+# Columns of a linear layer in Transformer Engine's order. Outputs and the gradients of inputs are
+# not quantized.
+SLOTS: dict[Direction, tuple[str, ...]] = {
+    "forward": ("input", "weight", "output"),
+    "backward": ("grad_output", "grad_input"),
+}
+# Direction and slot of each operand.
+PLACES: dict[Role, tuple[Direction, int]] = {
     "input": ("forward", 0),
     "weight": ("forward", 1),
     "grad_output": ("backward", 0),
@@ -32,84 +38,98 @@ PLACES: dict[Role, tuple[str, int]] = {
 def of_operand(
     state: Mapping[str, Tensor], module: str, role: Role, key: Literal["amax_history", "scale"]
 ) -> Tensor:
-    """One operand's history [length], or its scale, a scalar, out of a backend's `state`."""
+    """Return one operand's history [length], or its scale, a scalar, from `GemmEngine.state`."""
     direction, slot = PLACES[role]
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
 
+class History(NamedTuple):
+    """The state of all operands of one direction, FP32. Row 0 has the amaxes of this step."""
+
+    amax_history: Tensor  # [length, columns]
+    scale: Tensor  # [columns]
+
+
 class DelayedState:
-    """The state of all products of one model. Products register first; the first use lays the matrices out."""
+    """The state of all linear layers of one model. Layers register before the first forward."""
 
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
-        self._active, self._device = active, device
+        self._precision = active.quantized_precision
+        self._settings: OptionValues = active.settings
+        self._device = device
         self._modules: list[str] = []
-        # By direction: amaxes [length, columns], of which row 0 is that of the step under way, and scales [columns].
-        self._histories: dict[str, tuple[Tensor, Tensor]] = {}
-        # The scales of the forward under way, or of the last one; nobody writes into this tensor.
-        self.forward_scales: Tensor | None = None
-        self._depth = 0
+        self._histories: dict[Direction, History] = {}
+        # Scales of the current forward, or of the last one. This tensor is never changed.
+        self.forward_scales = torch.empty(0)
+        self._in_forward = False
         self._recording = True
         self._backward_ran = False
         self._end_expected = False
 
     def register(self, module: str) -> int:
-        """The number of a further module, before the first forward."""
+        """Return the number of a new layer."""
         self._modules.append(module)
         return len(self._modules) - 1
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Enter this around each forward of the model. Of nested ones the outermost alone counts. Only forwards that train change
-        histories."""
-        if self._depth == 0:
-            self._finish_backward()  # of one that ran inside a forward only, or that was broken off
-            self.forward_scales = self._history("forward")[1].clone()
-        with overridden(self, _depth=self._depth + 1):
+        """Enclose a forward of the model. Only forwards with gradients change histories."""
+        # A backward that ran inside of a forward only, or that failed.
+        self._finish_backward()
+        self.forward_scales = self._history("forward").scale.clone()
+        with overridden(self, _in_forward=True):
             yield
-        if self._depth == 0 and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._update("forward")
-        # what evaluation noted, the next training step would take for its own
-        elif self._depth == 0:
-            self._history("forward")[0][0].zero_()
+        else:
+            # The next training step must not use the amaxes of an evaluation.
+            self._history("forward").amax_history[0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
-        """Put this around a layer that backward computes again: with the scales it had, noting no amax a second time."""
+        """Enclose a layer that backward recomputes. Use its scales again and record no amax."""
         return overridden(self, forward_scales=forward_scales, _recording=False)
 
     def scale(self, module: int, role: Role) -> Tensor:
-        """The FP32 scalar that quantizes the operand now."""
-        scales = self._history("backward")[1] if role == "grad_output" else self.forward_scales
-        return scales[_column(module, role)]
+        """Return the current scale of an operand, a FP32 scalar."""
+        if role == "grad_output":
+            return self._history("backward").scale[_column(module, role)]
+        return self.forward_scales[_column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
-        """Note the FP32 scalar `amax` of an operand that was just quantized; of several in one step the largest counts."""
+        """Record the amax of an operand, a FP32 scalar. The largest one of a step counts."""
         if role == "grad_output":
-            # The gradients' scales are updated when the backward under way ends: the engine calls back, as it does for FSDP.
-            # The LM head's chunks run their backward inside the forward; the model's backward ends the step for them.
+            # The scales of gradients are updated when the current backward ends: autograd calls
+            # back, as for FSDP. Chunks of the LM head run their backward inside of the forward, and
+            # the backward of the model ends the step for them.
             self._backward_ran = True
-            if self._depth == 0 and not self._end_expected:
+            if not self._in_forward and not self._end_expected:
                 torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
                 self._end_expected = True
         elif not self._recording:
             return
-        newest = self._history(PLACES[role][0])[0][0, _column(module, role)]
+        direction, _ = PLACES[role]
+        newest = self._history(direction).amax_history[0, _column(module, role)]
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
-        """Live views by name: `fp8/<module>/<direction>/amax_history` [length, slots] and `.../scale` [slots], FP32. They change
-        as a training forward ends and as its backward ends."""
+        """Return live views by name, FP32.
+
+        The names are `fp8/<module>/<direction>/amax_history`, [length, slots], and `.../scale`,
+        [slots]. They change when a training forward ends and when its backward ends.
+        """
         return {
-            f"fp8/{module}/{direction}/{key}": of_all[
+            f"fp8/{module}/{direction}/{key}": tensor[
                 ..., number * len(slots) : (number + 1) * len(slots)
             ]
             for direction, slots in SLOTS.items()
             for number, module in enumerate(self._modules)
-            for key, of_all in zip(("amax_history", "scale"), self._history(direction), strict=True)
+            for key, tensor in self._history(direction)._asdict().items()
         }
 
     def forget_pass(self) -> None:
-        """Forgets a pass that was broken off: its backward will not come."""
-        self.forward_scales, self._backward_ran, self._end_expected = None, False, False
+        """Forget a pass that failed: its backward will not end."""
+        self._backward_ran = False
+        self._end_expected = False
 
     def _finish_backward(self) -> None:
         self._end_expected = False
@@ -118,26 +138,27 @@ class DelayedState:
             self._backward_ran = False
 
     @torch.no_grad()
-    def _update(self, direction: str) -> None:
-        """End a step of the history. Every rank must call it at the same point: it reduces over the default process group."""
-        (amax_history, scale), settings = self._history(direction), self._active.settings
+    def _update(self, direction: Direction) -> None:
+        """End a step of the history. Collective over the default process group."""
+        history = self._history(direction)
         if dist.is_initialized():
-            dist.all_reduce(amax_history[0], op=dist.ReduceOp.MAX)
-        maximum = self._active.precision.grid(settings, SLOTS[direction][0]).maximum
-        updated = update_scale(
-            amax_history, scale, maximum, settings.margin, settings.amax_compute_algo
+            dist.all_reduce(history.amax_history[0], op=dist.ReduceOp.MAX)
+        grid = self._precision.grid(
+            self._settings, "input" if direction == "forward" else "grad_output"
         )
-        for live, new in zip((amax_history, scale), updated, strict=True):
-            live.copy_(new)  # in place: checkpoints hold views
+        updated = update_scale(
+            *history, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
+        )
+        for live, new in zip(history, updated, strict=True):
+            live.copy_(new)  # in place, because checkpoints hold views
 
-    def _history(self, direction: str) -> tuple[Tensor, Tensor]:
+    def _history(self, direction: Direction) -> History:
         if direction not in self._histories:
-            columns, length = (
-                len(self._modules) * len(SLOTS[direction]),
-                self._active.settings.amax_history_len,
+            columns = len(self._modules) * len(SLOTS[direction])
+            self._histories[direction] = History(
+                torch.zeros(self._settings.amax_history_len, columns, device=self._device),
+                torch.ones(columns, device=self._device),
             )
-            zeros = torch.zeros(length, columns, device=self._device)
-            self._histories[direction] = zeros, torch.ones(columns, device=self._device)
         return self._histories[direction]
 
 

@@ -1,4 +1,4 @@
-"""Emulated low precision on any device: rounds operands to a format and multiplies in BF16 or FP32.
+"""Emulated low precision on any device: round operands to a format, multiply in BF16 or FP32.
 
 docs/verification.md ("Emulation") lists where the results equal the hardware's and where they do
 not. An input is kept for backward as it came, in BF16, because several linear layers share it.
@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from pretrain.precision import grouped
 from pretrain.precision.delayed_state import DelayedState
 from pretrain.precision.formats.definition import Along, Role
-from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
-from pretrain.precision.observed import ALONG, dtype_name, watched
+from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved, checkpointed
+from pretrain.precision.observed import ALONG, NO_CONTEXT, dtype_name, watched
 from pretrain.precision.quantizers.blocks import BlockQuantized
 from pretrain.precision.quantizers.tensor import absolute_maximum
 from pretrain.precision.settings import ActivePrecision
@@ -48,7 +47,7 @@ class BothWays(NamedTuple):
     rows, from `x` and the delayed scale of the forward.
     """
 
-    features: Operand | None
+    features: Any  # an Operand, or None for an input in backward
     rows: Operand | None
     x: Tensor | None = None
     scale: Tensor | None = None
@@ -60,10 +59,11 @@ class EmulationEngine(GemmEngine):
     def __init__(self, active: ActivePrecision, device: torch.device) -> None:
         super().__init__()
         self.active = active
+        self.precision = active.quantized_precision
         self.device = device
         # BF16 holds the values of every format, and is fast on tensor cores.
         self.operand_dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self.delayed = DelayedState(active, device) if active.precision.keeps_history else None
+        self.delayed = DelayedState(active, device) if self.precision.keeps_history else None
         self._prepare = functools.cache(self._compiled_preparation)
 
     def _make(
@@ -72,24 +72,24 @@ class EmulationEngine(GemmEngine):
         return EmulatedGemm(self, name, members)
 
     def forward(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.delayed is None else self.delayed.forward()
+        return NO_CONTEXT if self.delayed is None else self.delayed.forward()
 
     def checkpoint(
         self,
         function: Callable[..., Any],
         *args: Any,
-        again: Callable[[], AbstractContextManager[None]] = nullcontext,
+        again: Callable[[], AbstractContextManager[None]],
     ) -> Any:
-        scales = None if self.delayed is None else self.delayed.forward_scales
+        if self.delayed is None:
+            return checkpointed(function, *args, again=again)
+        recompute = functools.partial(self.delayed.recompute, self.delayed.forward_scales)
 
         @contextmanager
         def recomputing() -> Iterator[None]:
-            with again(), nullcontext() if self.delayed is None else self.delayed.recompute(scales):
+            with again(), recompute():
                 yield
 
-        return checkpoint(
-            function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), recomputing())
-        )
+        return checkpointed(function, *args, again=recomputing)
 
     def state(self) -> dict[str, Tensor]:
         return {} if self.delayed is None else self.delayed.state()
@@ -113,31 +113,27 @@ class EmulationEngine(GemmEngine):
         *operand, amax = self._prepare(role, along)(x, scale)
         return Operand(*operand), amax
 
-    def _compiled_preparation(
-        self, role: Role, along: Along
-    ) -> Callable[..., tuple[Tensor | None, ...]]:
-        precision = self.active.precision
+    def _compiled_preparation(self, role: Role, along: Along) -> Callable[..., tuple[Any, ...]]:
+        """Return a function of x and its delayed scale. It returns an Operand's fields and amax."""
         dtype = self.operand_dtype
-        quantize = precision.quantizer(self.active.settings, role, along)
-        has_tensor_scale = precision.tensor_scaled
+        quantize = self.precision.quantizer(self.active.settings, role, along)
+        has_tensor_scale = self.precision.tensor_scaled
         records_amax = self.delayed is not None and along == "features"
 
-        def preparation(x: Tensor, scale: Tensor | None) -> tuple[Tensor | None, ...]:
+        def preparation(x: Tensor, scale: Tensor | None) -> tuple[Any, ...]:
             quantized = quantize(x, scale, None)
-            in_blocks = isinstance(quantized, BlockQuantized)
-            return (
-                quantized.operand_in(dtype) if in_blocks else quantized.operand.to(dtype),
-                quantized.tensor_scale if has_tensor_scale else None,
-                quantized.scales if in_blocks else None,
-                absolute_maximum(x) if records_amax else None,
-            )
+            tensor_scale = quantized.tensor_scale if has_tensor_scale else None
+            amax = absolute_maximum(x) if records_amax else None
+            if isinstance(quantized, BlockQuantized):
+                return quantized.operand_in(dtype), tensor_scale, quantized.scales, amax
+            return quantized.operand.to(dtype), tensor_scale, None, amax
 
         # A CPU gains little from compiling, and would have to wait for a C++ compiler.
         if self.device.type != "cuda":
             return preparation
         compiled = torch.compile(preparation, fullgraph=True, dynamic=False)
 
-        def compiled_for_each_shape(*args: Tensor | None) -> tuple[Tensor | None, ...]:
+        def compiled_for_each_shape(*args: Any) -> tuple[Any, ...]:
             # By default, torch stops compiling after eight shapes.
             with torch._dynamo.config.patch(recompile_limit=256):
                 return compiled(*args)
@@ -150,26 +146,27 @@ class EmulatedGemm(Gemm):
 
     def __init__(self, engine: EmulationEngine, name: str, members: Sequence[str]) -> None:
         super().__init__(name, members)
-        self.row_multiple = max(self.row_multiple, engine.active.precision.multiple_of)
+        self.row_multiple = max(self.row_multiple, engine.precision.multiple_of)
         self._engine = engine
-        self._index = None if engine.delayed is None else engine.delayed.register(name)
+        self._delayed = engine.delayed
+        self._index = engine.delayed.register(name) if engine.delayed else 0
 
     def quantize(self, role: Role, x: Tensor, *, both: bool = True) -> BothWays:
         if role == "weight" and x.dim() > 2:
             x = x.flatten(0, -2)  # experts' weights are one matrix
-        scale = None if self._index is None else self._engine.delayed.scale(self._index, role)
+        scale = self._delayed.scale(self._index, role) if self._delayed else None
         features = self.quantize_along(role, x, "features", scale)
         if role == "input":
             return BothWays(features, None, x, scale)
-        if self._engine.active.precision.serves_both(role):
+        if self._engine.precision.serves_both(role):
             return BothWays(features, features.t())
         return BothWays(features, self.quantize_along(role, x, "rows", scale) if both else None)
 
     def quantize_along(self, role: Role, x: Tensor, along: Along, scale: Tensor | None) -> Operand:
         """Quantize x for a sum along `along`, and record its amax for delayed scaling."""
         operand, amax = self._engine.prepare(role, x, along, scale)
-        if amax is not None:
-            self._engine.delayed.record(self._index, role, amax)
+        if self._delayed and amax is not None:
+            self._delayed.record(self._index, role, amax)
         return operand
 
     def factors(self, kind: GemmKind, left: BothWays, right: BothWays) -> list[Operand]:
@@ -191,8 +188,7 @@ class EmulatedGemm(Gemm):
         a, b = self.factors(kind, left, right)
         if ends is not None:
             return self._grouped_matmul(kind, a, b, dtype, ends)
-        scales = [(a.block_scale, a.scale), (b.block_scale, b.scale)]
-        with watched(self.members, kind, scales):
+        with watched(self.members, kind, [(a.block_scale, a.scale), (b.block_scale, b.scale)]):
             y = multiply(a, b, dtype, bias)
         return y if residual is None else y.add_(residual)
 
@@ -210,24 +206,27 @@ class EmulatedGemm(Gemm):
             right = right.unflatten(0, (len(ends), -1))
         else:
             # The weight is [in, experts x out], and the product sums along the rows of each expert.
-            by_expert = _by_expert(right, len(ends))
-            right = by_expert.mT
+            right = _by_expert(right, len(ends)).mT
             if block_scale is not None:
                 block_scale = _by_expert(block_scale, len(ends)).flatten(0, 1)
         with watched(self.members, kind, [(a.block_scale, a.scale), (block_scale, b.scale)]):
             product = grouped.matmul(kind, left, right, ends)
-        if a.scale is not None:
-            product.mul_(a.scale * b.scale)
+        scale = _product_scale(a, b)
+        if scale is not None:
+            product.mul_(scale)
         return product if dtype is None else product.to(dtype)
 
     @staticmethod
     def codes(operand: BothWays) -> Tensor:
         return operand.features.values
 
-    def save(self, operand: BothWays) -> Saved:
+    @staticmethod
+    def save(*operands: BothWays) -> Saved:
+        (operand,) = operands
         return (operand.x, operand.scale), None
 
-    def restore(self, tensors: Sequence[Tensor | None], rest: Any) -> list[BothWays]:
+    # An input is quantized again, which needs the layer's state.
+    def restore(self, tensors: Sequence[Any], rest: Any) -> list[BothWays]:  # type: ignore[override]
         x, scale = tensors
         return [BothWays(None, self.quantize_along("input", x, "rows", scale))]
 
@@ -237,22 +236,31 @@ def _by_expert(values: Tensor, experts: int) -> Tensor:
     return values.unflatten(1, (experts, -1)).transpose(0, 1)
 
 
+def _product_scale(left: Operand, right: Operand) -> Tensor | None:
+    """Return the factor [1] of a product from the scales of its operands, or None without scales.
+
+    It has one dimension, because torch would cast a scalar to the dtype of the result.
+    """
+    if left.scale is None or right.scale is None:
+        return None
+    return (left.scale * right.scale).reshape(1)
+
+
 def multiply(
-    left: Operand, right: Operand, dtype: torch.dtype, bias: Tensor | None = None
+    left: Operand, right: Operand, dtype: torch.dtype | None, bias: Tensor | None = None
 ) -> Tensor:
     """Return left [m, k] times right [n, k] transposed, scaled, plus `bias` [n], as [m, n].
 
-    All is computed in FP32 and rounded once to `dtype`.
+    All is computed in FP32 and rounded once to `dtype`, by default FP32.
     """
     if left.values.is_cuda:
         product = torch.mm(left.values, right.values.t(), out_dtype=torch.float32)
     else:
         product = left.values @ right.values.t()
-    # A scale of one dimension: torch would cast a scalar to the dtype of the result.
-    scale = None if left.scale is None else (left.scale * right.scale).reshape(1)
+    scale = _product_scale(left, right)
     out = torch.empty_like(product, dtype=dtype)
-    if bias is None:
-        return out.copy_(product) if scale is None else torch.mul(product, scale, out=out)
     if scale is None:
-        return torch.add(product, bias, out=out)
+        return out.copy_(product) if bias is None else torch.add(product, bias, out=out)
+    if bias is None:
+        return torch.mul(product, scale, out=out)
     return torch.addcmul(bias.float(), product, scale, out=out)

@@ -25,10 +25,11 @@ from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from pretrain.precision import grouped, searched
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.observed import watched
+from pretrain.precision.observed import NO_CONTEXT, watched
 
 GemmKind = Literal["forward", "dgrad", "wgrad"]
 Operand = Any  # a Tensor, an emulated operand, or a quantized tensor of Transformer Engine
@@ -40,13 +41,11 @@ class Gemm(ABC):
     """The three products of one linear layer, or of several layers with stacked weights."""
 
     quantizes: bool = True
-    # As the LM head: the softmax may write the output's gradient as a quantized operand.
-    supports_fused_loss: bool = False
     # In grouped products the number of rows of each expert must be a multiple of this.
     row_multiple: int = grouped.ROW_MULTIPLE
 
     def __init__(self, name: str, members: Sequence[str] = ()) -> None:
-        """`name`: of the histories and scales in a checkpoint.
+        """Create the products of the layer `name`, which has its histories in a checkpoint.
 
         `members`: the layers whose weights are stacked, by default the layer `name` alone.
         """
@@ -54,6 +53,11 @@ class Gemm(ABC):
         self.members = members or (name,)
         # The quantized weight, cached for the later microbatches of a step.
         self.weight: Operand | None = None
+
+    @property
+    def supports_fused_loss(self) -> bool:
+        """Return whether the softmax may write the gradient of the head's output as an operand."""
+        return False
 
     def begin(self, x: Tensor) -> None:  # noqa: B027, an optional hook
         """Prepare a forward pass over `x` [tokens, in]. Called before the first `quantize`."""
@@ -205,17 +209,28 @@ def add_to(total: Tensor, gradient: Tensor, *, overwrite: bool) -> None:
     total.copy_(gradient) if overwrite else total.add_(gradient)
 
 
+def checkpointed(
+    function: Callable[..., Any],
+    *args: Any,
+    again: Callable[[], AbstractContextManager[None]],
+) -> Any:
+    """Return function(*args), which backward computes again in the context `again()`."""
+    return checkpoint(
+        function, *args, use_reentrant=False, context_fn=lambda: (NO_CONTEXT, again())
+    )
+
+
 class GemmEngine(ABC):
     """The Gemms of one model in one precision, with the histories and scales that they share."""
 
-    # Forward products multiply BF16 operands, and backward quantized ones: what a phase with
-    # `forward: bf16` computes. Loss and activations are then those of the BF16 model, while two of
-    # three products are as fast as before. At the end of a training this recovers most of what
+    # Forward products multiply BF16 operands, and backward quantized ones, in a phase with
+    # `forward: bf16`. Loss and activations then equal the BF16 model's, while two of three products
+    # are as fast as before. At the end of a training this recovers most of what
     # NVFP4 costs (arXiv:2509.25149, appendix D).
     forward_in_bf16: bool = False
 
     def __init__(self) -> None:
-        self.gemms: dict[str, Gemm] = {}  # by the name of the linear layer
+        self.gemms: dict[str, Any] = {}  # the Gemms by the name of the linear layer
 
     def with_bf16_forward(self) -> Self:
         """Return an engine with the same Gemms, histories and scales and forwards in BF16."""

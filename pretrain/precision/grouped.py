@@ -41,11 +41,10 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """
     other_layouts = ("is_transposed", "has_bias", "has_post_expert_norm")
     for name, module in model.named_modules():
-        if not hasattr(module, "_apply_gate"):
+        is_stacked = all(key in module._parameters for key in STACKS)
+        if not is_stacked or not hasattr(module, "_apply_gate"):
             continue
-        if any(getattr(module, flag, False) for flag in other_layouts):
-            continue
-        if all(key in module._parameters for key in STACKS):
+        if not any(getattr(module, flag, False) for flag in other_layouts):
             yield name, module
 
 

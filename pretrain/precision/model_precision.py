@@ -1,4 +1,4 @@
-"""The precision in which a model computes now."""
+"""The current precision of a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pretrain.precision.settings import ActivePrecision
 
 @dataclass(frozen=True)
 class PrecisionInModel:
-    """One precision of a run, with what the model needs to compute in it."""
+    """One precision of a run, with its engine and the decision for each layer."""
 
     active: ActivePrecision
     backend: GemmEngine | None  # None if nothing is quantized
@@ -31,7 +31,7 @@ class PrecisionInModel:
 
 
 class ModelPrecision:
-    """The precision in which a model computes now, and the schedule that decides it.
+    """The current precision of a model, and the schedule that decides it.
 
     The state is `PrecisionContext.backend`, because products read it. Each precision of a run has a
     backend of its own, so the backend determines the precision. Only this class changes it.
@@ -50,9 +50,10 @@ class ModelPrecision:
 
     @property
     def current(self) -> PrecisionInModel:
-        """Return the precision in which the model computes now."""
-        backend = self.context.backend
-        return next(entry for entry in self.in_model.values() if entry.backend is backend)
+        """Return the current precision."""
+        return next(
+            entry for entry in self.in_model.values() if entry.backend is self.context.backend
+        )
 
     def use(self, name: str) -> None:
         """Compute in the precision `name` from now on."""

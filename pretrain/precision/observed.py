@@ -1,8 +1,8 @@
-"""Show matrix products to an observer, where they are multiplied.
+"""Show matrix products to an observer where they are computed.
 
-A module may have the name of a low-precision linear and still multiply in BF16. So code that
-multiplies announces which product follows (`watched`), and the observer looks at the operands of the
-kernels that run inside. Libraries' products are shown by `see`.
+A module may have the name of a low-precision linear and still multiply in BF16. So the code that
+multiplies announces the product (`watched`), and the observer looks at the operands of the kernels
+that run inside. `see` shows products of libraries.
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ FP8_FORMATS = {
     "kFloat8E4M3": (torch.float8_e4m3fn, E4M3),
     "kFloat8E5M2": (torch.float8_e5m2, E5M2),
 }
-# The scales of an emulated operand: those of its blocks, and that of the tensor.
+# A context without effect. It may be entered any number of times.
+NO_CONTEXT = nullcontext()
+# The scales of an emulated operand: of its blocks, and of the tensor.
 Scales = tuple[Tensor | None, Tensor | None]
 
 
@@ -47,7 +49,7 @@ class ProductWatcher:
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> AbstractContextManager[None]:
-        """Observe the products of torch inside the block. The arguments are those of `watched`."""
+        """Observe the products of torch inside the block. See `watched` for the arguments."""
         raise NotImplementedError
 
     def library_product(self, *operands: tuple[Any, bool]) -> None:
@@ -63,7 +65,7 @@ def watched(
     scales: of the operands of an emulated product.
     """
     watcher = ProductWatcher.current
-    return nullcontext() if watcher is None else watcher.during(names, gemm, scales)
+    return NO_CONTEXT if watcher is None else watcher.during(names, gemm, scales)
 
 
 def see(left: Any, right: Any, layout: str) -> None:

@@ -12,7 +12,7 @@ multiply, show operands and results to the observers of the model's `PrecisionCo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,13 +20,21 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 from transformers.pytorch_utils import Conv1D
 
 from foundation.overrides import overridden
 from pretrain.precision.formats.definition import Role
-from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Operand, Saved, TorchGemm, add_to
+from pretrain.precision.gemm import (
+    Gemm,
+    GemmEngine,
+    GemmKind,
+    Operand,
+    Saved,
+    TorchGemm,
+    add_to,
+    checkpointed,
+)
 from pretrain.precision.observed import watched
 
 # Prefix of the names of `GemmEngine.state`, which a checkpoint stores beside the optimizer's
@@ -36,29 +44,29 @@ PREFIX = "fp8/"
 
 @dataclass
 class PrecisionContext:
-    """What all products of one model share: whether a low-precision forward is under way, in which microbatch of its step, and
-    who is watching. `backend` is the one that computes now, None where nothing is quantized."""
+    """The state that all products of one model share."""
 
-    backend: GemmEngine | None
+    backend: GemmEngine | None  # the current engine; None if nothing is quantized
     compute_dtype: torch.dtype  # of activations
-    evaluates_low: bool = False  # forwards of evaluation are in low precision too
-    low_precision: bool = False  # a low-precision forward is under way
-    first_microbatch: bool = True
-    # Who is watching, called as `LinearPass` does in `show`, `show_weight` and its products.
+    evaluates_low: bool = False  # evaluation computes in low precision too
+    low_precision: bool = False  # a low-precision forward runs now
+    first_microbatch: bool = True  # of a step
+    # Called with the layer's name, the role, and an operand before it is quantized.
     observers: list[Callable[[str, Role, Tensor], None]] = field(default_factory=list)
+    # Called with a Gemm, its quantized weight, and the weight.
     weight_observers: list[Callable[[Gemm, Operand, Tensor], None]] = field(default_factory=list)
+    # Called with the layer's name, the product, its result and its bias.
     result_observers: list[Callable[[str, GemmKind, Tensor, Tensor | None], None]] = field(
         default_factory=list
     )
-    quantizing: bool = True  # false while parity runs the same model with its quantization off
-    # of grouped products, by name: where each expert's rows end now
+    quantizing: bool = True  # False while parity runs the model without quantization
+    # The ends of each expert's rows in the latest grouped products, by the layer's name.
     groups: dict[str, Tensor] = field(default_factory=dict)
-    # of all precisions that the run computes in, one after the other
-    backends: Sequence[GemmEngine] = ()
+    backends: Sequence[GemmEngine] = ()  # the engines of all precisions of the run
 
     @contextmanager
     def forward(self, *, training: bool) -> Iterator[None]:
-        """Put this around a forward of the whole model."""
+        """Enclose a forward of the model."""
         if self.backend is None or not self.quantizing or not (training or self.evaluates_low):
             yield
             return
@@ -66,27 +74,25 @@ class PrecisionContext:
             yield
 
     def checkpoint(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function` now, and again in backward, in this context both times: else it would be in another precision then. The
-        second time it uses what was kept of weights the first time."""
+        """Return function(*args), which backward computes again in the same precision.
+
+        The second time uses the weights that were quantized the first time.
+        """
         again = partial(overridden, self, low_precision=self.low_precision, first_microbatch=False)
         if self.backend is None or not self.quantizing:
-            return checkpoint(
-                function, *args, use_reentrant=False, context_fn=lambda: (nullcontext(), again())
-            )
+            return checkpointed(function, *args, again=again)
         return self.backend.checkpoint(function, *args, again=again)
 
     def state(self) -> dict[str, Tensor]:
-        """Histories and scales of delayed scaling, live; other precisions keep nothing between two steps."""
+        """Return the live histories and scales of the current engine, if it has delayed scaling."""
         return self.backend.state() if self.backend else {}
 
     def saved_state(self) -> dict[str, Tensor]:
-        """`state` of every precision of the run, whose turn it is or not: what a checkpoint holds."""
-        return {
-            name: tensor for backend in self.backends for name, tensor in backend.state().items()
-        }
+        """Return `state` of all engines of the run, which a checkpoint stores."""
+        return {name: tensor for engine in self.backends for name, tensor in engine.state().items()}
 
     def copied_state(self) -> list[Tensor]:
-        """Copies `saved_state`, on its device, for `go_back`."""
+        """Return copies of `saved_state` on its device, for `go_back`."""
         live = list(self.saved_state().values())
         copies = [torch.empty_like(tensor) for tensor in live]
         if live:
@@ -94,15 +100,18 @@ class PrecisionContext:
         return copies
 
     def go_back(self, copies: Sequence[Tensor]) -> None:
-        """Histories and scales as they were when `copies` were made: an overflow would last in a history for 1,024 microbatches.
-        Whatever else backends hold is forgotten, such as scales that a broken pass put aside for recomputing a layer."""
+        """Restore histories and scales from `copies`, and reset all other state of the engines.
+
+        An overflow would stay in a history for 1,024 microbatches. A failed pass leaves scales that
+        were stored for recomputing a layer.
+        """
         self.forget()
         for tensor, before in zip(self.saved_state().values(), copies, strict=True):
             tensor.copy_(before)
 
     @contextmanager
     def preserving_state(self) -> Iterator[None]:
-        """Put this around passes that are not training's: it puts histories and scales back afterwards."""
+        """Enclose passes that are not part of training. Restore histories and scales afterwards."""
         copies = self.copied_state()
         try:
             yield
@@ -110,9 +119,9 @@ class PrecisionContext:
             self.go_back(copies)
 
     def forget(self) -> None:
-        """Puts all histories and scales back to what they were before the first forward."""
-        for backend in self.backends:
-            backend.reset()
+        """Reset the engines to their state before the first forward."""
+        for engine in self.backends:
+            engine.reset()
 
 
 # The context of passes that no observer sees.
@@ -123,11 +132,14 @@ class LinearState:
     """The Gemms of one linear layer: one for each engine of the run that quantizes the layer."""
 
     def __init__(self, name: str, context: PrecisionContext, members: Sequence[str] = ()) -> None:
-        """`members`: the layers whose weights are stacked, by default the layer `name` alone."""
+        """Create the state of the layer `name`, without any Gemm.
+
+        `members`: the layers whose weights are stacked, by default the layer `name` alone.
+        """
         self.name = name
         self.members = members or (name,)
         self.context = context
-        self.gemms: dict[GemmEngine, Gemm] = {}
+        self.gemms: dict[GemmEngine | None, Gemm] = {}
 
     def add(self, engine: GemmEngine, *features: int, bias: bool = False) -> None:
         """Let `engine` compute the layer while it is the context's. `features`: in, out."""
@@ -186,9 +198,10 @@ class LinearPass:
         differentiable: bool,
         ends: Tensor | None = None,
     ) -> None:
-        """`refresh`: quantize a weight that is cached, too. `differentiable`: backward may follow.
+        """Create a pass.
 
-        `ends`, int32 [experts]: where the rows of each expert end, if the products are grouped.
+        `refresh`: quantize the weight even if it is cached. `differentiable`: backward may follow.
+        `ends`, int32 [experts]: the end of each expert's rows, if the products are grouped.
         """
         self.gemm = gemm
         self.context = context
@@ -237,14 +250,16 @@ class LinearPass:
             x = gemm.quantize("input", self._input)
             weight = matrix()
             del self._input
-        # Result observers see the product alone, so the residual is added after them.
-        added = None if self.observed.result_observers else residual
+        observers = self.observed.result_observers
         dtype = self.context.compute_dtype
-        y = gemm.matmul("forward", x, weight, dtype, bias, added, ends=self.ends)
-        for observer in self.observed.result_observers:
+        y = gemm.matmul(
+            "forward", x, weight, dtype, bias, None if observers else residual, ends=self.ends
+        )
+        for observer in observers:
             observer(gemm.name, "forward", y.detach(), bias)
         self.gemm.end()
-        return y if added is residual else y.add_(residual)
+        # Result observers see the product alone, so the residual is added after them.
+        return y.add_(residual) if observers and residual is not None else y
 
     def gradient_product(
         self, kind: GemmKind, left: Operand, right: Operand, dtype: torch.dtype | None = None
@@ -323,7 +338,7 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor, weight: Tensor, bias: Tensor | None, linear_pass: LinearPass
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear_pass: LinearPass
     ) -> Tensor:
         ctx.linear_pass = linear_pass
         ctx.main_gradient = getattr(weight, "main_grad", None)
@@ -335,14 +350,14 @@ class LinearFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         saved = (ctx.saved_tensors, ctx.rest) if ctx.needs_input_grad[1] else None
         dx, dw = ctx.linear_pass.backward(dy, saved, ctx.main_gradient)
         db = dy.sum(0, dtype=torch.float32).to(dy.dtype) if ctx.needs_input_grad[2] else None
         return dx, dw, db, None
 
 
-def summing_where(parameter: Tensor, copy: Tensor, *, transposed: bool = False) -> Tensor:
+def summing_where(parameter: Tensor, copy: Any, *, transposed: bool = False) -> Tensor:
     """Return `copy`, a cast of `parameter`, with the `main_grad` of the parameter.
 
     The gradient of the copy then adds up where the parameter's does. With `transposed`, `copy` is
@@ -358,6 +373,7 @@ class LowPrecisionLinear(nn.Module):
     """Replaces an nn.Linear, or a transformers Conv1D, whose weight [in, out] is `transposed`."""
 
     def __init__(self, linear: nn.Linear | Conv1D, name: str, context: PrecisionContext) -> None:
+        """Take the Parameters of `linear`, which is called `name` in the model."""
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
@@ -374,5 +390,4 @@ class LowPrecisionLinear(nn.Module):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             with watched(self.state.members, "forward"):
                 return F.linear(x, weight.to(x.dtype), bias)
-        y = self.state(x.reshape(-1, x.shape[-1]), weight, self.bias)
-        return y.view(*x.shape[:-1], -1)
+        return self.state(x.reshape(-1, x.shape[-1]), weight, self.bias).view(*x.shape[:-1], -1)

@@ -1,8 +1,8 @@
 """The precision of each training step: one for the whole run, or several in turn.
 
-A schedule follows from the recipe, the precisions that the machine has, and the number of steps. It
-knows nothing of a running training. So a run that is resumed has the same schedule, and a checkpoint
-stores only the step of a switch to BF16.
+A schedule follows from the recipe, the precisions that the machine has, and the number of steps,
+not from the state of a run. So a resumed run has the same schedule, and a checkpoint stores only
+the step of a switch to BF16.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class PrecisionSchedule:
         """
         ends = last_steps([until for until, _ in self.phases], self.steps)
         firsts = [1, *(end + 1 for end in ends)]
-        precisions = [active for _, active in self.phases]
-        spans = [Span(*span) for span in zip(firsts, ends, precisions, strict=False)]
-        if not self._is_switched:
-            return tuple(spans)
-        switch = self.switched_after
-        kept = [
-            replace(span, last=min(span.last, switch)) for span in spans if span.first <= switch
-        ]
-        return (*kept, Span(switch + 1, self.steps, self.unquantized))
+        spans = tuple(
+            Span(first, end, active)
+            for first, end, (_, active) in zip(firsts, ends, self.phases, strict=False)
+        )
+        switch = self._switch
+        if switch is None:
+            return spans
+        before = [span for span in spans if span.first < switch.first]
+        return (*(replace(span, last=min(span.last, switch.first - 1)) for span in before), switch)
 
     @property
     def changes(self) -> bool:
@@ -92,12 +92,16 @@ class PrecisionSchedule:
     def label(self) -> str:
         """Return the schedule for people, such as "delayed" or "delayed to 80 %, then bf16"."""
         phases = list(self.phases)
-        if self._is_switched:
+        if self._switch is not None:
             phases = [(span.last, span.active) for span in self.spans]
             phases[-1] = (None, self.spans[-1].active)
-        return label([{"until": until, "use": active.precision.name} for until, active in phases])
+        names = [{"until": until, "use": active.precision.name} for until, active in phases]
+        return label(names) or ""
 
     @property
-    def _is_switched(self) -> bool:
-        switch = self.switched_after
-        return self.unquantized is not None and switch is not None and switch < self.steps
+    def _switch(self) -> Span | None:
+        """Return the steps after a switch to `unquantized`, or None without such steps."""
+        after = self.switched_after
+        if self.unquantized is None or after is None or after >= self.steps:
+            return None
+        return Span(after + 1, self.steps, self.unquantized)

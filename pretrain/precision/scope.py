@@ -1,7 +1,7 @@
 """Decide which linear layers of a model compute in low precision.
 
-The scope, the layers that stay in BF16 and the shapes that a precision cannot take decide. Each
-linear layer is decided on by itself: a rule for a container of layers would exclude the siblings of
+A layer stays unquantized by the scope, by a setting that keeps it in BF16, or by its shape. Each
+linear layer is decided by itself: a rule for a container of layers would exclude the siblings of
 one odd shape.
 """
 
@@ -11,7 +11,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,13 +23,13 @@ from pretrain.precision.grouped import STACKS, stacked_experts
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
 LINEARS = (nn.Linear, Conv1D)
-# Transformers' names of a mixture's routers, and of their parts.
+# Names of the routers of a mixture of experts in transformers, and of their parts.
 _ROUTERS = ("gate", "gate.*", "router*")
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The precision of one linear layer, by name, and the reason if it is not the low precision."""
+    """The name of a linear layer's precision, and the reason if it is not the low precision."""
 
     requested: str
     reason: str | None = None
@@ -47,49 +47,44 @@ def decide(
     the meta device. `layers`: the decoder layers of `hf`, in order. `capability`: CUDA's, of the
     device that computes. By default that of this machine, or Hopper's if it has no GPU.
     """
+    precision = active.precision
     settings = active.settings
     head = hf.get_output_embeddings()
     first, last = active.kept_layers(len(layers))
-    unquantized = UNQUANTIZED[active.precision.compute_dtype].name
-    outer_layers = [
-        layer for index, layer in enumerate(layers) if index < first or index >= len(layers) - last
-    ]
-    by_default = settings.keep_bf16_layers.last is None and last
-    why_kept = (
-        f"keep_bf16_layers{f', by default the last {last} of {len(layers)}' if by_default else ''}"
-    )
-    inside = {module for layer in outer_layers for module in layer.modules()}
-    decisions, groups, no_groups = {}, {}, None
-    for name, module in stacked_experts(hf):
-        groups |= {f"{name}.{key}": (module, module.get_parameter(key).shape[1:]) for key in STACKS}
-    if groups and active.backend == "transformer_engine":
-        here = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-        no_groups = active.precision.no_groups_on(capability or here, settings)
+    is_default = settings.keep_bf16_layers.last is None and last > 0
+    default = f", by default the last {last} of {len(layers)}" if is_default else ""
+    kept_layers = [*layers[:first], *layers[max(0, len(layers) - last) :]]
+    kept = {module for layer in kept_layers for module in layer.modules()}
     linears = {
         name: (module, features_of(module))
         for name, module in hf.named_modules()
         if isinstance(module, LINEARS)
     }
-    for name, (module, features) in (linears | groups).items():
-        if module is head and settings.scope == "linear":
-            reason = "scope linear leaves the LM head out"
-        elif any(is_called(name, pattern) for pattern in _ROUTERS):
-            reason = "routers stay out"
-        elif module in inside:
-            reason = why_kept
-        else:
-            by_name = (
-                f"keep_bf16: {pattern}"
-                for pattern in settings.keep_bf16
-                if is_called(name, pattern)
-            )
-            # Emulation has the same limits, because it shows what the hardware would do.
-            multiple = active.precision.multiple_of
-            misfits = (
-                f"{size} is not a multiple of {multiple}" for size in features if size % multiple
-            )
-            reason = next(chain(by_name, misfits, [no_groups] if name in groups else []), None)
-        decisions[name] = Decision(active.precision.name if reason is None else unquantized, reason)
+    stacks = {
+        f"{name}.{key}": (module, tuple(module.get_parameter(key).shape[1:]))
+        for name, module in stacked_experts(hf)
+        for key in STACKS
+    }
+    no_groups = None
+    if stacks and active.backend == "transformer_engine":
+        if capability is None and torch.cuda.is_available():
+            capability = torch.cuda.get_device_capability()
+        no_groups = active.quantized_precision.no_groups_on(capability, settings)
+    # Emulation has the same limits, because it shows what the hardware would do.
+    multiple = precision.multiple_of
+    unquantized = UNQUANTIZED[precision.compute_dtype].name
+    decisions = {}
+    for name, (module, features) in (linears | stacks).items():
+        reasons: dict[str | None, Any] = {  # and whether they apply
+            "scope linear excludes the LM head": module is head and settings.scope == "linear",
+            "routers are not quantized": any(is_called(name, pattern) for pattern in _ROUTERS),
+            f"keep_bf16_layers{default}": module in kept,
+            **{f"keep_bf16: {pattern}": is_called(name, pattern) for pattern in settings.keep_bf16},
+            **{f"{size} is not a multiple of {multiple}": size % multiple for size in features},
+            no_groups: name in stacks,
+        }
+        reason = next((reason for reason, applies in reasons.items() if applies), None)
+        decisions[name] = Decision(unquantized if reason else precision.name, reason)
     return decisions
 
 
@@ -114,24 +109,24 @@ def check_scope(hf: PreTrainedModel, layers: Sequence[nn.Module], active: Active
                 f"nearest is {nearest}. A pattern is compared with a linear's whole name, and with "
                 "every part of it from a dot to the end"
             )
-    if all(decision.reason for decision in decisions.values()):
-        reasons = "; ".join(dict.fromkeys(decision.reason for decision in decisions.values()))
+    reasons = [decision.reason for decision in decisions.values() if decision.reason]
+    if len(reasons) == len(decisions):
         raise InputError(
             f"`precision: {active.precision.name}`: no linear of {model_class} can compute in it "
-            f"({reasons}). Keep fewer in BF16 (`fp8_config`), change sizes in `model.config`, or "
-            "set `precision: bf16`"
+            f"({'; '.join(dict.fromkeys(reasons))}). Keep fewer in BF16 (`fp8_config`), change "
+            "sizes in `model.config`, or set `precision: bf16`"
         )
 
 
 def is_called(name: str, pattern: str) -> bool:
-    """Return whether `pattern` means the linear layer `name`.
+    """Return whether `pattern` matches the linear layer `name`.
 
-    `down_proj`, `mlp.*`, `layers.0.*` and `*.down_proj` all mean `model.layers.0.mlp.down_proj`.
+    `down_proj`, `mlp.*`, `layers.0.*` and `*.down_proj` match `model.layers.0.mlp.down_proj`.
     """
     return fnmatchcase(f".{name}", f"*.{pattern}")
 
 
-def features_of(linear: nn.Module) -> tuple[int, int]:
+def features_of(linear: Any) -> tuple[int, ...]:
     """Return (in_features, out_features)."""
     # LowPrecisionLinear has `transposed` if it replaces a Conv1D.
     transposed = isinstance(linear, Conv1D) or getattr(linear, "transposed", False)

@@ -106,8 +106,14 @@ def multiply(
     a, b = _factor(left), _factor(right)
     if a is None or b is None or torch.are_deterministic_algorithms_enabled():
         return None
-    transposed = layout[0] == "T", layout[1] == "T"
-    problem = problem_of(a, b, transposed, residual, total, fast_accumulation=fast_accumulation)
+    problem = problem_of(
+        a,
+        b,
+        (layout[0] == "T", layout[1] == "T"),
+        residual,
+        total,
+        fast_accumulation=fast_accumulation,
+    )
     if problem is None or (products := products_on(a.values.device)) is None:
         return None
     d = products.multiply(problem, a, b, residual if total is None or overwrite else total, total)
@@ -155,11 +161,8 @@ def _factor(operand: Any) -> Factor | None:
     in blocks of 128.
     """
     if type(operand) in (Tensor, nn.Parameter):
-        return (
-            Factor(operand, operand.dtype, None)
-            if operand.dtype == _BF16 and operand.is_cuda
-            else None
-        )
+        is_supported = operand.dtype == _BF16 and operand.is_cuda
+        return Factor(operand, operand.dtype, None) if is_supported else None
     te = sys.modules.get("transformer_engine.pytorch")
     if te and isinstance(operand, te.Float8TensorStorage):
         values, scale, mode = operand._data, operand._scale_inv, 0
@@ -171,11 +174,9 @@ def _factor(operand: Any) -> Factor | None:
         )
     else:
         return None
-    return (
-        None
-        if values is None
-        else Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode)
-    )
+    if values is None:
+        return None
+    return Factor(values, fp8_format(te, operand._fp8_dtype)[0], scale, mode)
 
 
 def problem_of(
@@ -198,12 +199,11 @@ def problem_of(
     tensors = [tensor for tensor in (a.values, b.values, residual, total) if tensor is not None]
     if not all(tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors):
         return None
-    types = a.dtype, b.dtype, _BF16 if total is None else total.dtype
     return Problem(
         m,
         n,
         k,
-        types,
+        (a.dtype, b.dtype, _BF16 if total is None else total.dtype),
         transposed,
         is_fp8 and fast_accumulation,
         residual is not None,
@@ -223,10 +223,9 @@ class Products:
 
     def __init__(self, device: torch.device) -> None:
         """`device` must be the current device, which torch has already used."""
-        self.library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+        self.library = ctypes.CDLL(f"libcublasLt.so.{str(torch.version.cuda).partition('.')[0]}")
         for name, arguments in _SIGNATURES.items():
-            function = getattr(self.library, name)
-            function.restype, function.argtypes = c_int, arguments
+            getattr(self.library, name).argtypes = arguments  # results are int by default
         self.handle = self.create("")
         self.workspace = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
         self.stream = torch.cuda.current_stream(device).cuda_stream
@@ -253,17 +252,15 @@ class Products:
 
         Then nothing was started.
         """
-        if problem in self.chosen and self.chosen[problem] is None:
-            return None
-        if torch.cuda.current_stream().cuda_stream != self.stream or (
-            a.scale is not None and not self._has_fp8
+        if (
+            self.chosen.get(problem, ()) is None
+            or torch.cuda.current_stream().cuda_stream != self.stream
+            or (a.scale is not None and not self._has_fp8)
         ):
             return None
-        d = (
-            torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device)
-            if total is None
-            else total
-        )
+        d = total
+        if d is None:
+            d = torch.empty(problem.n, problem.m, dtype=_BF16, device=a.values.device)
         # Out of memory: there is no room to try algorithms for a sum.
         with suppress(CublasLtError, torch.OutOfMemoryError):
             chosen = self.chosen.get(problem) or self._choose(problem, a, b, added, d)
@@ -286,8 +283,8 @@ class Products:
             return None
         if not decisive:  # try again with the next product of this kind
             return matmul, named[same[0]]
-        best = same[fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0]
-        self.chosen[problem] = matmul, named[best]
+        best = fastest(_times([launches[number] for number in same])) if len(same) > 1 else 0
+        self.chosen[problem] = matmul, named[same[best]]
         return self.chosen[problem]
 
 
@@ -308,7 +305,8 @@ def same_as_first(
     Bits are compared by their sum over d. Also return whether the comparison is decisive. It is not
     for a product of zeros, or if d is not finite: every algorithm would write the same.
     """
-    ran, sums = [], []
+    ran = []
+    sums = []
     for number, launch in enumerate(launches):
         if launch() == SUCCESS:
             ran.append(number)
@@ -320,10 +318,8 @@ def same_as_first(
     # sum in FP64 would copy d.
     finite = d.sum().isfinite().long()
     *bits, unchanged, finite = torch.stack([*sums, unchanged, finite]).tolist()
-    decisive = bool(finite) and bits[0] not in (0, unchanged)
-    return [
-        number for number, written in zip(ran, bits, strict=True) if written == bits[0]
-    ], decisive
+    same = [number for number, written in zip(ran, bits, strict=True) if written == bits[0]]
+    return same, bool(finite) and bits[0] not in (0, unchanged)
 
 
 def fastest(times: Sequence[Sequence[float]]) -> int:
@@ -359,13 +355,9 @@ ALIGNMENT = 256  # bytes; the heuristic assumes it of tensors by default
 _TYPES = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28, torch.float8_e5m2: 29}
 _COMPUTE_32F, _SCALE_32F = 68, 0  # cublasComputeType_t, and cudaDataType of alpha and beta
 # cublasLtMatmulDescAttributes_t
-_DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B, _DESC_SCALE_A, _DESC_SCALE_B, _DESC_FAST_ACCUMULATION = (
-    3,
-    4,
-    17,
-    18,
-    25,
-)
+_DESC_TRANSPOSE_A, _DESC_TRANSPOSE_B = 3, 4
+_DESC_SCALE_A, _DESC_SCALE_B = 17, 18
+_DESC_FAST_ACCUMULATION = 25
 _DESC_SCALE_MODE_A, _DESC_SCALE_MODE_B = 31, 32
 # cublasLtMatmulMatrixScale_t, since CUDA 12.9, for r rows: FP32 [k / 128, r], and [r / 128, k /
 # 128] with its rows padded to multiples of 4. There is no product of two tensors in squares.
@@ -427,7 +419,9 @@ class Matmul:
     """
 
     def __init__(self, products: Products, problem: Problem) -> None:
-        self._products, (m, n, k), transposed = products, problem[:3], problem.transposed
+        m, n, k = problem[:3]
+        transposed = problem.transposed
+        self._products = products
         self._operation = products.create("MatmulDesc", _COMPUTE_32F, _SCALE_32F)
         # cublasOperation_t: 0 as it lies, 1 transposed
         self._set(_DESC_TRANSPOSE_A, c_int32(transposed[0]))
@@ -450,7 +444,7 @@ class Matmul:
         self._products.set_value("MatmulDesc", self._operation, attribute, value)
 
     def set_scales(self, a: Factor, b: Factor) -> None:
-        """Set the device pointers of FP8 scales, which must stay valid until the product is done."""
+        """Set the device pointers of FP8 scales. They must be valid until the product is done."""
         for attribute, factor in ((_DESC_SCALE_A, a), (_DESC_SCALE_B, b)):
             if factor.scale is not None:
                 self._set(attribute, c_void_p(factor.scale.data_ptr()))
@@ -461,15 +455,20 @@ class Matmul:
         They need tensors that begin at a multiple of ALIGNMENT bytes.
         """
         products = self._products
-        preference, size = products.create("MatmulPreference"), c_uint64(products.workspace.numel())
+        preference = products.create("MatmulPreference")
+        size = c_uint64(products.workspace.numel())
         products.set_value("MatmulPreference", preference, _PREFERENCE_WORKSPACE_BYTES, size)
-        results, number = (HeuristicResult * _REQUESTED)(), c_int()
+        results = (HeuristicResult * _REQUESTED)()
+        number = c_int()
         product = (products.handle, self._operation, *self._layouts, preference)
         products.require(
             "cublasLtMatmulAlgoGetHeuristic", *product, _REQUESTED, results, byref(number)
         )
-        usable = [result for result in results[: number.value] if result.state == SUCCESS]
-        return [Algorithm.from_buffer_copy(result.algorithm) for result in usable]
+        return [
+            Algorithm.from_buffer_copy(result.algorithm)
+            for result in results[: number.value]
+            if result.state == SUCCESS
+        ]
 
     def run(
         self, algorithm: Algorithm, a: Factor, b: Factor, added: Tensor | None, d: Tensor
@@ -479,16 +478,24 @@ class Matmul:
         If it is not 0, nothing was started.
         """
         self.set_scales(a, b)
-        (layout_a, layout_b, layout_c, layout_d), products = self._layouts, self._products
+        layout_a, layout_b, layout_c, layout_d = self._layouts
+        products = self._products
         c, beta = (d, 0.0) if added is None else (added, 1.0)
         return products.library.cublasLtMatmul(
-            *(products.handle, self._operation),
-            *(_FACTORS[1.0], a.values.data_ptr(), layout_a, b.values.data_ptr(), layout_b),
-            *(_FACTORS[beta], c.data_ptr(), layout_c, d.data_ptr(), layout_d),
-            *(
-                algorithm,
-                products.workspace.data_ptr(),
-                products.workspace.numel(),
-                products.stream,
-            ),
+            products.handle,
+            self._operation,
+            _FACTORS[1.0],
+            a.values.data_ptr(),
+            layout_a,
+            b.values.data_ptr(),
+            layout_b,
+            _FACTORS[beta],
+            c.data_ptr(),
+            layout_c,
+            d.data_ptr(),
+            layout_d,
+            algorithm,
+            products.workspace.data_ptr(),
+            products.workspace.numel(),
+            products.stream,
         )

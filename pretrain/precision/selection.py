@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 
 import torch
 
@@ -46,8 +45,9 @@ def missing_on(device_type: str) -> Missing:
         device = f"this is an {torch.cuda.get_device_name()} ({capability[0]}.{capability[1]})"
 
     def missing(precision: QuantizedPrecision) -> str | None:
-        need = precision.hardware.missing(capability)
-        need = need or transformer_engine.unavailable_because(precision)
+        need = precision.hardware.missing(capability) or transformer_engine.unavailable_because(
+            precision
+        )
         return f"needs {need}; {device}" if need else None
 
     return missing
@@ -63,32 +63,35 @@ def select_precision(
     """
     requested = precision_called(precision)
     settings = fp8_config.resolved(precision)
-    computed_by = partial(ActivePrecision, precision, requested)
-    if not requested.quantized:
-        return computed_by("torch", settings)
+    if not isinstance(requested, QuantizedPrecision):
+        return ActivePrecision(precision, requested, "torch", settings)
     if settings.backend == "emulation":
-        return computed_by("emulation", settings)
-    if (need := missing(requested)) is None:
-        return computed_by("transformer_engine", settings)
+        return ActivePrecision(precision, requested, "emulation", settings)
+    need = missing(requested)
+    if need is None:
+        return ActivePrecision(precision, requested, "transformer_engine", settings)
     reason = f"`precision: {requested.use}` {need}"
     if settings.on_unsupported == "emulate":
-        return computed_by("emulation", settings, reason)
+        return ActivePrecision(precision, requested, "emulation", settings, reason)
     available = [
         candidate
         for candidate in PRECISIONS.values()
-        if not candidate.quantized or missing(candidate) is None
+        if not isinstance(candidate, QuantizedPrecision) or missing(candidate) is None
     ]
     stand_in = next(candidate for candidate in STAND_INS if candidate in available)
-    if settings.on_unsupported == "fallback":
-        engine = "transformer_engine" if stand_in.quantized else "torch"
-        if stand_in.quantized and requested.plain_forward:
-            stand_in = precision_called(f"{stand_in.name}{PLAIN_FORWARD}")
-        settings = fp8_config.without_options().resolved(stand_in.name)
-        return ActivePrecision(precision, stand_in, engine, settings, reason)
-    raise InputError(
-        f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers slowly, "
-        f"`fp8_config.on_unsupported: fallback` to train in {stand_in.name}, or a `precision` that "
-        f"runs here: {', '.join(candidate.name for candidate in available)}"
+    if settings.on_unsupported == "error":
+        raise InputError(
+            f"{reason}. Set `fp8_config.on_unsupported: emulate` to compute the same numbers "
+            f"slowly, `fp8_config.on_unsupported: fallback` to train in {stand_in.name}, or a "
+            f"`precision` that runs here: {', '.join(candidate.name for candidate in available)}"
+        )
+    name = stand_in.name + PLAIN_FORWARD * (stand_in.quantized and requested.plain_forward)
+    return ActivePrecision(
+        precision,
+        precision_called(name),
+        "transformer_engine" if stand_in.quantized else "torch",
+        fp8_config.without_options().resolved(name),
+        reason,
     )
 
 
@@ -100,18 +103,18 @@ def make_engines(
     The engine is None if nothing is quantized. A precision with and without a BF16 forward shares
     its Gemms and histories.
     """
-    classes = {
-        "torch": lambda active, device: None,
+    kinds: dict[str, Callable[[ActivePrecision, torch.device], GemmEngine]] = {
         "emulation": EmulationEngine,
         "transformer_engine": transformer_engine.TransformerEngine,
     }
-    engines: dict[str, GemmEngine | None] = {}
+    engines: dict[str, GemmEngine] = {}
     for active in actives:
         use = active.precision.use
-        if use not in engines:
-            engines[use] = classes[active.backend](
-                replace(active, precision=precision_called(use)), device
-            )
-        if active.precision.plain_forward:
-            engines[active.precision.name] = engines[use].with_bf16_forward()
-    return {active.precision.name: engines[active.precision.name] for active in actives}
+        if active.backend != "torch":
+            if use not in engines:
+                engines[use] = kinds[active.backend](
+                    replace(active, precision=precision_called(use)), device
+                )
+            if active.precision.plain_forward:
+                engines[active.precision.name] = engines[use].with_bf16_forward()
+    return {active.precision.name: engines.get(active.precision.name) for active in actives}

@@ -18,14 +18,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias, cast
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from foundation.errors import InputError
 from foundation.settings import Count, PositiveCount, Settings
 from pretrain.precision.formats import block, current, delayed, mxfp4, mxfp8, nvfp4
-from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision
+from pretrain.precision.formats.definition import PLAIN_FORWARD, Precision, QuantizedPrecision
 from pretrain.precision.formats.unquantized import BF16, FP32
 
 # ── Precisions ────────────────────────────────────────────────────────────────────────────────────
@@ -58,7 +58,8 @@ BY_ACCELERATE: dict[str, Precision] = {"no": FP32, "bf16": BF16, "fp8": delayed.
 # The precision that a key of accelerate's `fp8_config` switches on.
 ACCELERATE_SWITCHES = {"use_mxfp8_block_scaling": mxfp8.PRECISION.name}
 
-PrecisionName = Literal[tuple(PRECISIONS)]
+# mypy cannot read the names.
+PrecisionName: TypeAlias = Literal[tuple(PRECISIONS)]  # type: ignore[valid-type]
 
 
 @functools.cache
@@ -136,8 +137,10 @@ PrecisionSetting = Annotated[
 ]
 
 
-def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
+def phases_of(setting: Any) -> list[tuple[Any, str]]:
     """Return (`until`, precision name) for each phase of a `precision` setting.
+
+    `until` is a share of the steps as float, a step as int, or None for the last phase.
 
     `setting` comes from a recipe or from a run's config.yaml. A name is one phase. None, and a
     value that is not a schedule, have no phases.
@@ -146,13 +149,12 @@ def phases_of(setting: Any) -> list[tuple[float | int | None, str]]:
         return [(None, setting)]
     if not isinstance(setting, list | tuple):
         return []
-    phases = []
-    for item in setting:
-        phase = item.model_dump() if isinstance(item, PrecisionPhase) else item
-        if isinstance(phase, Mapping) and "use" in phase:
-            suffix = PLAIN_FORWARD if phase.get("forward") else ""
-            phases.append((phase.get("until"), f"{phase['use']}{suffix}"))
-    return phases
+    phases = [item.model_dump() if isinstance(item, PrecisionPhase) else item for item in setting]
+    return [
+        (phase.get("until"), f"{phase['use']}{PLAIN_FORWARD if phase.get('forward') else ''}")
+        for phase in phases
+        if isinstance(phase, Mapping) and "use" in phase
+    ]
 
 
 def label(setting: Any, *, in_a_path: bool = False) -> str | None:
@@ -167,11 +169,11 @@ def label(setting: Any, *, in_a_path: bool = False) -> str | None:
     *earlier, (_, last_name) = phases
     if in_a_path:
         return "-then-".join([*(f"{name}-to-{until}" for until, name in earlier), last_name])
-    parts = []
-    for until, name in earlier:
-        # config.yaml holds a step number as a float, for example 3.0.
-        end = f"{100 * until:g} %" if until < 1 else f"step {int(until)}"
-        parts.append(f"{name} to {end}")
+    # config.yaml holds a step number as a float, for example 3.0.
+    parts = [
+        f"{name} to " + (f"{100 * until:g} %" if until < 1 else f"step {int(until)}")
+        for until, name in earlier
+    ]
     return ", then ".join([*parts, last_name])
 
 
@@ -186,17 +188,10 @@ def last_steps(untils: Sequence[float | int | None], steps: int) -> list[int]:
     Shares are rounded to whole steps, like the decay of the learning rate. Raises InputError if a
     phase would have no step.
     """
-    ends = []
-    for until in untils:
-        if until is None:
-            ends.append(steps)
-        elif isinstance(until, float):
-            ends.append(round(until * steps))
-        else:
-            ends.append(until)
+    phases = [1.0 if until is None else until for until in untils]
+    ends = [round(end * steps) if isinstance(end, float) else end for end in phases]
     for number, (previous_end, end) in enumerate(pairwise([0, *ends]), 1):
-        is_last = number == len(ends)
-        if end <= previous_end or (end >= steps and not is_last):
+        if end <= previous_end or (end >= steps and number < len(ends)):
             raise InputError(
                 f"`precision`: of {steps:,} steps, phase {number} of {len(ends)} would end with "
                 f"step {end:,} and the phase before it with step {previous_end:,}; every phase "
@@ -268,7 +263,7 @@ class LowPrecisionSettings(Settings):
         """
         defaults = precision_called(precision_name).options
         accepted = {key: value for key, value in self.options_set.items() if key in defaults}
-        options = dict.fromkeys(OPTIONS) | dict(defaults) | accepted
+        options = {**dict.fromkeys(OPTIONS), **defaults, **accepted}
         return type(self).model_validate(self.model_dump() | options)
 
     def without_options(self) -> Self:
@@ -300,6 +295,11 @@ class ActivePrecision:
     # Why the device cannot compute the requested precision. None if it can.
     reason: str | None = None
 
+    @property
+    def quantized_precision(self) -> QuantizedPrecision:
+        """Return `precision`, which the caller knows to be quantized."""
+        return cast(QuantizedPrecision, self.precision)
+
     def kept_layers(self, layers: int) -> tuple[int, int]:
         """Return how many decoder layers stay unquantized, at the start and at the end.
 
@@ -309,9 +309,8 @@ class ActivePrecision:
         keep = self.settings.keep_bf16_layers
         if keep.last is not None or not self.precision.quantized:
             return keep.first, keep.last or 0
-        default_last = math.ceil(self.precision.keeps_last * layers)
-        most_last = max(0, layers - keep.first - 1)
-        return keep.first, min(default_last, most_last)
+        last = math.ceil(self.quantized_precision.keeps_last * layers)
+        return keep.first, min(last, max(0, layers - keep.first - 1))
 
     @property
     def notice(self) -> str | None:

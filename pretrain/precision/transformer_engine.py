@@ -15,12 +15,12 @@ import importlib.metadata
 import importlib.util
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foundation.errors import InputError
 from foundation.reading import one_line
@@ -28,7 +28,7 @@ from pretrain.precision import searched
 from pretrain.precision.delayed_state import PLACES
 from pretrain.precision.formats.definition import OptionValues, QuantizedPrecision, Role
 from pretrain.precision.gemm import Gemm, GemmEngine, GemmKind, Saved
-from pretrain.precision.observed import watched
+from pretrain.precision.observed import NO_CONTEXT, watched
 from pretrain.precision.settings import ActivePrecision
 
 # Direction, as in checkpoints and `delayed_state.PLACES` -> Transformer Engine's name of its state.
@@ -65,7 +65,7 @@ def missing() -> str | None:
 
 def unavailable_because(precision: QuantizedPrecision) -> str | None:
     """Return what this process lacks for `precision` on Transformer Engine, as `missing` does."""
-    if precision.te_available is None:
+    if not precision.te_available:
         return precision.hardware.missing(None)
     if need := missing():
         return need
@@ -115,8 +115,9 @@ class TransformerEngineGemm(Gemm):
     """
 
     def __init__(
-        self, engine: TransformerEngine, name: str, members: Sequence[str], linear: nn.Module
+        self, engine: TransformerEngine, name: str, members: Sequence[str], linear: Any
     ) -> None:
+        """Create the Gemm of the layer `name`. `linear`: a te.Linear with its quantizers."""
         super().__init__(name, members)
         self.engine = engine
         self.linear = linear
@@ -211,11 +212,9 @@ class TransformerEngineGemm(Gemm):
         """Call Transformer Engine's GEMM, which counts columns first and so names `right` first."""
         layout, product = TE_GEMMS[kind]
         options |= {"layout": layout, "grad": kind != "forward"}
-        split = split_accumulator(self.engine.te_recipe, product)
+        options["use_split_accumulator"] = split_accumulator(self.engine.te_recipe, product)
         with watched(self.members, kind):
-            return library().cpp_extensions.general_gemm(
-                right, left, use_split_accumulator=split, **options
-            )[0]
+            return library().cpp_extensions.general_gemm(right, left, **options)[0]
 
     def _grouped_matmul(
         self, kind: GemmKind, left: Any, right: Any, dtype: torch.dtype | None, ends: Tensor
@@ -229,14 +228,14 @@ class TransformerEngineGemm(Gemm):
         b = _e4m3(right, transposed=kind != "forward")
         if kind == "wgrad":
             b = b.t()
-            size_a, size_b = len(a) * experts, b.shape[1] * experts
+            scale_sizes: Any = len(a) * experts, b.shape[1] * experts
         else:
             # b becomes [experts, k, n], contiguous along k.
             by_expert = b.unflatten(0 if kind == "forward" else 1, (experts, -1))
             b = by_expert.mT if kind == "forward" else by_expert.permute(1, 2, 0)
-            size_a, size_b = len(a), (experts, b.shape[2])
-        scale_a = left._scale_inv.expand(size_a).contiguous()
-        scale_b = right._scale_inv.expand(size_b).contiguous()
+            scale_sizes = len(a), (experts, b.shape[2])
+        scale_a = left._scale_inv.expand(scale_sizes[0]).contiguous()
+        scale_b = right._scale_inv.expand(scale_sizes[1]).contiguous()
         # Sums stay in the tensor cores, in gradients too. Adding them up outside spills registers
         # where experts are small, at a third of the speed. It would save less than what rounding to
         # BF16 costs (docs/log.md).
@@ -288,8 +287,8 @@ class TransformerEngine(GemmEngine):
         """Raise InputError if the installed Transformer Engine lacks the precision's recipe."""
         super().__init__()
         self.te = library()
-        self.precision: QuantizedPrecision = active.precision
-        self.te_recipe = build_te_recipe(active.precision, active.settings)
+        self.precision = active.quantized_precision
+        self.te_recipe = build_te_recipe(self.precision, active.settings)
         self._device = device
 
     def _make(
@@ -322,7 +321,7 @@ class TransformerEngine(GemmEngine):
         self,
         function: Callable[..., Any],
         *args: Any,
-        again: Callable[[], AbstractContextManager[None]] = nullcontext,
+        again: Callable[[], AbstractContextManager[None]],
     ) -> Any:
         @contextmanager
         def recomputing() -> Iterator[None]:
@@ -335,7 +334,7 @@ class TransformerEngine(GemmEngine):
         return self.te.checkpoint(
             functools.partial(function, *args),
             use_reentrant=False,
-            context_fn=lambda: (nullcontext(), recomputing()),
+            context_fn=lambda: (NO_CONTEXT, recomputing()),
         )
 
     def state(self) -> dict[str, Tensor]:

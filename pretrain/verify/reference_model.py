@@ -1,7 +1,7 @@
-"""Plain transformers, to hold the fast path against: eager attention, one document at a time, nothing of ours in between.
+"""Plain transformers as the reference: eager attention, one document at a time.
 
-What each token has to predict, at which position it stands and where documents end is made here from a pack's tokens, lengths
-and masks. So a batch that was put together wrongly differs from it.
+Labels, positions and the ends of documents are computed here from a pack's tokens, lengths and
+masks, without the code of `packing.batch`. So mistakes in the batches are found too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -27,211 +27,238 @@ from pretrain.model.routing import Routing
 from pretrain.precision.grouped import stacked_experts
 from pretrain.settings.recipe import LossSettings
 
-# Rounding may send a token to an expert whose logit is this far below those of the chosen ones, in
-# standard deviations of a token's logits. In most small healthy models it was 0.15 at most.
+# Rounding may send a token to an expert whose logit is this far below the logits of its choice, in
+# standard deviations of a token's logits. In most small healthy models the distance is at most
+# 0.15.
 NEAR = 0.25
 
 
 def wrong_batches(
     microbatches: Sequence[Microbatch], packs: Iterable[Pack], *, mask_boundaries: bool
 ) -> Iterator[str]:
-    """Yields how microbatches differ from what the packs say whose tokens they hold. Nothing is to be learnt from a row that is
-    none of `packs`, or is one for a second time.
+    """Yield a line for each microbatch that differs from the packs whose tokens it holds.
 
-    With `mask_boundaries` the last token of a document predicts nothing, and else the next one's first, where there is one."""
+    A row that is not in `packs`, or that occurs a second time, must have no labels. With
+    `mask_boundaries` the last token of a document has no label. Otherwise its label is the first
+    token of the next document, if the pack has one.
+    """
     packs_by_tokens: dict[bytes, list[Pack]] = defaultdict(list)
     for pack in packs:
         packs_by_tokens[pack.input_ids.astype(np.int64).tobytes()].append(pack)
     for number, batch in enumerate(microbatches):
-        size, length = batch.input_ids.shape[1], batch.max_seqlen
-        expected = {
-            "labels": torch.full_like(batch.labels, IGNORE),
-            "position_ids": batch.position_ids.clone(),
-        }
-        offsets = {0, size, *range(0, size, length)}  # a pack's padding is an attention of its own
-        for begin, tokens in zip(
-            range(0, size, length), batch.input_ids[0].split(length), strict=True
-        ):
-            if not (alike := packs_by_tokens[tokens.numpy().tobytes()]):
+        size = batch.input_ids.shape[1]
+        begins = range(0, size, batch.max_seqlen)
+        labels = torch.full_like(batch.labels, IGNORE)
+        position_ids = batch.position_ids.clone()
+        offsets = {0, size, *begins}  # the padding of a pack is a document for attention
+        rows = batch.input_ids[0].split(batch.max_seqlen)
+        for begin, tokens in zip(begins, rows, strict=True):
+            if not packs_by_tokens[tokens.numpy().tobytes()]:
                 continue
-            pack = alike.pop(0)
+            pack = packs_by_tokens[tokens.numpy().tobytes()].pop(0)
             ends = np.cumsum(pack.lengths).tolist()
-            labels = tokens[: ends[-1]].roll(-1)
-            if pack.trained is not None:  # a token that is not to be learnt is nobody's target
-                labels[:-1][torch.from_numpy(~pack.trained[1 : len(labels)])] = IGNORE
-            labels[[end - 1 for end in (ends if mask_boundaries else ends[-1:])]] = IGNORE
-            positions = torch.cat([torch.arange(each) for each in pack.lengths.tolist()])
-            positions[: ends[0]] += pack.first_position
-            for name, values in (("labels", labels), ("position_ids", positions)):
-                expected[name][0, begin : begin + ends[-1]] = values
+            part = slice(begin, begin + ends[-1])
+            labels[0, part] = _labels(pack, tokens, ends if mask_boundaries else ends[-1:])
+            position_ids[0, part] = torch.cat([torch.arange(n) for n in pack.lengths.tolist()])
+            position_ids[0, begin : begin + ends[0]] += pack.first_position
             offsets |= {begin + end for end in ends}
-        wrong = [
-            name
-            for name, values in expected.items()
-            if not torch.equal(getattr(batch, name), values)
-        ]
-        wrong += [] if set(batch.cu_seqlens.tolist()) == offsets else ["cu_seqlens"]
+        is_right = {
+            "labels": torch.equal(batch.labels, labels),
+            "position_ids": torch.equal(batch.position_ids, position_ids),
+            "cu_seqlens": set(batch.cu_seqlens.tolist()) == offsets,
+        }
+        wrong = [name for name, right in is_right.items() if not right]
         if wrong:
-            yield f"batch: {', '.join(wrong)} of microbatch {number} are not those of the packs of step 0"
+            yield (
+                f"batch: {', '.join(wrong)} of microbatch {number} differ from the packs of step 0"
+            )
+
+
+def _labels(pack: Pack, tokens: Tensor, unlabelled_ends: Sequence[int]) -> Tensor:
+    """Return the labels of a pack's documents, without padding."""
+    labels = tokens[: int(pack.lengths.sum())].roll(-1)
+    if pack.trained is not None:
+        # No token has a label that is not to be learned.
+        labels[:-1][torch.from_numpy(~pack.trained[1 : len(labels)])] = IGNORE
+    labels[[end - 1 for end in unlabelled_ends]] = IGNORE
+    return labels
 
 
 def reference_model(hf: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """A new model of the class and configuration of `hf`, in evaluation mode, with its weights as they are stored, in FP32.
-    Attention and the experts of a mixture are plain too, one matrix after the other.
+    """Return a new model with the class, configuration and stored weights of `hf`, in FP32.
 
-    Layers are recomputed in backward, since eager attention keeps heads x length^2 scores a layer. The same operations run on the
-    same values again, so nothing else changes. Draws random numbers. Collective where `hf` is sharded.
+    It is in evaluation mode. Attention and experts use transformers' eager code. Layers are
+    recomputed in backward, because eager attention keeps heads x length^2 scores a layer. The same
+    operations run on the same values again, so the result stays the same. Draws random numbers.
+    Collective if `hf` is sharded.
     """
-    plainly = {"attn_implementation": "eager", "experts_implementation": "eager"}
     with device:
-        plain = type(hf)._from_config(copy.deepcopy(hf.config), dtype=torch.float32, **plainly)
-    of_run = named_tensors(hf)
+        plain = type(hf)._from_config(
+            copy.deepcopy(hf.config),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="eager",
+        )
+    stored = named_tensors(hf)
     with torch.no_grad():
-        # one by one: gathered shards are gone before the next
+        # One by one, so that a gathered tensor is freed before the next one.
         for name, tensor in named_tensors(plain).items():
-            tensor.copy_(whole(of_run[name]))
-            tensor.requires_grad_(of_run[name].requires_grad)
+            tensor.copy_(gathered(stored[name]))
+            tensor.requires_grad_(stored[name].requires_grad)
     for layer in decoder_layers(plain).values():
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
-    routers = Routing.of(plain)
-    for (_, experts), router in zip(
-        stacked_experts(plain),
-        routers.routers if routers else (),
-        strict=False,
-    ):
-        experts.register_forward_pre_hook(partial(_as_chosen_there, router))
+    routing = Routing.of(plain)
+    routers = routing.routers if routing else ()
+    for (_, experts), router in zip(stacked_experts(plain), routers, strict=False):
+        experts.register_forward_pre_hook(partial(_follow_recorded_choices, router))
     return plain.eval()
 
 
-def _as_chosen_there(
-    router: nn.Module, experts: nn.Module, inputs: tuple[Tensor, Tensor, Tensor]
+def _follow_recorded_choices(
+    router: Any, experts: Any, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> tuple[Tensor, ...] | None:
-    """Send tokens to the experts that the compared model chose, where rounding explains the choice.
+    """Send tokens to the experts that the compared model chose, if rounding explains the choice.
 
-    An expert gets the weight of the one whose place it takes, times the ratio of the router's
-    scores. Weights that are shares keep their sum. All other tokens stay with the choice of this
-    `router`, so that their gradients differ. Returns None if no choices were recorded.
+    The weights of such a token are recomputed from the router's scores. If weights are shares,
+    their sum is kept. All other tokens keep the choice of `router`, so that their gradients differ.
+    Return None if no choices were recorded.
+
+    inputs: hidden states [tokens, hidden], chosen experts and their weights [tokens, choices].
     """
-    (hidden, chosen, weights), there = inputs, getattr(experts, "chosen_there", None)
-    if there is None or there.shape != chosen.shape:
+    hidden, chosen, weights = inputs
+    recorded = getattr(experts, "recorded_choices", None)
+    if recorded is None or recorded.shape != chosen.shape:
         return None
-    logits, is_kept = router.router_logits.float(), there[:, :, None] == chosen[:, None]
-    least, least_there = (logits.gather(1, choices).amin(1) for choices in (chosen, there))
-    is_near = least - least_there <= NEAR * logits.std(1).mean()
+    logits = router.router_logits.float()
+    least_logit = logits.gather(1, chosen).amin(1)
+    is_near = least_logit - logits.gather(1, recorded).amin(1) <= NEAR * logits.std(1).mean()
     # Logits do not explain the choice of a router that adds a bias to them or chooses among groups.
-    is_near |= (least < logits.topk(chosen.shape[1]).values[:, -1]).any()
-    moved = (is_near & ~is_kept.any(2).all(1)).nonzero()[:, 0]
-    scores = min(  # a token's weights are one multiple of its scores
+    is_near |= (least_logit < logits.topk(chosen.shape[1]).values[:, -1]).any()
+    differs = (recorded.sort(1).values != chosen.sort(1).values).any(1)
+    moved = (is_near & differs).nonzero()[:, 0]
+    # The weights of a token are its scores times a constant.
+    scores = min(
         (torch.softmax(logits, dim=-1), torch.sigmoid(logits)),
         key=lambda p: (weights / p.gather(1, chosen)).log().var(1, correction=0).sum().item(),
-    )[moved]
-    kept, before = is_kept[moved], weights[moved].float()
-    dropped = ~kept.any(1)
-    ratio = before * dropped / (scores.gather(1, chosen[moved]) * dropped).sum(1, keepdim=True)
-    moved_weights = ratio.sum(1, keepdim=True) * scores.gather(1, there[moved])
-    after = torch.where(kept.any(2), (kept * before[:, None]).sum(2), moved_weights)
-    totals = weights.float().sum(1)
-    if (totals - totals[0]).abs().max() < 0.02 * totals[0]:
-        after = after * (before.sum(1) / after.sum(1))[:, None]
+    )
+    totals = weights.float().sum(1, keepdim=True)
+    are_shares = (totals - totals[0]).abs().max() < 0.02 * totals[0]
+    divisors = scores.gather(1, recorded if are_shares else chosen).sum(1, keepdim=True)
+    moved_weights = (totals[moved] / divisors[moved]) * scores[moved].gather(1, recorded[moved])
     return (
         hidden,
-        chosen.index_copy(0, moved, there[moved]),
-        weights.index_copy(0, moved, after.to(weights.dtype)),
+        chosen.index_copy(0, moved, recorded[moved]),
+        weights.index_copy(0, moved, moved_weights.to(weights.dtype)),
     )
 
 
 class Document(NamedTuple):
-    """Tokens int64 [n] that see each other alone, with what each is to predict (IGNORE: nothing). `part`: where they stand in
-    their microbatch. `chosen`: of a mixture, by layer, the experts that they went to there, int64 [n, choices]."""
+    """A document of a microbatch. Only its tokens attend to each other."""
 
-    tokens: Tensor
-    labels: Tensor
-    part: slice = slice(None)
-    chosen: Sequence[Tensor] = ()
+    tokens: Tensor  # int64 [n]
+    labels: Tensor  # int64 [n], IGNORE for a token without a label
+    part: slice = slice(None)  # its place in the microbatch
+    # The experts of its tokens in the compared model, by layer, int64 [n, choices].
+    choices: Sequence[Tensor] = ()
 
 
 def reference_pass(
     plain: PreTrainedModel,
     microbatches: Iterable[Sequence[Document]],
     loss: LossSettings,
-    sharper: float = 1.0,
+    head_factor: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run forward and backward of each document of the `microbatches` by itself.
+    """Run forward and backward of each document separately.
 
-    Return the losses of all tokens that have a label (nats, FP32), and the gradient of their sum by
-    parameter name. A loss is the cross-entropy, plus the penalty that `loss` asks for with a weight
-    of 1.0 (0.0 if that is its weight), plus the loss that balances the experts of the document's
-    microbatch if the model's configuration asks for it. The head multiplies its input by `sharper`.
+    Return the losses of all tokens with a label (nats, FP32), and the gradient of their sum by
+    parameter name. A loss is the cross-entropy, plus the penalty of `loss` with a weight of 1.0
+    (0.0 if the setting is 0.0), plus the router loss of the document's microbatch if the model's
+    configuration asks for it.
 
-    Gradients add up in FP32 whatever the parameters are: what BF16 loses in a document is to be seen, not what a sum of many
-    loses.
+    Gradients are summed in FP32 whatever the dtype of the parameters is. So the errors of a BF16
+    model come from single documents, not from a long sum.
+
+    head_factor: factor of the LM head's input.
     """
-    trained = {
+    parameters = {
         name: parameter for name, parameter in plain.named_parameters() if parameter.requires_grad
     }
     gradients = {
         name: torch.zeros_like(parameter, dtype=torch.float32)
-        for name, parameter in trained.items()
+        for name, parameter in parameters.items()
     }
     losses = []
-    for document, chosen in _with_choices(plain, microbatches):
-        output, has_label = _output_of(plain, document, sharper), document.labels != IGNORE
-        labels, logits = document.labels[has_label].to(plain.device), output.logits.float()
+    for document, load in _with_expert_load(plain, microbatches):
+        output = _output_of(plain, document, head_factor)
+        has_label = document.labels != IGNORE
+        labels = document.labels[has_label].to(plain.device)
+        logits = output.logits.float()
         token_losses = F.cross_entropy(logits, labels, reduction="none")
-        if loss.penalty_weight:  # from its definition, not by the formulas of its gradient
-            log_p = torch.log_softmax(logits, dim=-1)
-            entropy, top = -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().amax(dim=-1)
-            token_losses = token_losses + (entropy if loss.penalty == "neg_entropy" else 1 - top)
-        # equations 4 to 6 of the Switch Transformer (arXiv:2101.03961), this document's part
-        if chosen is not None:
+        if loss.penalty_weight:
+            token_losses = token_losses + _penalty(logits, loss)
+        if load is not None:
+            # Equations 4 to 6 of the Switch Transformer (arXiv:2101.03961): this document's part.
             p = torch.cat([layer[has_label].float().softmax(-1) for layer in output.router_logits])
-            token_losses = token_losses + plain.router_aux_loss_coef * p.shape[1] * (
-                p * chosen
-            ).sum() / len(p)
+            coefficient: Any = plain.router_aux_loss_coef
+            token_losses = token_losses + coefficient * p.shape[1] * (p * load).sum() / len(p)
         token_losses.sum().backward()
         losses.append(token_losses.detach())
-        for name, parameter in trained.items():
-            if parameter.grad is not None:  # None of an expert that no token has chosen
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:  # None for an expert that no token chose
                 gradients[name] += parameter.grad
             parameter.grad = None
     return torch.cat(losses), gradients
 
 
-def _output_of(plain: PreTrainedModel, document: Document, sharper: float = 1.0) -> Any:
-    """What `plain` computes of a document; logits [tokens, vocabulary] of labelled tokens only."""
-    ids, has_label = document.tokens.to(plain.device)[None], document.labels != IGNORE
-    for (_, experts), chosen in zip(stacked_experts(plain), document.chosen, strict=False):
-        experts.chosen_there = chosen
+def _penalty(logits: Tensor, loss: LossSettings) -> Tensor:
+    """Return the penalty of each token by its definition, not by the formula of its gradient."""
+    log_p = torch.log_softmax(logits, dim=-1)
+    if loss.penalty == "neg_entropy":
+        return -(log_p.exp() * log_p).sum(dim=-1)
+    return 1 - log_p.exp().amax(dim=-1)
+
+
+def _output_of(plain: PreTrainedModel, document: Document, head_factor: float = 1.0) -> Any:
+    """Return the model's output, with the logits [labels, vocabulary] of tokens with a label."""
+    for (_, experts), choices in zip(stacked_experts(plain), document.choices, strict=False):
+        vars(experts)["recorded_choices"] = choices
+    input_ids = document.tokens.to(plain.device)[None]
+    has_label = document.labels != IGNORE
     head = plain.get_output_embeddings()
-    with head.register_forward_pre_hook(lambda head, inputs: sharper * inputs[0][0, has_label]):
+    with head.register_forward_pre_hook(lambda head, inputs: head_factor * inputs[0][0, has_label]):
         return plain(
-            input_ids=ids,
-            position_ids=torch.arange(ids.shape[1], device=plain.device)[None],
+            input_ids=input_ids,
+            position_ids=torch.arange(input_ids.shape[1], device=plain.device)[None],
             use_cache=False,
         )
 
 
-def _with_choices(
+def _with_expert_load(
     plain: PreTrainedModel, microbatches: Iterable[Sequence[Document]]
 ) -> Iterator[tuple[Document, Tensor | None]]:
-    """Yields each document, and where experts are to be balanced how often each of them is chosen by a token that has a label, of
-    the document's microbatch, in a layer: a share of these tokens and layers, FP32 [experts]."""
+    """Yield each document with the load of the experts in its microbatch, FP32 [experts].
+
+    The load is the number of tokens with a label that choose an expert, as a share of these tokens
+    and of the layers. It is None if the model's configuration asks for no router loss.
+    """
     for documents in microbatches:
-        chosen = None
+        load = None
         if getattr(plain.config, "output_router_logits", None):
             with torch.no_grad():
-                outputs = [
-                    (each.labels != IGNORE, _output_of(plain, each).router_logits)
-                    for each in documents
-                ]
-            logits = torch.cat(
-                [of_layer[labelled] for labelled, layers in outputs for of_layer in layers]
-            ).float()
-            first = logits.topk(plain.num_experts_per_tok).indices
-            chosen = F.one_hot(first, logits.shape[1]).sum(1).float().mean(0)
-        yield from ((document, chosen) for document in documents)
+                logits = torch.cat(
+                    [
+                        layer[document.labels != IGNORE]
+                        for document in documents
+                        for layer in _output_of(plain, document).router_logits
+                    ]
+                )
+            choices: Any = plain.num_experts_per_tok
+            experts = logits.float().topk(choices).indices
+            load = F.one_hot(experts, logits.shape[1]).sum(1).float().mean(0)
+        for document in documents:
+            yield document, load
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """`tensor` with all its shards, on every rank."""
+def gathered(tensor: Tensor) -> Tensor:
+    """Return the tensor with the shards of all ranks."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,7 +1,7 @@
 """Reference quantizers in NumPy, and the comparison of the formats' own quantizers with them.
 
-The two share no code. The values of a format are listed here and searched, where training computes
-them from the bits of its operands. docs/verification.md says which faults the comparison finds.
+The two share no code. Training computes codes from the bits of its operands. The references search
+a list of all values of a format. docs/verification.md says which faults the comparison finds.
 """
 
 from __future__ import annotations
@@ -19,21 +19,28 @@ from torch import Tensor
 from foundation.overrides import overridden
 from pretrain.observe.product_check import Compared
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Along, Role, Scaling
+from pretrain.precision.formats.definition import Along, OptionValues, Role, Scaling
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.settings import ActivePrecision
 
 Array = np.ndarray
 
-# Mantissa bits, exponent of the smallest normal value, and maximum of a format, by its name.
-FORMATS = {"E4M3": (3, -6, 448.0), "E5M2": (2, -14, 57344.0), "E2M1": (1, 0, 6.0)}
+# All non-negative values of a format in order, FP64, by its name. The last FP8 bytes are NaN, and
+# infinity under E5M2.
+CODES: dict[str, Array] = {
+    "E4M3": torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).double().numpy(),
+    "E5M2": torch.arange(0x7C, dtype=torch.uint8).view(torch.float8_e5m2).double().numpy(),
+    "E2M1": np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]),
+}
 NVFP4_MAXIMUM = 6.0 * 448.0  # the largest code times the largest block scale
 # The diagonal of the random Hadamard transform: Transformer Engine's signs.
 SIGNS = np.array([1 if sign == "+" else -1 for sign in "+++-+------+-+--"])
-
-
-ROWS, COLUMNS = 128, 1024  # of an operand that are compared, at most: multiples of every block
-# share of codes that may differ: a GPU adds up the Hadamard transform in another order
+# The orthogonal matrix of the transform.
+HADAMARD = SIGNS[:, None] * functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4) / 4
+# Rows and columns of an operand that are compared, at most. Both are multiples of every block.
+ROWS = 128
+COLUMNS = 1024
+# Share of codes that may differ, because a GPU sums the Hadamard transform in another order.
 FOREIGN = 2.0**-8
 
 
@@ -41,10 +48,10 @@ FOREIGN = 2.0**-8
 def watching_quantizers(
     context: PrecisionContext, active: ActivePrecision
 ) -> Iterator[list[Compared]]:
-    """Watch the operands of one microbatch, and compare the codes of some with the reference's.
+    """Compare the codes of some operands of one microbatch with the reference's.
 
-    One operand of each role and width is taken. The list is filled as the context is left, the worst
-    comparison first. Draws random numbers.
+    One operand of each role and width is compared. The list is filled when the block ends, the
+    worst comparison first. Draws random numbers.
     """
     operands: dict[tuple[Role, int], tuple[str, Tensor]] = {}
     before = {name: tensor.clone() for name, tensor in context.state().items()}
@@ -58,7 +65,8 @@ def watching_quantizers(
     with overridden(context, observers=[*context.observers, see_operand]):
         yield compared
     for (role, _), (name, operand) in operands.items():
-        scale = of_operand(before, name, role, "scale") if active.precision.keeps_history else None
+        # Only delayed scaling has a state.
+        scale = of_operand(before, name, role, "scale") if before else None
         for along in get_args(Along):
             share = foreign_codes(active, role, along, operand, scale)
             compared.append(Compared.of(f"{name} {role} along {along}", share, share / FOREIGN))
@@ -68,12 +76,15 @@ def watching_quantizers(
 def foreign_codes(
     active: ActivePrecision, role: Role, along: Along, x: Tensor, scale: Tensor | None
 ) -> float:
-    """Return the share of values for which the precision's quantizer and the reference differ.
+    """Return the share of values where the precision's quantizer and the reference differ.
 
-    x: operand [rows, features]. scale: of delayed scaling. NaN if x is not finite. Both quantizers get
-    the same random numbers.
+    Return NaN if x is not finite. Both quantizers get the same random numbers.
+
+    x: operand [rows, features].
+    scale: of delayed scaling.
     """
-    precision, settings = active.precision, active.settings
+    precision = active.quantized_precision
+    settings: OptionValues = active.settings
     if not x.isfinite().all():
         return math.nan
     torch.manual_seed(0)
@@ -107,13 +118,13 @@ def quantize_dequantize(
 
     x: operand [rows, k] with the axis of the product's sum last. It holds whole blocks.
     scaling: which values share a scale, and the kind of scale.
-    format_name: key of FORMATS.
+    format_name: key of CODES.
     scale: scale of delayed scaling, or None.
     uniform: random numbers in [0, 1) of x's shape for stochastic rounding. None rounds to nearest.
     transform: multiply each 16 values by the Hadamard matrix first.
     """
     values = (_hadamard(x) if transform else x).float().cpu().numpy()
-    codes = _non_negative_codes(format_name)
+    codes = CODES[format_name]
     amax = np.abs(values).max().astype(np.float64)
     tensor_decode = np.float32(1)
     if scaling.kind == "E4M3":
@@ -125,21 +136,12 @@ def quantize_dequantize(
         decode = np.ldexp(np.float32(1), np.clip(exponent - (fraction == 0.5), -127, 127))
         encode = _reciprocal(decode)
     else:
-        encode = np.float32(codes[-1] / amax if scale is None else scale)
+        encode = np.asarray(codes[-1] / amax if scale is None else scale, np.float32)
         decode = _reciprocal(encode)
     with np.errstate(over="ignore"):  # in blocks whose scale is zero, which make every code zero
         scaled = values * encode
     rounded = _round(scaled, codes, uniform)
     return torch.from_numpy((rounded * decode).astype(np.float32) * tensor_decode)
-
-
-def _non_negative_codes(format_name: str) -> Array:
-    """Return all non-negative values of a format in order, FP64."""
-    mantissa_bits, min_exponent, maximum = FORMATS[format_name]
-    mantissas = np.arange(2**mantissa_bits) / 2**mantissa_bits
-    powers = np.exp2(np.arange(min_exponent, 16))[:, None]
-    codes = np.concatenate([powers[0] * mantissas, (powers * (1 + mantissas)).ravel()])
-    return codes[codes <= maximum]
 
 
 def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
@@ -157,31 +159,34 @@ def _round(scaled: Array, codes: Array, uniform: Tensor | None) -> Array:
 
 def _block_amax(values: Array, scaling: Scaling) -> Array:
     """Return for each value the largest magnitude of its block."""
-    height = scaling.block if scaling.square else 1
-    blocks = np.abs(values).reshape(len(values) // height, height, -1, scaling.block)
+    size = scaling.block or values.shape[1]
+    height = size if scaling.square else 1
+    blocks = np.abs(values).reshape(len(values) // height, height, -1, size)
     return np.broadcast_to(blocks.max((1, 3), keepdims=True), blocks.shape).reshape(values.shape)
 
 
 def _block_scales_of_nvfp4(block_amax: Array, amax: float, maximum: float) -> tuple[Array, Array]:
-    """Return the scales that encode and decode each value of a tensor with largest magnitude `amax`.
+    """Return the scales that encode and decode each value of a tensor with this `amax`.
 
     The decoding ones are E4M3 values. The order of operations is that of Transformer Engine's
     NVFP4QuantizerRef: formulas that are equal in algebra pick other codes.
     """
     tensor_encode = np.float32(NVFP4_MAXIMUM / amax)
-    wanted = block_amax * (tensor_encode * np.float32(1 / maximum))
-    block_scale = _round(wanted, _non_negative_codes("E4M3"), None).astype(np.float32)
+    exact_scale = block_amax * (tensor_encode * np.float32(1 / maximum))
+    block_scale = _round(exact_scale, CODES["E4M3"], None).astype(np.float32)
     return _reciprocal(block_scale * _reciprocal(tensor_encode)), block_scale
 
 
-def _reciprocal(scale: Array) -> Array:
+def _reciprocal(scale: Array | np.floating) -> Array:
     """Return 1 / scale rounded to FP32, and FP32's largest number for a scale of zero."""
     largest = np.float64(np.finfo(np.float32).max)
     return (1 / np.maximum(scale, 1 / largest)).astype(np.float32)
 
 
 def _hadamard(x: Tensor) -> Tensor:
-    """Multiply each 16 values of a row by the orthogonal matrix, sum in FP32, and round to x's dtype."""
-    matrix = functools.reduce(np.kron, [np.array([[1, 1], [1, -1]])] * 4)
-    orthogonal = torch.from_numpy(SIGNS[:, None] * matrix / 4).float()
-    return (x.float().cpu().unflatten(1, (-1, 16)) @ orthogonal).flatten(1).to(x.dtype)
+    """Multiply each 16 values of a row by the orthogonal matrix.
+
+    Products are summed in FP32 and rounded to the dtype of x.
+    """
+    blocks = x.float().cpu().unflatten(1, (-1, 16))
+    return (blocks @ torch.from_numpy(HADAMARD).float()).flatten(1).to(x.dtype)

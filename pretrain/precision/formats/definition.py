@@ -35,7 +35,7 @@ class Given(NamedTuple):
 
     grid: Grid  # of the codes
     square: bool  # blocks are squares
-    scale: Tensor | None  # of delayed scaling
+    scale: Any  # a Tensor with delayed scaling, else None
     amax: Tensor | None  # of x, if already computed
     # Random numbers in [0, 1) for stochastic rounding, FP32, of x's shape. None: round to nearest.
     uniform: Tensor | None
@@ -76,7 +76,7 @@ class Hardware:
     below: tuple[int, int] | None = None
 
     def missing(self, capability: tuple[int, int] | None) -> str | None:
-        """Return what a device of `capability` (None: no GPU) lacks, or None.
+        """Return the requirement that a device of `capability` (None: no GPU) misses, or None.
 
         Transformer Engine itself reports other requirements, such as a CUDA version.
         """
@@ -87,13 +87,9 @@ class Hardware:
             or capability < self.capability
             or (self.below and capability >= self.below)
         ):
-            least, end = (
-                ".".join(map(str, version or ())) for version in (self.capability, self.below)
-            )
-            return (
-                f"a GPU of compute capability {least} or higher{end and f' and below {end}'} "
-                f"({self.examples})"
-            )
+            end = " and below {}.{}".format(*self.below) if self.below else ""
+            least = "{}.{}".format(*self.capability)
+            return f"a GPU of compute capability {least} or higher{end} ({self.examples})"
         return None
 
 
@@ -105,9 +101,10 @@ class Precision:
 
     name: str
     description: str
-    # Of activations and, without quantization, of products.
+    # The dtype of activations and, without quantization, of products.
     compute_dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    peak: str  # column of the devices' peak table (pretrain.metrics.peaks) for its products
+    # Column of the devices' peak table (pretrain.metrics.peaks) for its products.
+    peak: Literal["fp32", "bf16", "fp8", "fp4"]
     # Both features of a linear layer and the number of tokens must be multiples of this.
     multiple_of: int = 1
     # Forward products are not quantized: a phase with `forward: bf16`.
@@ -143,10 +140,10 @@ class QuantizedPrecision(Precision):
     quantize: Callable[[Tensor, Given], Quantized]
     codes: Grid = E4M3  # except of gradients under `fp8_format: HYBRID`
     keeps_history: bool = False  # scales come from earlier steps, and checkpoints store them
-    # Class in transformer_engine.common.recipe that takes the options. None: emulated only.
-    te_recipe: str | None = None
+    # Class in transformer_engine.common.recipe that takes the options. Empty: emulated only.
+    te_recipe: str = ""
     # Function of Transformer Engine that checks whether the device supports the precision.
-    te_available: str | None = None
+    te_available: str = ""
     # Bytes of a value with its share of the scales, in one of the two layouts that a step reads.
     operand_bytes: float = 1.0
     weight_bytes: float | None = None  # the same for a weight; None: as other operands
@@ -157,11 +154,12 @@ class QuantizedPrecision(Precision):
 
     @property
     def block_scaled(self) -> bool:
+        """Return whether each block has a scale."""
         return self.scales.block is not None
 
     @property
     def tensor_scaled(self) -> bool:
-        """Whether there is a scale of the whole tensor, alone or above the scales of blocks."""
+        """Return whether the tensor has a scale, alone or above the scales of blocks."""
         return self.scales.kind != "power of two"
 
     def grid(self, settings: OptionValues, role: Role) -> Grid:
@@ -221,8 +219,10 @@ class QuantizedPrecision(Precision):
         # `quantize` takes these modules from the package.
         from pretrain.precision.quantizers import blocks, tensor  # noqa: F401
 
-        quantize, stochastic = self.quantize, self.is_stochastic(settings, role)
-        grid, square = self.grid(settings, role), self.scaling(role).square
+        quantize = self.quantize
+        grid = self.grid(settings, role)
+        square = self.scaling(role).square
+        stochastic = self.is_stochastic(settings, role)
 
         def quantized(x: Tensor, scale: Tensor | None, amax: Tensor | None) -> Quantized:
             uniform = torch.rand_like(x, dtype=torch.float32) if stochastic else None

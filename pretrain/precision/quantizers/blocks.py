@@ -201,9 +201,9 @@ def quantize_nvfp4(
     block_amax = split.abs().amax(dim=blocks.within, keepdim=True).float()
 
     tensor_encode = scale_from_amax(amax, NVFP4_MAXIMUM)
-    wanted = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
+    exact_scale = (block_amax * (tensor_encode * (1.0 / E2M1.maximum))).clamp(max=FP32_MAX)
     # Zero for a block far below the tensor's amax. Its values are lost, whatever the codes.
-    block_scale = round_to_grid(wanted, E4M3)
+    block_scale = round_to_grid(exact_scale, E4M3)
     # Not infinity, but the largest FP32 number, so that zeros are encoded as zeros.
     encode_scale = decode_scale(block_scale * decode_scale(tensor_encode)).clamp(max=FP32_MAX)
 

@@ -120,8 +120,7 @@ def test_calls_in_one_forward_count_once_with_their_largest_value() -> None:
             y = output(layer, x, weight, first=True)
             for number, size in enumerate((2.0, 4.0, 3.0)):
                 chunk = (size * y.detach()).requires_grad_()
-                with emulation.forward():  # nested in the outer forward, which counts
-                    logits = output(head, chunk, weight, first=number == 0)
+                logits = output(head, chunk, weight, first=number == 0)
                 logits.backward(torch.full_like(logits, size / 2))
         # The amax is recorded, although the model's backward has not run yet.
         assert amax_histories(emulation, "head")[2][0][0] == 2.0
