@@ -19,7 +19,7 @@ help:
 	@echo "make install  create .venv only (for FP8 on a GPU, see docs/b200.md)"
 	@echo "make lint     check style and formatting with ruff"
 	@echo "make types    check the type hints with mypy"
-	@echo "make check    lint, types and test: what continuous integration runs"
+	@echo "make check    run lint, types and test, as continuous integration does"
 	@echo "make docs     write docs/settings.md from the settings classes and docs/recipes.md from the recipes"
 	@echo "make clean    remove the results of the demo and all caches; keep .venv and your own runs"
 	@echo

@@ -125,6 +125,11 @@ TEXTS = [
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
     (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
+    (
+        DOCUMENT,
+        "data.held_out=0 data.source={here} data.validation.source={here}/text.jsonl",
+        "text.jsonl is also trained on",
+    ),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
     (CHAT, "data.messages=[p]", "`messages` lists 1"),
     (CHAT, "data.input_ids=p", "`p`"),
