@@ -79,7 +79,8 @@ _OTHER_NAMES = {
 class _Fp8Config(LowPrecisionSettings):
     """The `fp8_config` of an accelerate configuration, where `recipe` names the precision."""
 
-    recipe: PrecisionName = BY_ACCELERATE[_FP8].name
+    # mypy does not take a Literal whose names are collected at run time.
+    recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
 
 
 class _File(Settings):
@@ -187,8 +188,11 @@ def take_requested_precision(
     leftovers and are ignored. Raises InputError for a request that is not supported.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
-    names = [name for name in environ if name.startswith(_PREFIX)]
-    variables = {name.removeprefix(_PREFIX): environ.pop(name) for name in names}
+    variables = {
+        name.removeprefix(_PREFIX): environ.pop(name)
+        for name in list(environ)
+        if name.startswith(_PREFIX)
+    }
     if mixed_precision == _FP8:
         return _read_fp8_config(_normalize(variables))
     precision = BY_ACCELERATE.get(mixed_precision)
@@ -251,10 +255,8 @@ def _normalize(variables: dict[str, str]) -> dict[str, Any]:
 
     Keys get the spelling of this project.
     """
-    values = {}
-    for variable, text in variables.items():
-        key = variable.lower()
-        values[_OTHER_NAMES.get(key, key)] = _parse_value(text)
+    lowered = {variable.lower(): text for variable, text in variables.items()}
+    values = {_OTHER_NAMES.get(key, key): _parse_value(text) for key, text in lowered.items()}
     overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
     # accelerate's command line writes `--fp8_backend te` in lower case.
@@ -351,15 +353,18 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
                 f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
                 "sequence parallelism are not supported; remove the key"
             )
-    ignored = _reset_variables(environ)
+    ignored = []
+    for variable, (neutral, text) in _RESET.items():
+        if environ.get(variable, neutral).lower() != neutral.lower():
+            environ[variable] = neutral
+            ignored.append(text)
     gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
         environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows only true and false
     replicas = 1
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
         on_cpus = not has_gpu or _is_true(environ, "ACCELERATE_USE_CPU")
-        replicas, ignored_by_fsdp = _correct_fsdp(environ, processes, on_cpus=on_cpus)
-        ignored += ignored_by_fsdp
+        replicas = _correct_fsdp(environ, processes, ignored, on_cpus=on_cpus)
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
@@ -374,26 +379,19 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
     return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
 
 
-def _reset_variables(environ: MutableMapping[str, str]) -> list[str]:
-    """Reset the variables in _RESET to their neutral values. Return a text for each change."""
-    changed = []
-    for variable, (neutral, text) in _RESET.items():
-        if environ.get(variable, neutral).lower() != neutral.lower():
-            environ[variable] = neutral
-            changed.append(text)
-    return changed
-
-
 def _correct_fsdp(
-    environ: MutableMapping[str, str], processes: int, *, on_cpus: bool
-) -> tuple[int, list[str]]:
-    """Correct the variables of FSDP. Return the number of replicas and the ignored settings."""
+    environ: MutableMapping[str, str], processes: int, ignored: list[str], *, on_cpus: bool
+) -> int:
+    """Return the number of replicas of FSDP, and correct the variables of FSDP.
+
+    The texts of ignored settings are added to `ignored`. `on_cpus` is True if the processes train
+    on CPUs.
+    """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
             f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
             "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
         )
-    ignored = []
     replicas, shards = _mesh(environ, processes)
     if shards == 1:
         replicas = 1
@@ -407,11 +405,14 @@ def _correct_fsdp(
     if on_cpus and _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
         environ["FSDP_OFFLOAD_PARAMS"] = "false"
         ignored.append("`fsdp_offload_params`: the parameters are on the CPU")
-    return replicas, ignored
+    return replicas
 
 
 def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
-    """Return the number of processes that train together, and correct their variables."""
+    """Return the number of processes that train together, and correct their variables.
+
+    Corrections for the user are added to `notices`.
+    """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # accelerate sets MASTER_ADDR for several processes even if it then starts only one.
     is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()
