@@ -102,17 +102,14 @@ def attach_sums(
     if memory is None:
         memory = torch.empty(sum(sizes), dtype=dtype, device=trained[0].device)
     empty_sums(memory)
-    run_start = 0
-    for run, size in zip(runs, sizes, strict=True):
-        start = run_start
-        for parameter in run:
-            end = start + parameter.numel()
-            parameter.main_grad = memory[start:end].view(parameter.shape)
+    used = memory[: sum(sizes)]
+    for run, part in zip(runs, used.split(sizes), strict=True):
+        counts = [parameter.numel() for parameter in run]
+        for parameter, sums in zip(run, part[: sum(counts)].split(counts), strict=True):
+            parameter.main_grad = sums.view(parameter.shape)
             parameter.grad_dtype = None  # accepts gradients of any dtype
             parameter.register_post_accumulate_grad_hook(_add_to_main)
-            start = end
-        run_start += size
-    return memory[:run_start]
+    return used
 
 
 def values_of_sums(parameters: Iterable[Tensor]) -> int:
@@ -153,16 +150,15 @@ def was_reached(parameter: nn.Parameter) -> bool:
     gradient = gradient_of(parameter)
     if gradient is None:
         return False
-    if isinstance(gradient, DTensor):
-        # Under FSDP2 even an empty sum is reduced and has a gradient.
-        mesh = gradient.device_mesh
-        local = gradient.to_local()
-        reached = ((local != 0).any() | ~local.signbit().all()).int()
-        dist.all_reduce(reached, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
-        return bool(reached)
-    if gradient is parameter.grad:
+    # Under FSDP2 even an empty sum is reduced and has a gradient.
+    if gradient is parameter.grad and not isinstance(gradient, DTensor):
         return True
-    return bool((gradient != 0).any()) or not bool(gradient.signbit().all())
+    local = local_part(gradient)
+    reached = ((local != 0).any() | ~local.signbit().all()).int()
+    if isinstance(gradient, DTensor):
+        mesh = gradient.device_mesh
+        dist.all_reduce(reached, dist.ReduceOp.MAX, mesh.get_group(mesh.ndim - 1))
+    return bool(reached)
 
 
 def _add_to_main(parameter: Summed) -> None:
