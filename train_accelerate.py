@@ -200,7 +200,7 @@ def build(
         return None
     streaming.start_stream(job, source, folder, accelerator)  # packs are made while the run trains
     assembly = assemble(job, accelerator, console)
-    saving.check_disk_space(job, assembly, checkpoints, source)
+    saving.check_disk_space(job, assembly, source)
     health = Health(job.recipe.health)
     notes: list[str] = []
     if source:

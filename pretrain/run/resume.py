@@ -238,7 +238,7 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
-    return ResumePoint(path, record, [], is_branch=not checkpoints.owns(path))
+    return ResumePoint(path, record, is_branch=not checkpoints.owns(path))
 
 
 def _record_rollback(run: Run, reason: str) -> None:

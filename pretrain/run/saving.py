@@ -15,7 +15,7 @@ from foundation.errors import InputError
 from foundation.files import fsync
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
-from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space
+from pretrain.checkpoint.checkpoint import bytes_needed, check_space
 from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.health import StepDecision, TrainingHalted
 from pretrain.model.distributed import largest_over_ranks
@@ -34,15 +34,13 @@ def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Te
     return assembly.tensors, assembly.optimizer_tensors | assembly.context.saved_state()
 
 
-def check_disk_space(
-    job: Job, assembly: Assembly, checkpoints: Checkpoints, source: ResumePoint | None
-) -> None:
+def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -> None:
     """Raise InputError if the disk cannot hold the checkpoints that are still to be written.
 
     A resumed run has its older checkpoints on the disk already, and needs room for one more.
     """
     new_checkpoints = job.plan.checkpoints_at_once
-    if source is not None and checkpoints.owns(source.path):
+    if source is not None and source.in_run_folder:
         new_checkpoints = int(source.step < job.plan.steps)
     model_tensors, optimizer_tensors = tensors_to_save(assembly)
     check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors, optimizer_tensors))
