@@ -42,7 +42,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
-from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
@@ -71,7 +71,7 @@ from pretrain.run.assembly import (
     audit_precisions,
     build_model,
     convert_model,
-    describe_compiled,
+    describe_surroundings,
     set_weights,
 )
 from pretrain.run.job import Job, prepare_job
@@ -144,9 +144,8 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
-    attention = job.attention
-    hf, values = build_model(job, accelerator, attention.name)  # of transformers
-    model, precision, fused = convert_model(job, hf, attention.name, accelerator.device)
+    hf, values = build_model(job, accelerator)  # of transformers
+    model, precision, fused = convert_model(job, hf, accelerator.device)
 
     # Gradient checkpointing, torch.compile, and BF16 working copies of FP32 weights, around each
     # layer. FSDP2 makes its copies when it gathers weights.
@@ -171,11 +170,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
 
-    surroundings = {
-        "attention": {"kind": attention.name, "reason": attention.reason},
-        "fused": fused,
-        "compiled": describe_compiled(compiles, model),
-    }
+    surroundings = describe_surroundings(job, model, fused, compiles=compiles)
     assembly = Assembly(hf, model, optimizer, precision, surroundings)
     audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
@@ -223,26 +218,16 @@ def build(
         accelerator=accelerator,
         folder=folder,
         checkpoints=checkpoints,
-        constants=saving.run_constants(job, source, accelerator),
+        past=source.past if source else NO_PAST,
         state=state,
         is_new=source is None or source.is_branch,
         resumed_step=state.step,
-        has_masks=job.data.has_masks,
         health=health,
         recorder=recording.recorder_of(job, accelerator),
         trackers=Trackers(job.recipe.log, folder.path, state.step, main_process=is_main_process),
-        observers=startup.make_observers(
-            job,
-            assembly,
-            accelerator,
-            folder,
-            state,
-            health,
-            console,
-            profiles=arguments.profile,
-        ),
         console=console,
     )
+    run.observers = startup.make_observers(run, profiles=arguments.profile)
     if source:
         resume.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -69,7 +70,7 @@ class Data:
         weights = readable.mixture().share_of_packs if isinstance(readable, MixedPacks) else None
         return float(np.average(means, weights=weights)) / self.train.length
 
-    @property
+    @cached_property
     def has_masks(self) -> bool:
         """Return whether the packs record which of their tokens are labels."""
         return any(packs[0].trained is not None for packs in parts_of(self.train))
@@ -87,10 +88,7 @@ class Data:
         """
         if self.stream is None:
             return self.train
-        samples = self.stream.samples
-        if len(samples) == 1:
-            return next(iter(samples.values()))
-        return MixedPacks(self.stream.path, samples, self.stream.weights)
+        return MixedPacks(self.stream.path, self.stream.samples, self.stream.weights)
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """Return a microbatch of one training pack. Its index wraps around behind the last pack."""
@@ -112,13 +110,11 @@ class Data:
 
 def parts_of(packs: Packs | None) -> list[Packs]:
     """Return the packs of each source. A stream returns the part of each that stays on the disk."""
-    if packs is None:
-        return []
     if isinstance(packs, StreamedPacks):
         return list(packs.samples.values())
     if isinstance(packs, MixedPacks):
         return list(packs.parts.values())
-    return [packs]
+    return [] if packs is None else [packs]
 
 
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
@@ -129,7 +125,8 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """
     if settings.prepares:
         prepare(settings, progress=is_main_process)
-    return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
+    train = cast(Packs, open_packs(settings, "train"))
+    return Data(train, open_packs(settings, "held_out"))
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
@@ -186,19 +183,18 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
         ("trained on", data.train, None),
         ("held out", data.held_out, evaluated),
     ):
-        for packs in filter(len, parts_of(split)):
-            count = packs_evaluated(len(packs), len(split), limit)
-            if not _has_labels(packs, count, mask_boundaries=settings.mask_boundaries):
+        parts = parts_of(split)
+        for packs in filter(len, parts):
+            count = packs_evaluated(len(packs), sum(map(len, parts)), limit)
+            labels = (
+                count_valid_tokens(
+                    pack.lengths, pack.trained, mask_boundaries=settings.mask_boundaries
+                )
+                for pack in map(packs.__getitem__, range(count))
+            )
+            if not any(labels):
                 raise InputError(
                     f"{packs.path}: no token {use} in the first {plural(count, 'pack')} has a "
                     "loss: each is masked, or the first of a document or pack; prepare longer "
                     "packs (`data.length`) or other labels, or raise `evaluate.packs`"
                 )
-
-
-def _has_labels(packs: Packs, count: int, *, mask_boundaries: bool) -> bool:
-    """Return whether any token of the first `count` packs is a label."""
-    return any(
-        count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries)
-        for pack in map(packs.__getitem__, range(count))
-    )

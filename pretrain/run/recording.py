@@ -103,7 +103,7 @@ def _environment_of(run: Run) -> dict[str, Any]:
             run.job.recipe.data, run.job.recipe.model, data
         ),
         **describe_environment(describe_topology(run.accelerator)),
-        "past": run.constants["past"],
+        "past": run.past,
     }
 
 
@@ -132,7 +132,7 @@ def record_of_step(
     record = {
         "step": run.state.step,
         "tokens": run.state.tokens,
-        "trained_tokens": run.state.valid_tokens if run.has_masks else None,
+        "trained_tokens": run.state.valid_tokens if run.job.data.has_masks else None,
         "epoch": batches.epoch,
         "precision": run.precision.current.name if run.precision.schedule.changes else None,
         "unlabelled": True if not is_labelled and math.isfinite(loss) else None,

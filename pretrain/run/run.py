@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
@@ -54,18 +54,16 @@ class Run:
     accelerator: Accelerator
     folder: RunFolder
     checkpoints: Checkpoints
-    constants: Mapping[str, Any]  # the part of state.json that all checkpoints of the run share
+    past: Mapping[str, Any]  # changes of its settings, as `NO_PAST` has them
     state: TrainState
     is_new: bool  # it starts without a checkpoint or branches; False if it resumes its own
-    resumed_step: (
-        int  # the step after which this process trains, or an earlier one after a rollback
-    )
-    has_masks: bool  # the packs record which of their tokens are labels
+    # The step after which this process trains, or an earlier one after a rollback.
+    resumed_step: int
     health: Health
     recorder: Recorder
     trackers: Trackers
-    observers: Observers
     console: Console
+    observers: Observers = field(init=False)
     # The best evaluation, whose checkpoint is kept (`checkpoint.best`).
     best: Record | None = None
 

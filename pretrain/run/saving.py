@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import signal
 from dataclasses import asdict
-from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from foundation.errors import InputError
@@ -16,7 +14,6 @@ from foundation.files import fsync
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import bytes_needed, check_space
-from pretrain.checkpoint.state import NO_PAST
 from pretrain.metrics.health import StepDecision, TrainingHalted
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
@@ -46,17 +43,6 @@ def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -
     check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors, optimizer_tensors))
 
 
-def run_constants(job: Job, source: ResumePoint | None, accelerator: Accelerator) -> dict[str, Any]:
-    """Return the part of state.json that is the same in every checkpoint of a run."""
-    return {
-        "identity": job.identity,
-        "microbatch": job.plan.microbatch,
-        "loss_chunk": job.plan.loss.tokens_at_once,
-        "world_size": accelerator.num_processes,
-        "past": source.past if source else NO_PAST,
-    }
-
-
 def save(run: Run, *, in_background: bool = False) -> None:
     """Save a checkpoint of the current step and delete checkpoints that are no longer kept.
 
@@ -71,7 +57,11 @@ def save(run: Run, *, in_background: bool = False) -> None:
         state = {
             "progress": asdict(run.state),
             "health": asdict(run.health.state),
-            **run.constants,
+            "identity": run.job.identity,
+            "microbatch": run.job.plan.microbatch,
+            "loss_chunk": run.job.plan.loss.tokens_at_once,
+            "world_size": run.accelerator.num_processes,
+            "past": run.past,
             "precision": run.precision.current.name,
         }
         if run.job.data.stream is not None:

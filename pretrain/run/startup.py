@@ -11,21 +11,17 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from foundation.errors import InputError
-from foundation.files import write_json
 from packing.batch import Microbatch
-from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.console import Console
-from pretrain.metrics.health import Health
 from pretrain.metrics.recorder import gradient_statistics
-from pretrain.metrics.run_folder import STATISTICS_FILE, RunFolder
+from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.routing import Routing
 from pretrain.observe.audit import ProductAudit
 from pretrain.observe.bf16_gap import GapMeter
 from pretrain.observe.observers import Observer, Observers, PeriodicFigures
@@ -48,58 +44,47 @@ PARITY_MICROBATCH = 2
 # ── Observers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_observers(
-    job: Job,
-    assembly: Assembly,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    state: TrainState,
-    health: Health,
-    console: Console,
-    *,
-    profiles: bool,
-) -> Observers:
-    """Return the observers of a run that trains after `state`.
+def make_observers(run: Run, *, profiles: bool) -> Observers:
+    """Return the observers of a run.
 
     profiles: record a step (`--profile`). Raises InputError if the run ends before that step.
     """
-    recipe, model, precision = job.recipe, assembly.model, assembly.precision
+    recipe = run.job.recipe
+    model = run.assembly.model
+    optimizer = run.assembly.optimizer
+    accelerator = run.accelerator
     every = recipe.log.fp8_statistics
-
-    def write_audit() -> None:
-        if accelerator.is_main_process:
-            write_json(folder.audit, assembly.audit)
-
-    def expert_loads() -> dict[str, Any]:
-        loads = model.routing.loads
-        return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
-
     observers: list[Observer] = []
     if profiles:
-        observers.append(StepProfile(folder.path, accelerator, state, console))
+        observers.append(StepProfile(run.folder.path, accelerator, run.state, run.console))
     if recipe.log.gap:
         # First of those that look at the passes, so that none of them sees its pass in BF16.
-        observers.append(
-            GapMeter(model, assembly.optimizer, precision, health, recipe, accelerator)
-        )
-    layers = decoder_layers(assembly.hf)
+        observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
-        ProductAudit(model, precision, every, write_audit),
-        StepCheck(model, assembly.optimizer, recipe, accelerator),
+        ProductAudit(model, run.precision, every, run.write_audit),
+        StepCheck(model, optimizer, recipe, accelerator),
         PeriodicFigures(
             recipe.log.gradient_statistics,
-            partial(gradient_statistics, assembly.hf, layers, accelerator),
+            partial(gradient_statistics, model.hf, decoder_layers(model.hf), accelerator),
         ),
     ]
     if model.routing is not None:
-        observers.append(PeriodicFigures(every, expert_loads))
-    if every and assembly.context.backends:
+        observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
+    if every and model.context.backends:
         file = JsonlTracker(
-            folder.path / STATISTICS_FILE, state.step, main_process=accelerator.is_main_process
+            run.folder.path / STATISTICS_FILE,
+            run.state.step,
+            main_process=accelerator.is_main_process,
         )
         file.start()
-        observers.append(OperandWatch(precision, every, file, console))
-    return Observers(observers, precision, state.step)
+        observers.append(OperandWatch(run.precision, every, file, run.console))
+    return Observers(observers, run.precision, run.state.step)
+
+
+def _expert_loads(routing: Routing) -> dict[str, Any]:
+    """Return the share of tokens of each expert, for metrics.jsonl. Empty before any step."""
+    loads = routing.loads
+    return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
 
 
 # ── The microbatch ────────────────────────────────────────────────────────────────────────────────
@@ -119,8 +104,11 @@ def choose_microbatch(
     """
     plan = job.plan
     device = accelerator.device
-    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
-    if same_split and resumed["microbatch"] in plan.microbatch_sizes:
+    if (
+        resumed is not None
+        and resumed["world_size"] == accelerator.num_processes
+        and resumed["microbatch"] in plan.microbatch_sizes
+    ):
         return resumed["microbatch"]
     if device.type != "cuda":
         # Host memory that runs out ends a process, so it cannot be tried.
@@ -141,16 +129,17 @@ def choose_microbatch(
                         most_reserved=partial(torch.cuda.max_memory_reserved, device),
                     )
                 )
-    if None in fitting:
+    smallest = min(fitting)
+    if smallest == 0:
         raise InputError(
             "`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a "
             f"shorter `data.length`, {TAKES_LESS}"
         )
-    return min(fitting)
+    return smallest
 
 
 def largest_that_fits(
-    model: nn.Module,
+    model: PackedLanguageModel,
     accelerator: Accelerator,
     sizes: Sequence[int],
     make_batch: Callable[[int], Microbatch],
@@ -158,7 +147,7 @@ def largest_that_fits(
     multiple_of: int,
     usable: int,
     most_reserved: Callable[[], int],
-) -> int | None:
+) -> int:
     """Return the largest of `sizes` whose forward and backward fit on every rank.
 
     sizes: packs of a microbatch.
@@ -167,7 +156,7 @@ def largest_that_fits(
     usable: bytes of this device.
     most_reserved: returns the bytes that the last trial took.
 
-    Returns None if not even half a pack fits. Leaves the model in training mode, its gradients zero.
+    Returns 0 if not even 1 pack fits. Leaves the model in training mode, its gradients zero.
 
     Ranks may wait for each other within a trial, and a rank that runs out of memory would leave the
     others waiting. So trials grow from half a pack, and each size is predicted to fit from the
@@ -196,8 +185,8 @@ def largest_that_fits(
 
 def grow(
     sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float = 0.5
-) -> int | None:
-    """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or None.
+) -> int:
+    """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or 0.
 
     sizes: packs, ascending.
     most_used: tries a number of packs and returns the bytes used.
@@ -209,8 +198,8 @@ def grow(
     fewer = first
     less = most_used(first)
     if less > limit:
-        return None
-    largest = int(first) if first in sizes else None
+        return 0
+    largest = int(first) if first in sizes else 0
     following = [size for size in sizes if size > first][:1]
     while following:
         packs = following[-1]
@@ -231,7 +220,7 @@ def grow(
     return largest
 
 
-def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
+def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch) -> None:
     """Run two forwards and backwards of `batch`, and measure the peak memory from here on.
 
     Gradients are cleared afterwards.

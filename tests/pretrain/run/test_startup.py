@@ -51,9 +51,7 @@ def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
     )
 
 
-def find(
-    model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1
-) -> int | None:
+def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int:
     """On a device of which each trial takes `used` of 100 bytes, or fails."""
     return largest_that_fits(
         model,
@@ -82,8 +80,8 @@ def test_a_size_that_runs_out_of_memory_is_not_taken(
 def test_where_nothing_fits_there_is_no_largest(
     accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
-    assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) is None
-    assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) is None
+    assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) == 0
+    assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) == 0
 
 
 @pytest.mark.parametrize(
@@ -93,12 +91,12 @@ def test_where_nothing_fits_there_is_no_largest(
         (60, 3, 0, 12, 4),
         (0, 40, 0, 2, 3),
         (70, 1, 0, 24, 5),
-        (95, 10, 0, None, 2),
+        (95, 10, 0, 0, 2),
         (10, 5, 0.5, 8, 5),
     ],
 )
 def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
-    whatever: int, a_pack: int, bent: float, expected: int | None, most_trials: int
+    whatever: int, a_pack: int, bent: float, expected: int, most_trials: int
 ) -> None:
     """Memory of 100, of which each trial takes `whatever`, and its packs theirs."""
     tried: list[float] = []
