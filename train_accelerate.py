@@ -99,9 +99,8 @@ def launch(arguments: argparse.Namespace) -> int:
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
     # The folder is checked first, because packs may take hours.
-    distributed.refused_together(
-        lambda: is_main_process and not arguments.plan and check_free(run_dir)
-    )
+    if not arguments.plan:
+        distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
     console = recording.introduce_job(job, accelerator, notices)
     if arguments.plan:
@@ -326,7 +325,14 @@ def train_step(
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
     losses = dict(zip(means, values, strict=True))
 
-    decision = watch.judge(judge_step(run, batches, losses["loss"], gradient_norm))
+    decision = run.health.check(
+        state.step + 1,
+        losses["loss"],
+        gradient_norm,
+        can_go_back=run.checkpoints.latest is not None,
+        labelled=batches.valid_tokens > 0,
+    )
+    decision = watch.judge(decision)
     figures = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
     if decision.proceed:
         with watch.update(learning_rate, state.step - state.skipped_steps):
@@ -341,17 +347,6 @@ def train_step(
         skipped=not decision.proceed,
     )
     return recording.record_of_step(run, batches, decision, losses, figures), decision
-
-
-def judge_step(run: Run, batches: StepBatches, loss: float, gradient_norm: float) -> StepDecision:
-    """Return the health check's decision about the update of the next step."""
-    return run.health.check(
-        run.state.step + 1,
-        loss,
-        gradient_norm,
-        can_go_back=run.checkpoints.latest is not None,
-        labelled=batches.valid_tokens > 0,
-    )
 
 
 # ── 4: what remains of the run ────────────────────────────────────────────────────────────────────

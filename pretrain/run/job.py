@@ -268,8 +268,8 @@ def _load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer, and raise InputError for a prompt that the model cannot continue."""
     samples = recipe.evaluate.samples
-    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
-    for prompt in samples if tokenizer else ():
+    tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
+    for prompt in samples:  # then there is a tokenizer
         encoded_prompt(tokenizer, prompt, model_config)
     return tokenizer
 

@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import cast
 
 from foundation import units
 from foundation.errors import InputError
@@ -54,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
         f"{plan.recipe.name}: {plan.schedule.label} compute{why_default}, "
         f"{plan.recipe.weights} weights\n{'─' * WIDTH}"
     )
-    subjects = {
+    subjects: dict[str, Sequence[str]] = {
         "model": model_lines(plan),
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
@@ -136,11 +137,13 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes = plan.takes(size)
     fits = takes <= target.memory
-    remark = "" if takes <= plan.devices.memory else ": barely fits" if fits else ": does not fit"
+    remark = ""
+    if takes > cast(int, plan.devices.memory):
+        remark = ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
-    possible = shares if fits else []
-    speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in possible]
+    peak = cast(float, plan.peak_tflops) * TERA  # known, because the target has no obstacle
+    speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
     return [
         str(target),
         f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",

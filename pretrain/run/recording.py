@@ -144,16 +144,14 @@ def record_of_step(
     record |= {name: value if is_labelled else None for name, value in losses.items()}
     if not math.isfinite(loss):
         record["loss"] = loss
-    return (
-        record
-        | figures
-        | {
-            "frozen_updates": frozen,
-            "step_tokens": batches.tokens,
-            "sum_squared_lengths": batches.sum_squared_lengths,
-            "skipped": not decision.proceed,
-        }
-    )
+    return {
+        **record,
+        **figures,
+        "frozen_updates": frozen,
+        "step_tokens": batches.tokens,
+        "sum_squared_lengths": batches.sum_squared_lengths,
+        "skipped": not decision.proceed,
+    }
 
 
 def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
@@ -167,11 +165,9 @@ def log(run: Run, figures: dict[str, Any], *, data_wait_ms: float) -> None:
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
     """Return whether an earlier start has finished the run. If so, print its last screen."""
     finished = read_finished(job.run_dir)
-    is_over = (
-        finished is not None
-        and finished.summary["steps"] == job.plan.steps
-        and (folder.final.exists() or not job.recipe.checkpoint.at_end)
-    )
-    if is_over:
+    if finished is None or finished.summary["steps"] != job.plan.steps:
+        return False
+    is_complete = folder.final.exists() or not job.recipe.checkpoint.at_end
+    if is_complete:
         console.panel(*last_screen(finished, folder))
-    return is_over
+    return is_complete

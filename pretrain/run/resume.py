@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
+from typing import cast
 
 import torch
 
 from foundation.units import plural
 from pretrain.checkpoint.checkpoint import Checkpoints, checksums
-from pretrain.checkpoint.format import (
-    DTYPE_NAMES,
-    read_manifest,
-)
+from pretrain.checkpoint.format import DTYPE_NAMES, read_manifest
 from pretrain.checkpoint.state import TrainState, changed_keys
 from pretrain.metrics.health import MOST_ROLLBACKS, Health, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
@@ -29,17 +28,17 @@ from pretrain.run.run import Run
 from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
-# Settings that scales of gradients depend on: the largest code, the loss, and the number of tokens by
-# which it is divided.
+# Settings that scales of gradients depend on: the largest code, the loss, and the number of tokens
+# by which it is divided.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 
 def restore(
     source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Restore the run's memory to the state of `source`. Return the counters and notes for the user.
+    """Restore the run's memory to the state of `source`.
 
-    Collective. The caller still has to call `Checkpoints.abandon_newer`.
+    Return the counters and notes for the user. Collective. The caller still has to call `Checkpoints.abandon_newer`.
     """
     progress = source.record["progress"] | {
         "steps": job.plan.steps,
@@ -185,7 +184,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────
 
 
-def roll_back(run: Run, reason: str) -> None:
+def roll_back(run: Run, reason: str | None) -> None:
     """Restore the newest good checkpoint, and go on with the packs after those of the judged step.
 
     All ranks call this after that step. If the run has gone back to that checkpoint before, and has
@@ -233,7 +232,7 @@ def roll_back(run: Run, reason: str) -> None:
 def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint:
     """Return the checkpoint that a rollback from `judged` restores."""
     # Without a checkpoint of its own, the run goes back to the one that it was resumed from.
-    path = checkpoints.newest() or checkpoints.latest
+    path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path

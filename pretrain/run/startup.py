@@ -295,7 +295,7 @@ def _compare_first_step(run: Run) -> Parity | str:
         )
     job = run.job
     if run.assembly.audit["compiled"] == "nothing":
-        microbatch = math.gcd(job.plan.microbatch, PARITY_MICROBATCH)
+        microbatch = math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
         job = job.with_settings("batch", microbatch=microbatch)
     batches = job.batches(accelerator)
     return check_parity(
