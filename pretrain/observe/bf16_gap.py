@@ -1,9 +1,9 @@
 """Measure the cost of low precision: compute a step's first microbatch in BF16 too, and compare.
 
 The pass in BF16 comes first and leaves nothing behind, so the run has the numbers of a run without
-the measurement. Each process compares its own first microbatch before gradients are exchanged. Under
-FSDP2 with gradients already reduced it compares its shards of the gradients of all processes. Dot
-products and losses are summed over processes. docs/verification.md defines the figures.
+the measurement. Each process compares its own first microbatch before gradients are exchanged.
+Under FSDP2 with gradients already reduced it compares its shards of the gradients of all processes.
+Dot products and losses are summed over processes. docs/verification.md defines the figures.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class GapMeter(Observer):
         }
         self._layers = tuple(decoder_layers(packed.hf))
         self._figures: dict[str, Any] = {}
-        # Where the gradient of each matrix lies beside that in BF16, see `_place`. Rounding moves it,
-        # in a deep model in FP4 as far as the gradient is long, but about as far each time, until
-        # something breaks.
+        # Where the gradient of each matrix lies beside that in BF16, see `_place`. Rounding moves
+        # it, in a deep model in FP4 as far as the gradient is long, but about as far each time,
+        # until something breaks.
         self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
@@ -99,13 +99,17 @@ class GapMeter(Observer):
             recording_choices(self._packed) as choices,
         ):
             yield
-        self._compare_choices(choices)
-        for row, (gradient, _), in_bf16 in zip(
-            self._sums, self._gradients(), self._in_bf16, strict=True
-        ):
+        # A layer that is recomputed makes the same choices a second time.
+        for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
+            differs = (low[:, :, None] != in_bf16[:, None]).all(2)
+            self._choices[0] += differs.sum()
+            self._choices[1] += differs.numel()
+        gradients = zip(self._sums, self._gradients(), self._in_bf16, strict=True)
+        for row, (gradient, _), in_bf16 in gradients:
             if gradient is not None and in_bf16 is not None:
                 row.copy_(_products(gradient, in_bf16))
         self._in_bf16 = []  # free their memory
+        self._chosen_in_bf16 = []
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
         """Let the health check judge the gap if it would update without it."""
@@ -135,11 +139,13 @@ class GapMeter(Observer):
         device = self._accelerator.device
         self._in_bf16: list[Tensor | None] = []
         # A row of `_products` for each parameter.
-        self._sums = torch.zeros(len(self._is_matrix), 3, dtype=torch.float64, device=device)
+        self._sums: Tensor = torch.zeros(
+            len(self._is_matrix), 3, dtype=torch.float64, device=device
+        )
         # The loss in low precision, in BF16, and the number of labels.
-        self._losses = torch.zeros(3, dtype=torch.float64, device=device)
+        self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
         # Choices of experts that BF16 has not made, and all choices.
-        self._choices = torch.zeros(2, dtype=torch.float64, device=device)
+        self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
         self._chosen_in_bf16: Sequence[Sequence[Tensor]] = []
         if not batches.microbatches:
             return
@@ -158,9 +164,8 @@ class GapMeter(Observer):
         self._in_bf16 = [part.clone() if is_sum else part for part, is_sum in self._gradients()]
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
-            product.plain.weight = (
-                None  # cached by the unquantized path, which training may not use
-            )
+            # The unquantized path has cached it, and training may not use it.
+            product.plain.weight = None
 
     def _gradients(self) -> Iterator[tuple[Tensor | None, bool]]:
         """Yield this process's part of each trained parameter's gradient, and whether it is a sum.
@@ -173,17 +178,6 @@ class GapMeter(Observer):
             if parameter.requires_grad:
                 part = None if gradient is None else local_part(gradient)
                 yield part, gradient is not parameter.grad
-
-    def _compare_choices(self, choices: Sequence[Sequence[Tensor]]) -> None:
-        """Count the choices of experts that BF16 has not made.
-
-        choices: by layer and forward. A recomputed layer makes the same choices a second time.
-        """
-        for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
-            differs = (low[:, :, None] != in_bf16[:, None]).all(2)
-            total = torch.full_like(differs.sum(), differs.numel())
-            self._choices += torch.stack([differs.sum(), total])
-        self._chosen_in_bf16 = []
 
     def _measure(self) -> None:
         """Compute the figures of the step. Waits for the device. Collective."""
@@ -207,7 +201,10 @@ class GapMeter(Observer):
 
 
 def _likeness(suffix: str, sums: Any) -> dict[str, float]:
-    """Return cosine and norm ratio of gradients, from their `_products`. Empty without a gradient."""
+    """Return cosine and norm ratio of gradients, from their `_products`.
+
+    Empty without a gradient.
+    """
     dot, low, bf16 = sums.tolist()
     if not (low and bf16):
         return {}
@@ -224,8 +221,7 @@ def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
     """
     total = torch.zeros(3, dtype=torch.float64, device=low.device)
     pieces = zip(low.reshape(-1).split(PIECE), in_bf16.reshape(-1).split(PIECE), strict=True)
-    for x, y in pieces:
-        x, y = x.float(), y.float()
+    for x, y in (map(Tensor.float, pair) for pair in pieces):
         total += torch.stack([(x * y).sum(), x.square().sum(), y.square().sum()])
     return total
 

@@ -1,7 +1,7 @@
 """Observe training steps: one interface for everything that looks at a step.
 
-A run has a list of observers. Each decides in which steps it is due, and overrides the hooks that it
-needs. On other steps the list is empty, and a step costs nothing more.
+A run has a list of observers. Each decides in which steps it is due, and overrides the hooks that
+it needs. On other steps the list is empty, and a step costs nothing more.
 """
 
 from __future__ import annotations
@@ -164,7 +164,14 @@ class Observers:
     @contextmanager
     def step(self, number: int) -> Iterator[StepWatch]:
         """Enclose step `number`, counted from 1. Return the watch over it."""
-        step = self._describe(number)
+        schedule = self._precision.schedule
+        starts = [self._restarted_step + 1, *(span.first for span in schedule.spans)]
+        step = Step(
+            number,
+            is_quantized=schedule.at(number).precision.quantized,
+            starts_precision=schedule.starts_precision_at(number),
+            is_new=any(number - start in (0, 1) for start in starts),
+        )
         watch = StepWatch(step, [observer for observer in self._observers if observer.due(step)])
         with watch.whole_step():
             yield watch
@@ -179,16 +186,6 @@ class Observers:
         """Close the files of all observers."""
         for observer in self._observers:
             observer.finish()
-
-    def _describe(self, number: int) -> Step:
-        schedule = self._precision.schedule
-        starts = [self._restarted_step + 1, *(span.first for span in schedule.spans)]
-        return Step(
-            number,
-            is_quantized=schedule.at(number).precision.quantized,
-            starts_precision=schedule.starts_precision_at(number),
-            is_new=any(number - start in (0, 1) for start in starts),
-        )
 
 
 @contextmanager

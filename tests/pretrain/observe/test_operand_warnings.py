@@ -6,14 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.observe.operand_statistics import OperandWarnings
+from pretrain.observe.operand_statistics import warning_of
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import QUANTIZED, active_in
 
 
 def watched(recipe: str) -> Callable[[int, list[dict]], str | None]:
-    warnings, precision = OperandWarnings(), active_in(recipe).precision
-    return lambda step, records: warnings.of_step(step, precision, records)
+    precision = active_in(recipe).precision
+    given: set[str] = set()
+    return lambda step, records: warning_of(step, precision, records, given)
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:
