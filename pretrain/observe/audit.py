@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
@@ -359,8 +360,9 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
 
     Whether an emulated operand really has its kind is found by examining its blocks.
     """
+    precision = cast(QuantizedPrecision, active.precision)
     kinds = [
-        active.precision.operand_kind(active.settings, role, product.gemm)
+        precision.operand_kind(active.settings, role, product.gemm)
         for role in OPERANDS[product.gemm]
     ]
     return [product.left, product.right] == kinds

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -104,12 +104,13 @@ class GapMeter(Observer):
             differs = (low[:, :, None] != in_bf16[:, None]).all(2)
             self._choices[0] += differs.sum()
             self._choices[1] += differs.numel()
-        gradients = zip(self._sums, self._gradients(), self._in_bf16, strict=True)
-        for row, (gradient, _), in_bf16 in gradients:
-            if gradient is not None and in_bf16 is not None:
-                row.copy_(_products(gradient, in_bf16))
-        self._in_bf16 = []  # free their memory
-        self._chosen_in_bf16 = []
+        self._products: dict[str, Tensor] = {
+            name: _products(gradient, self._in_bf16[name])
+            for name, gradient, _ in self._gradients()
+            if name in self._in_bf16
+        }
+        self._in_bf16.clear()  # free their memory
+        self._chosen_in_bf16.clear()
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
         """Let the health check judge the gap if it would update without it."""
@@ -137,16 +138,13 @@ class GapMeter(Observer):
     def _compute_in_bf16(self, batches: StepBatches) -> None:
         """Run forward and backward of the first microbatch in BF16, and keep loss and gradient."""
         device = self._accelerator.device
-        self._in_bf16: list[Tensor | None] = []
-        # A row of `_products` for each parameter.
-        self._sums: Tensor = torch.zeros(
-            len(self._is_matrix), 3, dtype=torch.float64, device=device
-        )
+        self._in_bf16: dict[str, Tensor] = {}  # gradients
+        self._products = {}  # of gradients, see `_products`
         # The loss in low precision, in BF16, and the number of labels.
         self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
         # Choices of experts that BF16 has not made, and all choices.
         self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
-        self._chosen_in_bf16: Sequence[Sequence[Tensor]] = []
+        self._chosen_in_bf16: list[list[Tensor]] = []
         if not batches.microbatches:
             return
         packed = self._packed
@@ -161,41 +159,42 @@ class GapMeter(Observer):
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
         # Clearing drops `.grad`, and overwrites sums in place.
-        self._in_bf16 = [part.clone() if is_sum else part for part, is_sum in self._gradients()]
+        self._in_bf16 = {
+            name: part.clone() if is_sum else part for name, part, is_sum in self._gradients()
+        }
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
             # The unquantized path has cached it, and training may not use it.
             product.plain.weight = None
 
-    def _gradients(self) -> Iterator[tuple[Tensor | None, bool]]:
-        """Yield this process's part of each trained parameter's gradient, and whether it is a sum.
+    def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield name and this process's part of each trained gradient, and whether it is a sum.
 
         Under FSDP2 gathering replaces the parameters. Then these are the rank's own sums, otherwise
         its shard of the gradient that was reduced.
         """
-        for parameter in self._packed.hf.parameters():
+        for name, parameter in self._packed.hf.named_parameters():
             gradient = gradient_of(parameter)
-            if parameter.requires_grad:
-                part = None if gradient is None else local_part(gradient)
-                yield part, gradient is not parameter.grad
+            if parameter.requires_grad and gradient is not None:
+                yield name, local_part(gradient), gradient is not parameter.grad
 
     def _measure(self) -> None:
         """Compute the figures of the step. Waits for the device. Collective."""
-        all_sums = torch.cat([self._sums.flatten(), self._losses, self._choices])
+        nothing = torch.zeros_like(self._losses)  # of a parameter without a gradient
+        rows = [self._products.get(name, nothing) for name in self._is_matrix]
+        all_sums = torch.cat([*rows, self._losses, self._choices])
         reduced = self._accelerator.reduce(all_sums, reduction="sum").tolist()
         *products, low, bf16, labels, differing, choices = reduced
-        rows = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
+        by_name = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
         self.places = {
-            name: _place(*rows[name])
-            for name, is_matrix in self._is_matrix.items()
-            if is_matrix and rows[name][2]
+            name: _place(*row) for name, row in by_name.items() if self._is_matrix[name] and row[2]
         }
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))
-        for name, row in rows.items():
+        for name, row in by_name.items():
             layers[layer_of(name, self._layers)] += row
         self._figures = {"gap/loss": (low - bf16) / max(labels, 1)}
         self._figures |= {"gap/routing": differing / choices} if choices else {}
-        self._figures |= _likeness("", sum(rows.values()))
+        self._figures |= _likeness("", sum(by_name.values()))
         for layer, sums in layers.items():
             self._figures |= _likeness(f"/{layer}", sums)
 
