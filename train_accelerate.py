@@ -58,7 +58,6 @@ from pretrain.run import (
     evaluate,
     export,
     plan_command,
-    recording,
     resume,
     resume_point,
     saving,
@@ -76,7 +75,7 @@ from pretrain.run.assembly import (
 )
 from pretrain.run.job import Job, prepare_job
 from pretrain.run.out_of_memory import explaining_errors
-from pretrain.run.run import Run, follow_schedule
+from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
 
@@ -102,7 +101,7 @@ def launch(arguments: argparse.Namespace) -> int:
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
-    console = recording.introduce_job(job, accelerator, notices)
+    console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
@@ -190,7 +189,7 @@ def build(
     job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
-    if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
+    if source and source.step >= job.plan.steps and is_over(job, folder, console):
         return None
     streaming.start_stream(job, source, folder, accelerator)  # packs are made while the run trains
     assembly = assemble(job, accelerator, console)
@@ -222,7 +221,7 @@ def build(
         is_new=source is None or source.is_branch,
         resumed_step=state.step,
         health=health,
-        recorder=recording.recorder_of(job, accelerator),
+        recorder=recorder_of(job, accelerator),
         trackers=Trackers(job.recipe.log, folder.path, state.step, main_process=is_main_process),
         console=console,
     )
@@ -230,7 +229,7 @@ def build(
     if source:
         resume.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
-    recording.introduce(run, notes)
+    run.introduce(notes)
     run.best = evaluate.best_so_far(run)
     startup.require_parity(run, parity)
     return run
@@ -270,7 +269,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
             if code:
                 return saving.save_and_stop(run, code, steps)
             figures, decision = train_step(run, next(steps), watch)
-        recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
+        run.log(figures, data_wait_ms=steps.data_wait_ms)
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
         is_evaluated = is_due(state.step, recipe.evaluate.every) and not state.finished
@@ -292,7 +291,7 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         code = distributed.largest_over_ranks(run.accelerator, stop_code())
         if code:
             return saving.save_and_stop(run, code, steps)
-        if (is_saved or evaluate.is_best(run)) and not state.finished:
+        if (is_saved or run.is_best) and not state.finished:
             saving.save(run, in_background=True)
     return 0
 
@@ -303,7 +302,7 @@ def train_step(
     """Make one optimizer step. Return its part of the metrics and the decision about its update."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     model, optimizer = run.assembly.model, run.assembly.optimizer
-    follow_schedule(run)
+    run.follow_schedule()
     learning_rate = schedule.learning_rate(
         state.step, recipe.schedule, recipe.optimizer, state.steps
     )
@@ -346,7 +345,7 @@ def train_step(
         place=batches.places.stop,
         skipped=not decision.proceed,
     )
-    return recording.record_of_step(run, batches, decision, losses, figures), decision
+    return run.record_of_step(batches, decision, losses, figures), decision
 
 
 # ── 4: what remains of the run ────────────────────────────────────────────────────────────────────
@@ -355,7 +354,7 @@ def train_step(
 def finish(run: Run) -> None:
     """Evaluate once more, export, and print where everything is."""
     evaluate.evaluate_once(run)
-    if evaluate.is_best(run) and run.state.step > run.resumed_step:
+    if run.is_best and run.state.step > run.resumed_step:
         saving.save(run)  # unless `checkpoint.at_end` has saved it
     if not run.accelerator.is_main_process:
         return

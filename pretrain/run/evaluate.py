@@ -129,11 +129,6 @@ def best_so_far(run: Run) -> Record | None:
     return broadcast_object_list([best])[0]
 
 
-def is_best(run: Run) -> bool:
-    """Return whether the present step has the best evaluation, so that its checkpoint is kept."""
-    return run.best is not None and run.best["step"] == run.state.step
-
-
 @torch.no_grad()
 def held_out_sums(
     model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator
