@@ -151,14 +151,17 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         recipe.model.compile == "auto" and accelerator.device.type == "cuda"
     )
     has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
-    cast_to = job.compute_dtype if has_copies else None
-    wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiles)
+    wrap_layers(
+        model,
+        recipe.model,
+        cast_to=(job.compute_dtype if has_copies else None),
+        compile_layers=compiles,
+    )
 
     optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
     if accelerator.is_fsdp2:
-        once_a_step = job.plan.devices.gathered
         with distributed.sharded_as_planned(
-            accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step
+            accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
         ):
             # accelerate wraps the optimizer too, which only FP16 needs.
             model, _ = accelerator.prepare(model, optimizer)
@@ -209,7 +212,6 @@ def build(
     if source:
         checkpoints.abandon_newer(state.step)
 
-    is_main_process = accelerator.is_main_process
     run = Run(
         job=job,
         assembly=assembly,
@@ -222,7 +224,9 @@ def build(
         resumed_step=state.step,
         health=health,
         recorder=recorder_of(job, accelerator),
-        trackers=Trackers(job.recipe.log, folder.path, state.step, main_process=is_main_process),
+        trackers=Trackers(
+            job.recipe.log, folder.path, state.step, main_process=accelerator.is_main_process
+        ),
         console=console,
     )
     run.observers = startup.make_observers(run, profiles=arguments.profile)
@@ -246,8 +250,9 @@ def train(run: Run) -> int:
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            batches = run.job.batches(run.accelerator, run.state.shift)
-            with batches.steps(*run.state.data_steps) as steps:
+            with run.job.batches(run.accelerator, run.state.shift).steps(
+                *run.state.data_steps
+            ) as steps:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by

@@ -361,11 +361,10 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
     Whether an emulated operand really has its kind is found by examining its blocks.
     """
     precision = cast(QuantizedPrecision, active.precision)
-    kinds = [
+    return [product.left, product.right] == [
         precision.operand_kind(active.settings, role, product.gemm)
         for role in OPERANDS[product.gemm]
     ]
-    return [product.left, product.right] == kinds
 
 
 def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:

@@ -120,8 +120,7 @@ class GapMeter(Observer):
         judged, figures = self._health.judge_gap(step.number, name, self.places)
         self._figures |= figures
         if self._health.state.switched_after == step.number:
-            schedule = self._precision.schedule
-            self._precision.schedule = schedule.switched_to_bf16_after(step.number)
+            self._precision.schedule = self._precision.schedule.switched_to_bf16_after(step.number)
         reasons = [reason for reason in (decision.reason, judged.reason) if reason]
         return replace(judged, reason="; ".join(reasons) or None)
 

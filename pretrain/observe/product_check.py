@@ -118,7 +118,7 @@ def watching_products(
         observers = [*context.observers, check.see_operand]
         with overridden(context, observers=observers, result_observers=[check.see_result]):
             yield worst_first, wrong_histories
-    compared = [product for product in check.products.values() if product is not None]
+    compared = filter(None, check.products.values())
     worst_first += sorted(compared, key=lambda product: product.excess, reverse=True)
 
 
@@ -289,8 +289,7 @@ def _token_rows(tensor: Tensor) -> Tensor:
     Rows that are not zero come first. Gradients of masked labels are zero.
     """
     scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
-    order = scattered + (tensor != 0).any(dim=1) * 2**31
-    return order.topk(min(ROWS, len(tensor))).indices
+    return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 
 
 def _sampled(name: str, size: int) -> slice:

@@ -274,8 +274,7 @@ class ProductObserver(ProductWatcher):
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
             scale = scales.flatten()[0]
             grid = grids[codes.dtype]
-            different = (scales != scale).sum()
-            self._examine(call, role, codes.flatten(0, -2), scale, grid, different)
+            self._examine(call, role, codes.flatten(0, -2), scale, grid, (scales != scale).sum())
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:

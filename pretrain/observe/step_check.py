@@ -151,8 +151,11 @@ class StepCheck(Observer):
 
     def _gradients(self) -> list[Tensor]:
         """Return this process's parts of all gradients, and first an empty tensor."""
-        gradients = map(gradient_of, self._packed.parameters())
-        parts = [local_part(gradient) for gradient in gradients if gradient is not None]
+        parts = [
+            local_part(gradient)
+            for gradient in map(gradient_of, self._packed.parameters())
+            if gradient is not None
+        ]
         return [torch.zeros(0, device=self._packed.hf.device), *parts]  # there may be no gradient
 
     def _fit_bf16(self) -> Tensor:
@@ -288,16 +291,16 @@ class TorchUpdate:
         weights = picked(self._parameters)
         if all("remainder" in state for state in states):
             weights = join(weights, picked([state["remainder"] for state in states]))
-        moments = {name: picked([state[name] for state in states]).float() for name in MOMENTS}
-        return {"weights": weights.float()} | moments
+        return {"weights": weights.float()} | {
+            name: picked([state[name] for state in states]).float() for name in MOMENTS
+        }
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
         """Return the values of `_values` after torch's update."""
         settings = self._recipe.optimizer
-        is_matrix = torch.tensor(
+        decays = torch.tensor(
             [parameter.dim() >= 2 for parameter in self._parameters], device=self._device
-        )
-        decays = is_matrix[self._parameter_of]
+        )[self._parameter_of]
         expected = {name: torch.empty_like(value) for name, value in self._before.items()}
         for mask, decay in ((decays, settings.weight_decay), (~decays, 0.0)):
             weight = nn.Parameter(self._before["weights"][mask].clone())
@@ -324,5 +327,6 @@ class TorchUpdate:
 
     def _by_parameter(self, values: Tensor) -> Tensor:
         """Return the sum over the picked values of each parameter."""
-        sums = torch.zeros(len(self._names), device=self._device)
-        return sums.index_add_(0, self._parameter_of, values)
+        return torch.zeros(len(self._names), device=self._device).index_add_(
+            0, self._parameter_of, values
+        )

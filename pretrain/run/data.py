@@ -125,8 +125,7 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """
     if settings.prepares:
         prepare(settings, progress=is_main_process)
-    train = cast(Packs, open_packs(settings, "train"))
-    return Data(train, open_packs(settings, "held_out"))
+    return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 
 
 def most_positions(config: PretrainedConfig) -> int | None:

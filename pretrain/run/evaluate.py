@@ -38,8 +38,12 @@ def evaluate(run: Run) -> None:
     with run.console.progress("evaluating", "microbatches"):
         if run.job.data.held_out is not None:
             started = time.perf_counter()
-            figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
-            record = {"step": run.state.step, "event": "evaluation", **figures, **measure_of(run)}
+            record = {
+                "step": run.state.step,
+                "event": "evaluation",
+                **held_out_figures(run.job, run.assembly.model, run.accelerator),
+                **measure_of(run),
+            }
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - started)
             if run.job.recipe.checkpoint.best:

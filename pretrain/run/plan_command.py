@@ -123,8 +123,7 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     job, _, source = where_to_resume(job, resume_from, accept_changes)
     lines = [render(job.plan)]
     if source is not None:
-        has_ended = source.step >= job.plan.steps
-        verb = "the run has ended, with" if has_ended else "would resume from"
+        verb = "the run has ended, with" if (source.step >= job.plan.steps) else "would resume from"
         lines += [f"{verb} {source.path}", *source.notes]
     console.notice("\n".join(lines))
     return 0

@@ -139,8 +139,9 @@ def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
         for name, entry in read_manifest(source.path).optimizer.items()
         if name.startswith(PREFIX)
     }
-    live = assembly.context.saved_state()
-    return saved == {name: tuple(tensor.shape) for name, tensor in live.items()}
+    return saved == {
+        name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()
+    }
 
 
 def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:

@@ -83,8 +83,7 @@ class ResumePoint:
         if place is None:  # Checkpoints of earlier versions have counters alone.
             packs_per_step = identity["batch.tokens"] // identity["data.length"]
             place = self._data_steps * packs_per_step + progress["shift"]
-        tokens = place * identity["data.length"]
-        return -(-tokens // job.recipe.data.length)  # rounded up
+        return -(-(place * identity["data.length"]) // job.recipe.data.length)  # rounded up
 
     def shift(self, job: Job) -> int:
         """Return the `TrainState.shift` that makes the first step read from `place` on."""
@@ -159,8 +158,7 @@ def find_checkpoint(
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is not None:
-        record = checkpoints.read_state(path)
-        return ResumePoint(path, record, in_run_folder=checkpoints.owns(path))
+        return ResumePoint(path, checkpoints.read_state(path), in_run_folder=checkpoints.owns(path))
     if checkpoints.damaged:
         raise InputError(
             f"{checkpoints.folder}: every checkpoint is damaged; "
@@ -334,8 +332,7 @@ def require_own_records(job: Job) -> None:
         run = read_run(job.run_dir)
         recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
         trained = identity_of(recipe, run.data_fingerprint or "")
-        present = identity_of(job.recipe, job.data.train.fingerprint)
-        if changed := changed_keys(trained, present):
+        if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
                 f"{job.run_dir}: is of another training ({', '.join(changed)}); "
                 "set another `run_dir`"

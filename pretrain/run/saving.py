@@ -153,8 +153,7 @@ def check_weights(run: Run) -> StepDecision:
         return StepDecision()
     decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
     if decision.action == "stop":
-        event = {"step": run.state.step, "event": "halted", "reason": decision.reason}
-        run.trackers.log(event)
+        run.trackers.log({"step": run.state.step, "event": "halted", "reason": decision.reason})
     return decision
 
 
