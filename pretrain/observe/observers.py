@@ -85,9 +85,6 @@ class Observer:
         """Enclose the optimizer's step. `updates` is the number of updates before it."""
         yield
 
-    def go_back(self, step: int) -> None:
-        """Forget the steps after `step`, because the run has gone back to its checkpoint."""
-
     def finish(self) -> None:
         """Close files at the end of the run."""
 
@@ -156,16 +153,16 @@ class Observers:
     def __init__(
         self, observers: Sequence[Observer], precision: ModelPrecision, resumed_step: int
     ) -> None:
-        """Take the observers of a process that trains after `resumed_step`."""
+        """Take observers that see the steps after `resumed_step`."""
         self._observers = observers
         self._precision = precision
-        self._restarted_step = resumed_step
+        self._resumed_step = resumed_step
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepWatch]:
         """Enclose step `number`, counted from 1. Return the watch over it."""
         schedule = self._precision.schedule
-        starts = [self._restarted_step + 1, *(span.first for span in schedule.spans)]
+        starts = [self._resumed_step + 1, *(span.first for span in schedule.spans)]
         step = Step(
             number,
             is_quantized=schedule.at(number).precision.quantized,
@@ -175,12 +172,6 @@ class Observers:
         watch = StepWatch(step, [observer for observer in self._observers if observer.due(step)])
         with watch.whole_step():
             yield watch
-
-    def go_back(self, step: int) -> None:
-        """Tell all observers that the run has gone back to the checkpoint after `step`."""
-        self._restarted_step = step
-        for observer in self._observers:
-            observer.go_back(step)
 
     def finish(self) -> None:
         """Close the files of all observers."""

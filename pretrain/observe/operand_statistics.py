@@ -95,10 +95,6 @@ class OperandWatch(Observer):
             self._console.warning(warning)
         return summary(records)
 
-    def go_back(self, step: int) -> None:
-        """Remove the lines of abandoned steps."""
-        self._file.go_back(step)
-
     def finish(self) -> None:
         """Close the file."""
         self._file.finish()

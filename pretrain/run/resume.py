@@ -25,6 +25,7 @@ from pretrain.run.evaluate import best_so_far
 from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
+from pretrain.run.startup import make_observers
 from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
@@ -219,7 +220,9 @@ def roll_back(run: Run, reason: str | None) -> None:
     switched_after = run.health.state.switched_after
     run.precision.schedule = run.precision.schedule.switched_to_bf16_after(switched_after)
     resume_precision(run, source)
-    run.observers.go_back(step)
+    # Observers see the next two steps as those of a new process.
+    run.observers.finish()
+    run.observers = make_observers(run)
     run.write_audit()
     if run.accelerator.is_main_process:
         _record_rollback(run, f"step {judged.step}: {reason}")

@@ -44,7 +44,7 @@ PARITY_MICROBATCH = 2
 # ── Observers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_observers(run: Run, *, profiles: bool) -> Observers:
+def make_observers(run: Run, *, profiles: bool = False) -> Observers:
     """Return the observers of a run.
 
     profiles: record a step (`--profile`). Raises InputError if the run ends before that step.
