@@ -74,7 +74,6 @@ from pretrain.run.assembly import (
     set_weights,
 )
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.out_of_memory import explaining_errors
 from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
@@ -116,7 +115,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
     Returns the signal's number, or 0.
     """
-    with explaining_errors():
+    with startup.explaining_errors():
         run = build(job, *surroundings)
         if run is None:
             return 0

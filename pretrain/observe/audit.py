@@ -14,7 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,13 +49,9 @@ EXAMINED_AGAIN = 13
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
 
 
-class _Matrix(NamedTuple):
-    """A weight matrix, and the module that computes with it."""
-
-    module: nn.Module
-    weight: Tensor
-    # All three products must be observed under the matrix's name: they run inside of another module.
-    is_member: bool
+# A module, a matrix that it multiplies with, and whether all three products must be observed under the
+# matrix's name, because they run inside of another module.
+_Matrix = tuple[nn.Module, Tensor, bool]
 
 
 def audit_products(
@@ -67,12 +63,12 @@ def audit_products(
 ) -> list[Entry]:
     """Return an entry for each linear and each other module with matrices.
 
-    compute_loss: computes the loss of a small batch. It runs once, uncompiled, and is differentiated.
-        The caller clears the gradients.
+    compute_loss: computes the loss of a small batch. It runs once, uncompiled, and is
+        differentiated. The caller clears the gradients.
     decisions: the precision of each linear. Empty if nothing is quantized.
 
-    Raises InputError if a product computed in another precision than decided, or not at all, and if a
-    parameter would not be trained.
+    Raises InputError if a product computed in another precision than decided, or not at all, and if
+    a parameter would not be trained.
     """
     matrices = _matrices(packed)
     low = {
@@ -80,12 +76,12 @@ def audit_products(
         for name, decision in decisions.items()
         if active.precision.quantized and decision.requested == active.precision.name
     }
-    # A linear must multiply nothing beside its product. The forward of a head transforms operands of
-    # its backward too, so it is not watched.
+    # A linear must multiply nothing beside its product. The forward of a head transforms operands
+    # of its backward too, so it is not watched.
     watched = {
-        name: matrix.module
-        for name, matrix in matrices.items()
-        if not (name in low and isinstance(matrix.module, LossHead))
+        name: module
+        for name, (module, _, _) in matrices.items()
+        if not (name in low and isinstance(module, LossHead))
     }
     observer = ProductObserver(active)
     with (
@@ -98,11 +94,19 @@ def audit_products(
     routers = packed.routing.routers if packed.routing else ()
     in_routers = {module for router in routers for module in router.modules()}
     entries = []
-    for name, matrix in matrices.items():
+    for name, (module, weight, is_member) in matrices.items():
         observed = observer.products.get(name, ())
-        effective = ran_low.get(name) or _multiplied(observed, all_three=matrix.is_member)
         decision = decisions.get(name, Decision(active.precision.name))
-        entry = _entry(name, matrix, active, decision, effective)
+        entry: Entry = {
+            "name": name,
+            "module": type(module).__name__,
+            "requested": decision.requested,
+            "effective": ran_low.get(name) or _multiplied(observed, all_three=is_member),
+            "products": {},
+            "backend": "torch",
+            "stored": dtype_name(weight.dtype),
+            "reason": decision.reason,
+        }
         if packed.fused and name in packed.fused.members:
             entry["module"] = f"fused {entry['module']}"
         if name in low:
@@ -110,11 +114,11 @@ def audit_products(
                 product.gemm: f"{product.left} x {product.right}" for product in observed
             }
             entry["backend"] = active.backend
-        is_linear = isinstance(matrix.module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
-        if matrix.module in in_routers or not is_linear:
+        is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
+        if module in in_routers or not is_linear:
             # Routers of a mixture and experts that are not stacked compute as transformers wrote
             # them (routers on a CPU in FP32). Nothing was requested of them.
-            entry["requested"] = effective
+            entry["requested"] = entry["effective"]
             if active.precision.quantized and not decision.reason:
                 entry["reason"] = "no linear, which is what low precision takes"
         entries.append(entry)
@@ -124,34 +128,18 @@ def audit_products(
 
 
 def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
-    """Return the matrices of the model by the name of their module, or of their stack of experts."""
+    """Return the model's matrices by the name of their module, or of their stack of experts."""
     fused = packed.fused.members if packed.fused else {}
-    matrices = {}
+    matrices: dict[str, _Matrix] = {}
     for name, module in packed.hf.named_modules():
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
-                matrices[stack.name] = _Matrix(module, module.get_parameter(key), True)
+                matrices[stack.name] = (module, module.get_parameter(key), True)
         elif not isinstance(module, nn.Embedding):  # which multiplies nothing
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dim() > 1:
-                    matrices.setdefault(name, _Matrix(module, parameter, name in fused))
+                    matrices.setdefault(name, (module, parameter, name in fused))
     return matrices
-
-
-def _entry(
-    name: str, matrix: _Matrix, active: ActivePrecision, decision: Decision, effective: str
-) -> Entry:
-    """Return the entry of a matrix that torch multiplies."""
-    return {
-        "name": name,
-        "module": type(matrix.module).__name__,
-        "requested": decision.requested,
-        "effective": effective,
-        "products": {},
-        "backend": "torch",
-        "stored": dtype_name(matrix.weight.dtype),
-        "reason": decision.reason,
-    }
 
 
 @contextmanager
@@ -381,9 +369,9 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if a parameter would not be trained.
 
-    The optimizer may not have it, because it was made later. Or it has no gradient: it was copied or
-    untied and no longer computes, or packed attention does not use it. An expert that no token of
-    the pack has chosen has no gradient either, and is no fault.
+    The optimizer may not have it, because it was made later. Or it has no gradient: it was copied
+    or untied and no longer computes, or packed attention does not use it. An expert that no token
+    of the pack has chosen has no gradient either, and is no fault.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = [

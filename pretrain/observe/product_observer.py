@@ -188,30 +188,21 @@ class ProductObserver(ProductWatcher):
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Observe `watched` products inside the block, and GEMMs of Transformer Engine in them."""
-        with ExitStack() as overrides:
-            overrides.enter_context(overridden(ProductWatcher, current=self))
-            extension = sys.modules.get("transformer_engine_torch")
-            if extension is not None:
-                gemm = self._observed_gemm(extension.generic_gemm)
-                overrides.enter_context(overridden(extension, generic_gemm=gemm))
-            yield
-
-    def _observed_gemm(self, generic_gemm: Any) -> Any:
-        """Return Transformer Engine's function with its operands observed."""
+        extension: Any = sys.modules.get("transformer_engine_torch")
+        multiply: Any = getattr(extension, "generic_gemm", None)
 
         def gemm(
-            left: Any,
-            transposes_left: bool,
-            right: Any,
-            transposes_right: bool,
-            *rest: Any,
-            **options: Any,
+            a: Any, transposes_a: bool, b: Any, transposes_b: bool, *rest: Any, **options: Any
         ) -> Any:
             # cuBLAS stores columns first, so the library names the operands the other way round.
-            self.library_product((right, not transposes_right), (left, bool(transposes_left)))
-            return generic_gemm(left, transposes_left, right, transposes_right, *rest, **options)
+            self.library_product((b, not transposes_b), (a, bool(transposes_a)))
+            return multiply(a, transposes_a, b, transposes_b, *rest, **options)
 
-        return gemm
+        with ExitStack() as overrides:
+            overrides.enter_context(overridden(ProductWatcher, current=self))
+            if extension is not None:
+                overrides.enter_context(overridden(extension, generic_gemm=gemm))
+            yield
 
     @contextmanager
     def during(

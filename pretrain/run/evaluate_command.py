@@ -27,10 +27,10 @@ from pretrain.model.distributed import as_launched, end_processes, from_all_rank
 from pretrain.run.assembly import Assembly
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.out_of_memory import explaining_errors
 from pretrain.run.resume import load_weights, needs_new_histories
 from pretrain.run.resume_point import find_resume_point
 from pretrain.run.run import introduce_job
+from pretrain.run.startup import explaining_errors
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe

@@ -1,11 +1,11 @@
-"""Prepare the assembled model for its first step: observers, microbatch, parity with transformers."""
+"""Prepare the assembled model for its first step: observers, microbatch, parity."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 
 from foundation.errors import InputError
+from foundation.reading import one_line
 from packing.batch import Microbatch
 from pretrain.metrics.recorder import gradient_statistics
 from pretrain.metrics.run_folder import STATISTICS_FILE
@@ -31,7 +32,6 @@ from pretrain.observe.step_check import StepCheck
 from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.job import Job
-from pretrain.run.out_of_memory import is_out_of_memory
 from pretrain.run.run import Run
 from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
@@ -39,6 +39,9 @@ from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 RESERVE = 0.04
 # Packs of a microbatch of parity, if another shape than training's costs no compilation.
 PARITY_MICROBATCH = 2
+# Parts of messages. Libraries that allocate by themselves, and torch on a host, raise errors of
+# other classes.
+_MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
 # ── Observers ─────────────────────────────────────────────────────────────────────────────────────
@@ -244,6 +247,35 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
         # Zeroed, not freed: every trial needs the gradients' memory. Shards get new ones each step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
+
+
+# ── Memory that runs out ───────────────────────────────────────────────────────────────────────────
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether `error` or one of its causes reports that a device or the host is full."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if any(part in str(error) for part in _MESSAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def explaining_errors() -> Iterator[None]:
+    """Raise InputError with the settings that take less memory if memory runs out in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how "
+            "much. Checkpoints are untouched: the same command with one of these goes on, with "
+            "--accept-changes where `weights` or `optimizer` differ"
+        ) from None
 
 
 # ── Parity ────────────────────────────────────────────────────────────────────────────────────────
