@@ -170,8 +170,9 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
 
-    surroundings = describe_surroundings(job, model, fused, compiles=compiles)
-    assembly = Assembly(hf, model, optimizer, precision, surroundings)
+    assembly = Assembly(
+        hf, model, optimizer, precision, describe_surroundings(job, model, fused, compiles=compiles)
+    )
     audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 

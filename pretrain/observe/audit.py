@@ -14,6 +14,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -168,6 +169,7 @@ def _watching_forwards(
 # ── In training ───────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(eq=False)
 class ProductAudit(Observer):
     """Compare low-precision products of training with the audit before the first step.
 
@@ -176,26 +178,14 @@ class ProductAudit(Observer):
     move on. Raises InputError before the step's update.
     """
 
-    def __init__(
-        self,
-        packed: PackedLanguageModel,
-        precision: ModelPrecision,
-        every: int | None,
-        write: Callable[[], None],
-    ) -> None:
-        """Make the observer of a run.
-
-        every: `log.fp8_statistics`.
-        write: writes audit.json.
-        """
-        self._packed = packed
-        self._precision = precision
-        self._every = every
-        self._write = write
+    packed: PackedLanguageModel
+    precision: ModelPrecision
+    every: int | None  # `log.fp8_statistics`
+    write: Callable[[], None]  # writes audit.json
 
     def due(self, step: Step) -> bool:
         """Return True in new steps and in statistics steps, if products are quantized."""
-        return step.is_quantized and (step.is_new or step.measures_operands(self._every))
+        return step.is_quantized and (step.is_new or step.measures_operands(self.every))
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
@@ -205,18 +195,19 @@ class ProductAudit(Observer):
             return
         with self._confirming(step):
             yield
-        self._precision.current.audit["confirmed_in_step"] = step.number
-        self._write()
+        self.precision.current.audit["confirmed_in_step"] = step.number
+        self.write()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Observe products and histories of the first microbatch of a statistics step."""
-        if not step.measures_operands(self._every):
+        if not step.measures_operands(self.every):
             yield
             return
         with ExitStack() as watching:
-            histories = watching_histories(self._packed.context, self._precision.current.active)
-            wrong = watching.enter_context(histories)
+            wrong = watching.enter_context(
+                watching_histories(self.packed.context, self.precision.current.active)
+            )
             if not step.is_new:  # then `passes` observes the products
                 watching.enter_context(self._confirming(step, most=EXAMINED_AGAIN))
             yield
@@ -233,7 +224,7 @@ class ProductAudit(Observer):
         most: examine the operands of this number of linears, or of all. The step's number draws the
             linears and the blocks of their operands.
         """
-        current = self._precision.current
+        current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
         number = len(low) if most is None else min(len(low), most)
         examined = set(random.Random(step.number).sample(list(low), number))

@@ -116,8 +116,9 @@ class GapMeter(Observer):
         """Let the health check judge the gap if it would update without it."""
         if not decision.proceed:
             return decision
-        name = self._precision.current.name
-        judged, figures = self._health.judge_gap(step.number, name, self.places)
+        judged, figures = self._health.judge_gap(
+            step.number, self._precision.current.name, self.places
+        )
         self._figures |= figures
         if self._health.state.switched_after == step.number:
             self._precision.schedule = self._precision.schedule.switched_to_bf16_after(step.number)
@@ -181,9 +182,9 @@ class GapMeter(Observer):
         """Compute the figures of the step. Waits for the device. Collective."""
         nothing = torch.zeros_like(self._losses)  # of a parameter without a gradient
         rows = [self._products.get(name, nothing) for name in self._is_matrix]
-        all_sums = torch.cat([*rows, self._losses, self._choices])
-        reduced = self._accelerator.reduce(all_sums, reduction="sum").tolist()
-        *products, low, bf16, labels, differing, choices = reduced
+        *products, low, bf16, labels, differing, choices = self._accelerator.reduce(
+            torch.cat([*rows, self._losses, self._choices]), reduction="sum"
+        ).tolist()
         by_name = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
         self.places = {
             name: _place(*row) for name, row in by_name.items() if self._is_matrix[name] and row[2]

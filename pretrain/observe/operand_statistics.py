@@ -3,10 +3,10 @@
 A sample of each operand is quantized once more, as its product along features takes it. Values are
 rounded to nearest: a random number drawn here would change the run.
 
-There is one warning in a process when operands of a precision lose more than the precision usually
-does. It names the operand and a remedy. It does not stop the run: whether much underflow is worth a
-restart is not for a threshold to decide. docs/verification.md has the limits and the measurements
-behind them.
+There is one warning in a process, and again after a rollback, when operands of a precision lose
+more than the precision usually does. It names the operand and a remedy. It does not stop the run:
+whether much underflow is worth a restart is not for a threshold to decide. docs/verification.md has
+the limits and the measurements behind them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
@@ -53,6 +54,7 @@ LOSSES = {
 NEVER_SCALED = 1.0
 
 
+@dataclass(eq=False)
 class OperandWatch(Observer):
     """Write the statistics of operands to fp8_statistics.jsonl, and warn if they lose too much.
 
@@ -60,26 +62,23 @@ class OperandWatch(Observer):
     measures, because all of them must take the same time.
     """
 
-    def __init__(
-        self, precision: ModelPrecision, every: int, file: JsonlTracker, console: Console
-    ) -> None:
-        """Make the observer of a run. `every` is `log.fp8_statistics`, and `file` is open."""
-        self._precision = precision
-        self._every = every
-        self._file = file
-        self._console = console
-        self._warned: set[str] = set()  # kinds of loss
+    precision: ModelPrecision
+    every: int  # `log.fp8_statistics`
+    file: JsonlTracker  # open
+    console: Console
+    # Kinds of loss that were warned about.
+    warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
         """Return True in every n-th step, and in the first one of each precision."""
-        return step.measures_operands(self._every)
+        return step.measures_operands(self.every)
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Measure the operands of the first microbatch."""
-        context = self._precision.context
+        context = self.precision.context
         self._statistics = OperandStatistics(
-            self._precision.current.active, context.state(), context.groups
+            self.precision.current.active, context.state(), context.groups
         )
         with overridden(context, observers=[*context.observers, self._statistics]):
             yield
@@ -87,17 +86,17 @@ class OperandWatch(Observer):
     def metrics(self, step: Step) -> dict[str, float]:
         """Write the line of the step, and return its summary for metrics.jsonl."""
         records = self._statistics.records()
-        self._file.log({"step": step.number, "operands": records})
+        self.file.log({"step": step.number, "operands": records})
         if step.starts_precision:
-            self._warned.clear()
-        warning = warning_of(step.number, self._statistics.precision, records, self._warned)
+            self.warned.clear()
+        warning = warning_of(step.number, self._statistics.precision, records, self.warned)
         if warning is not None:
-            self._console.warning(warning)
+            self.console.warning(warning)
         return summary(records)
 
     def finish(self) -> None:
         """Close the file."""
-        self._file.finish()
+        self.file.finish()
 
 
 def warning_of(

@@ -182,8 +182,9 @@ class _ProductCheck:
             return
         operands = {key[1]: self._samples[key] for key in keys}
         is_weight = gemm == "wgrad"
-        rows_by_expert = result.flatten(0, -2)
-        result = _of_largest_expert(rows_by_expert, self._groups.get(name), is_weight=is_weight)
+        result = _of_largest_expert(
+            result.flatten(0, -2), self._groups.get(name), is_weight=is_weight
+        )
         rows = _sampled(name, len(result)) if is_weight else self._rows[name, roles[0]]
         columns = _sampled(name, result.shape[1])
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
@@ -263,8 +264,7 @@ class _ProductCheck:
             smallest = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
         least = smallest * 2.0**grid.min_exponent
         quantum = torch.maximum(magnitude, least) * 2.0**-grid.mantissa_bits
-        is_stochastic = self._precision.is_stochastic(self._settings, role)
-        return quantum.square() / (6 if is_stochastic else 12)
+        return quantum.square() / (6 if self._precision.is_stochastic(self._settings, role) else 12)
 
 
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:

@@ -126,8 +126,9 @@ def examine(
         # A subnormal scale may be half as large as required, or a third too small.
         least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
     is_loose = is_judged & (amax > 0) & (amax < least)
-    counts = torch.stack([torch.ones_like(is_foreign), is_foreign | is_unfit | is_loose])
-    return counts.sum(1, dtype=torch.float64)
+    return torch.stack([torch.ones_like(is_foreign), is_foreign | is_unfit | is_loose]).sum(
+        1, dtype=torch.float64
+    )
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
@@ -245,8 +246,9 @@ class ProductObserver(ProductWatcher):
         settings = self._active.settings
         roles = OPERANDS[call.gemm]
         self._note(call, *(precision.operand_kind(settings, role) for role in roles))
-        matrices = (left, right.mT.flatten(0, -2))
-        for role, matrix, (of_blocks, of_tensor) in zip(roles, matrices, call.scales, strict=True):
+        for role, matrix, (of_blocks, of_tensor) in zip(
+            roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
+        ):
             is_block = precision.scaling(role).block is not None
             grid = precision.grid(settings, role)
             self._examine(call, role, matrix, of_blocks if is_block else of_tensor, grid)

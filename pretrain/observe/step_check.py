@@ -80,8 +80,9 @@ class StepCheck(Observer):
         seen: list[Tensor] = []
         sums_fit_bf16: list[Tensor] = []  # after two microbatches, a bool tensor
         # Nothing here waits for the device. Sums of magnitudes, because squares may underflow.
-        magnitudes = torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
-        left_over = torch.stack(magnitudes).count_nonzero()
+        left_over = torch.stack(
+            torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
+        ).count_nonzero()
         self._are_stale = {}
 
         def after_forward(
@@ -216,8 +217,9 @@ class TorchUpdate:
         picked = [some_values(gradient, updates) for gradient in self._gradients]
         self._sizes = torch.tensor([len(values) for values in picked], device=self._device)
         # The number of the parameter of each value.
-        numbers = torch.arange(len(picked), device=self._device)
-        self._parameter_of = numbers.repeat_interleave(self._sizes)
+        self._parameter_of = torch.arange(len(picked), device=self._device).repeat_interleave(
+            self._sizes
+        )
         gradient = torch.cat(picked).float() * self._clip_coefficient()
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient, learning_rate)

@@ -257,8 +257,11 @@ def audit_precisions(
         with precision.using(entry.name):
             if entry.backend is not None:
                 entry.backend.reset()
-            packs = REHEARSALS if assembly.context.state() else 1
-            with console.progress("auditing the precision of products", "packs", total=packs):
+            with console.progress(
+                "auditing the precision of products",
+                "packs",
+                total=REHEARSALS if assembly.context.state() else 1,
+            ):
                 products = rehearse(job, accelerator, assembly)
             entry.audit.update(describe(entry.active, entry.backend, assembly.hf, products))
 

@@ -93,8 +93,9 @@ class Data:
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """Return a microbatch of one training pack. Its index wraps around behind the last pack."""
         packs = self._readable
-        pack = read_pack(packs, index % len(packs), vocab_size)
-        return build_microbatch([pack], mask_boundaries=True)
+        return build_microbatch(
+            [read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True
+        )
 
     def trial_batch(self, packs: int) -> Microbatch:
         """Return a microbatch for a trial of memory: the documents of the first `packs` packs.
@@ -104,8 +105,10 @@ class Data:
         """
         readable = self._readable
         tokens = np.zeros(self.train.length, dtype=np.uint32)
-        chosen = [Pack(tokens, readable[index % len(readable)].lengths) for index in range(packs)]
-        return build_microbatch(chosen, mask_boundaries=True)
+        return build_microbatch(
+            [Pack(tokens, readable[index % len(readable)].lengths) for index in range(packs)],
+            mask_boundaries=True,
+        )
 
 
 def parts_of(packs: Packs | None) -> list[Packs]:

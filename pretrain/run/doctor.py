@@ -92,8 +92,10 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
     with PackWriter(folder / "packs", length) as writer:
         for _ in range(4 * packs):
-            tokens = generator.integers(VOCABULARY, size=length).astype(np.uint32)
-            writer.add("train", Pack(tokens, lengths))
+            writer.add(
+                "train",
+                Pack(generator.integers(VOCABULARY, size=length).astype(np.uint32), lengths),
+            )
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return {
         "name": "doctor",

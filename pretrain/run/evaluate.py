@@ -47,8 +47,9 @@ def evaluate(run: Run) -> None:
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - started)
             if run.job.recipe.checkpoint.best:
-                best = best_evaluation(filter(None, (run.best, record)))
-                run.best = broadcast_object_list([best])[0]  # the main process decides
+                run.best = broadcast_object_list(
+                    [best_evaluation(filter(None, (run.best, record)))]
+                )[0]  # the main process decides
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 

@@ -76,8 +76,11 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
     """
     made = None
     if accelerator.is_local_main_process:
-        temporary = tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
-        made = Path(stack.enter_context(temporary))
+        made = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
+            )
+        )
         first, *_ = training_parts(recipe.data).values()
         (made / "packs").symlink_to(first.packs.absolute())
     up_to_this_rank = from_all_ranks(made)[: accelerator.process_index + 1]

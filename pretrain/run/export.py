@@ -227,8 +227,13 @@ def export_trained(run: Run, record: RunRecord) -> None:
         CARD: model_card(record, hf, has_tokenizer=run.job.tokenizer is not None),
         PICTURE: run.folder.loss_plot.read_bytes(),
     }
-    read = tensor_reader(checkpoint, hf, run.job.recipe.weights)
-    model.export(hf, read, run.job.tokenizer, run.folder.final, beside)
+    model.export(
+        hf,
+        tensor_reader(checkpoint, hf, run.job.recipe.weights),
+        run.job.tokenizer,
+        run.folder.final,
+        beside,
+    )
 
 
 # ── The card ──────────────────────────────────────────────────────────────────────────────────────

@@ -112,8 +112,11 @@ class Job:
         # The fingerprint covers the weights of sources. These keys report which one has changed.
         weights = packs.weights if isinstance(packs, MixedPacks | StreamedPacks) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
-        recipe = self.recipe.model_copy(update=effective)
-        return identity_of(recipe, packs.fingerprint) | shares | self.source_config
+        return (
+            identity_of(self.recipe.model_copy(update=effective), packs.fingerprint)
+            | shares
+            | self.source_config
+        )
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """Return this rank's training batches, step by step.
@@ -157,8 +160,9 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     # prepared last, which may take hours.
     opens_last = purpose == "run" and recipe.data.prepares
     data = None if opens_last else _open_existing(recipe, accelerator, purpose)
-    with_vocabulary = with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)
-    recipe = recipe.model_copy(update={"model": with_vocabulary})
+    recipe = recipe.model_copy(
+        update={"model": with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)}
+    )
     model_config = load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = build_on_meta(model_config)
@@ -234,8 +238,9 @@ def resolve_precisions(
     if not any(active.precision.quantized for _, active in phases):
         return phases, None
     _, first = phases[0]
-    name = UNQUANTIZED[first.precision.compute_dtype].name
-    return phases, select_precision(name, recipe.fp8_config, missing)
+    return phases, select_precision(
+        UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing
+    )
 
 
 def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -> Data | None:

@@ -62,8 +62,12 @@ def main(options: argparse.Namespace) -> int:
     }
     print(in_subjects(subjects), end="\n\n")
     shares = sorted(options.mfu or ASSUMED_SHARES)
-    rows = [_row(target, planned, shares) for target, planned in plans]
-    print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time"], rows))
+    print(
+        markdown(
+            ["on", "microbatch", "takes", "of each", "tokens/s", "time"],
+            [_row(target, planned, shares) for target, planned in plans],
+        )
+    )
     notes = [
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
@@ -123,7 +127,7 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
     job, _, source = where_to_resume(job, resume_from, accept_changes)
     lines = [render(job.plan)]
     if source is not None:
-        verb = "the run has ended, with" if (source.step >= job.plan.steps) else "would resume from"
+        verb = "the run has ended, with" if source.step >= job.plan.steps else "would resume from"
         lines += [f"{verb} {source.path}", *source.notes]
     console.notice("\n".join(lines))
     return 0

@@ -41,12 +41,8 @@ def restore(
 
     Return the counters and notes for the user. Collective. The caller still has to call `Checkpoints.abandon_newer`.
     """
-    progress = source.record["progress"] | {
-        "steps": job.plan.steps,
-        "shift": source.shift(job),
-        "place": source.place(job),
-    }
-    state = TrainState(**progress)
+    place = {"shift": source.shift(job), "place": source.place(job)}
+    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | place)
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -90,10 +86,12 @@ def load_weights(
         return []
     for name, parameter in parameters.items():
         remainder = targets.pop(f"remainder/{name}", None)
-        master = master_of(
-            local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
+        assembly.optimizer.set_master(
+            parameter,
+            master_of(
+                local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
+            ),
         )
-        assembly.optimizer.set_master(parameter, master)
     if mode == "bf16":
         return [f"weights: {saved} became {mode}; the lower 16 bits of each weight are LOST"]
     return [f"weights: {saved} became {mode}; nothing is lost, and updates are exact from now on"]
@@ -217,8 +215,9 @@ def roll_back(run: Run, reason: str | None) -> None:
         place=judged.place,
     )
 
-    switched_after = run.health.state.switched_after
-    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(switched_after)
+    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(
+        run.health.state.switched_after
+    )
     resume_precision(run, source)
     # Observers see the next two steps as those of a new process.
     run.observers.finish()

@@ -113,8 +113,9 @@ def where_to_resume(
     if source is not None:
         require_same_stream(source, job)
         require_steps_to_train(source, job)
-        switched_after = source.health.switched_after
-        job = job.with_plan(schedule=job.plan.schedule.switched_to_bf16_after(switched_after))
+        job = job.with_plan(
+            schedule=job.plan.schedule.switched_to_bf16_after(source.health.switched_after)
+        )
         if job.recipe.loss.chunk == "auto":
             # The chunk decides the order of a sum, so a resumed run keeps it.
             chunk = source.record["loss_chunk"]
@@ -215,8 +216,9 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
     if not source.is_branch:
         changed = list(past["changed"])
         if changes:
-            was = {key: saved for key, (saved, _) in changes.items()}
-            changed.append({"step": source.step, "was": was})
+            changed.append(
+                {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
+            )
         if progress["steps"] != job.plan.steps and horizon_may_move(source.record, job):
             schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
             notes.append(
@@ -330,8 +332,9 @@ def require_own_records(job: Job) -> None:
         )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
-        recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
-        trained = identity_of(recipe, run.data_fingerprint or "")
+        trained = identity_of(
+            parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or ""
+        )
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
                 f"{job.run_dir}: is of another training ({', '.join(changed)}); "

@@ -94,8 +94,10 @@ class Run:
         if self.accelerator.is_main_process:
             # First: the summary of an earlier start does not describe the other records.
             self.folder.summary.unlink(missing_ok=True)
-            text = yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120)
-            replace_file(self.folder.config, text.encode())
+            replace_file(
+                self.folder.config,
+                yaml.safe_dump(settings, sort_keys=False, allow_unicode=True, width=120).encode(),
+            )
             write_json(self.folder.environment, self._environment())
         self.write_audit()
         self.trackers.start(settings)
@@ -197,8 +199,9 @@ class Run:
         """Write a step to metrics.jsonl and to trackers, and print it every `log.every` steps."""
         record = self.recorder.finish(**figures, data_wait_ms=data_wait_ms)
         self.trackers.log(record)
-        is_shown = is_due(self.state.step, self.job.recipe.log.every) or self.state.finished
-        self.console.step(record, show=is_shown)
+        self.console.step(
+            record, show=is_due(self.state.step, self.job.recipe.log.every) or self.state.finished
+        )
 
 
 def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:

@@ -114,16 +114,18 @@ def main(options: argparse.Namespace) -> int:
     hf, tokenizer = load(options.folder)
     console = Console(0)
     for number, prompt in enumerate(prompts):
-        text = sample(
-            hf,
-            tokenizer,
+        console.sample(
             prompt,
-            options.tokens,
-            options.temperature,
-            options.top_p,
-            seed=step_seed(options.seed, number, 0),
+            sample(
+                hf,
+                tokenizer,
+                prompt,
+                options.tokens,
+                options.temperature,
+                options.top_p,
+                seed=step_seed(options.seed, number, 0),
+            ),
         )
-        console.sample(prompt, text)
     return 0
 
 

@@ -174,8 +174,11 @@ def largest_that_fits(
         # Each size compiles anew, and the compiler gives up on a function compiled eight times.
         torch.compiler.reset()
         try:
-            batch = first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs))
-            _try(model, accelerator, batch)
+            _try(
+                model,
+                accelerator,
+                first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
+            )
             used = most_reserved()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -327,8 +330,9 @@ def _compare_first_step(run: Run) -> Parity | str:
         )
     job = run.job
     if run.assembly.audit["compiled"] == "nothing":
-        microbatch = math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
-        job = job.with_settings("batch", microbatch=microbatch)
+        job = job.with_settings(
+            "batch", microbatch=math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
+        )
     batches = job.batches(accelerator)
     return check_parity(
         model,
