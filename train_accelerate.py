@@ -1,12 +1,12 @@
-r"""Train a causal language model on packed documents, in the precision of the accelerate configuration.
+r"""Train a causal language model on packed documents, in the accelerate configuration's precision.
 
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
-The first argument is the recipe. `key=value` arguments, or `--key=value`, override it, with dots for
-nesting. `--plan` checks every setting and prints what would happen. `--profile` shows where the time
-of a step goes. A run that is started again resumes from its newest checkpoint. `python -m pretrain`
-lists the other commands.
+The first argument is the recipe. `key=value` arguments, or `--key=value`, override it, with dots
+for nesting. `--plan` checks every setting and prints what would happen. `--profile` shows where the
+time of a step goes. A run that is started again resumes from its newest checkpoint. `python -m
+pretrain` lists the other commands.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
     """Return the model of `job`, ready to train, and its optimizer. Collective.
 
-    Each part changes what the next ones see. docs/architecture.md explains the order.
+    Each part changes the input of the next ones. docs/architecture.md explains the order.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"

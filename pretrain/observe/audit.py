@@ -50,8 +50,8 @@ EXAMINED_AGAIN = 13
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
 
 
-# A module, a matrix that it multiplies with, and whether all three products must be observed under the
-# matrix's name, because they run inside of another module.
+# A module, a matrix that it multiplies with, and whether all three products must be observed under
+# the matrix's name, because they run inside of another module.
 _Matrix = tuple[nn.Module, Tensor, bool]
 
 
@@ -219,7 +219,7 @@ class ProductAudit(Observer):
 
     @contextmanager
     def _confirming(self, step: Step, *, most: int | None = None) -> Iterator[None]:
-        """Raise InputError unless the products in the block are those of the audit.
+        """Raise InputError unless the block computes the products of the audit.
 
         most: examine the operands of this number of linears, or of all. The step's number draws the
             linears and the blocks of their operands.
@@ -311,7 +311,7 @@ def _effective_in(
     """Return the effective precision of each of the low-precision linears `names`.
 
     It is the name of the precision if all three products ran on sound operands of its formats, and
-    otherwise a list of what is wrong.
+    otherwise a list of the faults.
     """
     effective = {}
     faults = observer.faults()

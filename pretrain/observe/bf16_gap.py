@@ -39,7 +39,7 @@ PIECE = 2**24  # values of a gradient that are compared at once, in FP32
 
 
 class GapMeter(Observer):
-    """Compare the first microbatch's loss and gradient with those in BF16, every `log.gap` steps.
+    """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
 
     The health check judges the comparison (`health.on_gap`). If the run shall go on in BF16, the
     schedule switches after the step.
@@ -129,7 +129,7 @@ class GapMeter(Observer):
         """Return the step's figures.
 
         gap/loss: nats a token, positive if the loss is higher in low precision.
-        gap/cosine, gap/norm_ratio: of the gradient in low precision and in BF16, and of each layer's.
+        gap/cosine, gap/norm_ratio: of the gradients in low precision and BF16, and of each layer's.
         gap/routing: share of tokens' choices of experts that BF16 has not made, in a mixture.
         gap/moved, gap/worst: of the health check.
         """

@@ -1,7 +1,7 @@
 """Observe training steps: one interface for everything that looks at a step.
 
-A run has a list of observers. Each decides in which steps it is due, and overrides the hooks that
-it needs. On other steps the list is empty, and a step costs nothing more.
+A run has a list of observers. Each decides when it is due, and overrides the hooks that it
+needs. On other steps the list is empty, and a step costs nothing more.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class StepWatch:
 
 @dataclass
 class Observers:
-    """The observers of a run, in the order in which their hooks are entered.
+    """The observers of a run. Their hooks are entered in this order.
 
     They see the steps after `resumed_step`.
     """

@@ -75,7 +75,7 @@ class Compared:
 def judge_product(
     name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bound: float
 ) -> Compared | None:
-    """Compare a product's error with those of the plain quantizer. None if everything is zero.
+    """Compare a product's error with the plain quantizer's. Return None if everything is zero.
 
     exact: a sample of the unquantized product.
     error: of the run's result.
@@ -109,7 +109,7 @@ def watching_products(
     """Observe the products of one microbatch. Return the comparisons and the wrong histories.
 
     Both lists are filled when the block ends. Comparisons are of every product, the worst first.
-    Wrong histories are those of `watching_histories`. Collective.
+    `watching_histories` finds the wrong histories. Collective.
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -174,7 +174,7 @@ class _ProductCheck:
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        """Compare a sample of a product's result, to which `bias` has been added."""
+        """Compare a sample of a product's result, which includes `bias`."""
         roles = OPERANDS[gemm]
         keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
         is_repeated = name != self._head and (name, gemm) in self.products
@@ -311,8 +311,8 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
     """Observe the operands of one microbatch, and return the list of wrong histories.
 
     The list is filled when the block ends. A history must have moved on by one entry, the largest
-    value of the operand over all ranks, and its scale must follow from it by the rule. An operand of
-    zeros changes nothing. Collective. The list stays empty in precisions without histories.
+    value of the operand over all ranks, and its scale must follow from it by the rule. An operand
+    of zeros changes nothing. Collective. The list stays empty in precisions without histories.
     """
     wrong: list[str] = []
     before = {name: tensor.clone() for name, tensor in context.state().items()}

@@ -1,7 +1,7 @@
 """Observe the operands that matrix products really multiply.
 
-Products of torch are observed underneath autograd, those of Transformer Engine at the one function
-of its extension that multiplies, and those of cublasLt where `searched` calls it.
+Products of torch are observed underneath autograd, products of Transformer Engine at the one
+function of its extension that multiplies, and products of cublasLt where `searched` calls it.
 
 Operands are examined too if they are emulated or FP8 operands of Transformer Engine: each value
 must be a code times its scale, and each scale must be one of the format that fits its values. A
@@ -62,8 +62,8 @@ def sample(
     matrix: [rows, k] with the axis of the product's sum last, of any dtype and strides.
     scales: FP32 [rows or rows / block, k / block], or a scalar if the tensor has one scale.
 
-    Returns the values of each block [n, values], its scale FP32 [n], and the row in which it begins
-    int64 [n]. If `scales` is None or has another shape, scales are 0, which fits no value.
+    Returns the values of each block [n, values], its scale FP32 [n], and its first row int64 [n].
+    Scales are 0, which fits no value, if `scales` is None or has another shape.
     """
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     height = size if scaling.square else 1
@@ -163,7 +163,7 @@ class _Call(NamedTuple):
 
 
 class ProductObserver(ProductWatcher):
-    """Note the products of each linear in the order in which they run.
+    """Record the products of each linear, in order.
 
     `products` has them by the name of the linear. A recomputed forward is noted twice.
     """
@@ -230,8 +230,8 @@ class ProductObserver(ProductWatcher):
         for (call, role, grid, _), (blocks, bad) in zip(self._findings, all_counts, strict=True):
             for name in call.names if bad else ():
                 faults.setdefault(name, []).append(
-                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are no {grid.name} codes "
-                    "under a scale that fits them"
+                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are no {grid.name} "
+                    "codes under a scale that fits them"
                 )
         return faults
 

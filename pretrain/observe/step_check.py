@@ -146,8 +146,8 @@ class StepCheck(Observer):
             raise TrainingHalted(
                 step.number,
                 "the step or its update is wrong. The update is compared with that of "
-                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code or "
-                "in the device, not in the recipe",
+                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code "
+                "or in the device, not in the recipe",
             )
 
     def _gradients(self) -> list[Tensor]:
@@ -260,7 +260,7 @@ class TorchUpdate:
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
     def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
-        """Yield what the optimizer has of the recipe: its name, its value, and the recipe's value.
+        """Yield settings of the optimizer: name, present value, and the recipe's value.
 
         These are numbers, and dtypes of stored tensors.
         """

@@ -146,7 +146,7 @@ def convert_model(
     """Prepare `hf` for packed batches in the precisions of the run.
 
     Layers are fused if they can be, and linears get products in low precision. Return the model,
-    its precision, and what is fused, for the audit.
+    its precision, and a description of the fused layers for the audit.
     """
     precisions = job.plan.precisions
     first = job.plan.schedule.at(1)
@@ -310,7 +310,7 @@ def describe_surroundings(
 ) -> dict[str, Any]:
     """Return the part of audit.json about all precisions.
 
-    fused: what is fused, or why nothing is.
+    fused: the fused layers, or the reason why there are none.
     compiles: torch.compile compiles the layers that are not fused.
     """
     compiled = "each layer"

@@ -42,7 +42,7 @@ class Data:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """Return what the packs record about their tokenizer.
+        """Return the tokenizer's description, as the packs record it.
 
         The keys are name, fingerprint, vocab_size, bos_id, eos_id and pad_id, or some of these.
         """

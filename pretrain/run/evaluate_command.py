@@ -71,8 +71,8 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
 def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -> Path:
     """Return a temporary folder to pack a text in, with a link `packs` to the packs of `recipe`.
 
-    Only this user can read it. The first process of each machine makes it, hands it to the others, and deletes it when `stack`
-    ends. Collective.
+    Only this user can read it. The first process of each machine makes it, hands it to the others,
+    and deletes it when `stack` ends. Collective.
     """
     made = None
     if accelerator.is_local_main_process:

@@ -118,7 +118,7 @@ def push(folder: Path, repository: str, message: str) -> None:
 
 
 def _refusing_push(remedy: str) -> Any:
-    """Re-raise what the hub or the network refuses in the block as InputError with `remedy`."""
+    """Re-raise refusals of the hub and network errors as InputError with `remedy`."""
     return refusing(_REFUSALS, f"--push: {HfApi().endpoint} does not take it", remedy)
 
 
@@ -181,7 +181,7 @@ def tensor_reader(
     parameters = {name for name, _ in hf.named_parameters()}
 
     def load(name: str, entry: TensorEntry) -> Tensor:
-        # Zeros, because a forged manifest may omit pieces, which must not show this process's memory.
+        # Zeros: a forged manifest may omit pieces, which must not show this process's memory.
         tensor = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype])
         load_tensors(checkpoint, {name: entry}, {name: tensor})
         return tensor
@@ -219,7 +219,7 @@ def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase
 def export_trained(run: Run, record: RunRecord) -> None:
     """Write `final/` of a run whose last step is saved.
 
-    record: of the run, from which its card is made. Its loss curves are drawn already.
+    record: of the run, for the card. The loss curves are drawn already.
     """
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
@@ -245,7 +245,7 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=Tru
 
 
 def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> bytes:
-    """Return README.md of an exported model: what it is, its data, its losses.
+    """Return README.md of an exported model: its size, data, settings and losses.
 
     It is Markdown with the front matter of the hub, from the records of the run alone. `hf` gives
     the sizes, on any device. PICTURE lies beside the card.
@@ -291,7 +291,7 @@ def _is_on_hub(name: str) -> bool:
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
-    """Return the rows of the card's table: what the recipe below it does not show."""
+    """Return the rows of the card's table. The complete recipe stands below it."""
     data = run.config["data"]
     figures = run.summary
     shares = [

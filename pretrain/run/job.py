@@ -79,7 +79,7 @@ class Job:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Return the dtype in which weights are stored."""
+        """Return the dtype of the stored weights."""
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
     def with_plan(self, **values: Any) -> Job:
@@ -95,7 +95,7 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint must have to be resumed.
 
-        The precisions are those that the machine has for the recipe's.
+        Each precision of the recipe is replaced by the one that the machine has for it.
         """
         available = [active for _, active in self.plan.schedule.phases]
         setting: Any = self.recipe.precision

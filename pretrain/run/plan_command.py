@@ -120,7 +120,7 @@ def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
 
 
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
-    """Print what a launch on this machine would do, and from which checkpoint. Return 0.
+    """Print the plan of a launch on this machine, and the checkpoint that it resumes. Return 0.
 
     Raises InputError if the launch would be refused.
     """
@@ -134,7 +134,7 @@ def print_plan(job: Job, console: Console, resume_from: str, accept_changes: boo
 
 
 def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
-    """Return the table's row of a target. `shares` are those of the peak."""
+    """Return the table's row of a target. `shares` are shares of the peak."""
     if target.obstacle(plan):
         return [str(target), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)

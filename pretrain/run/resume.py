@@ -39,7 +39,8 @@ def restore(
 ) -> tuple[TrainState, list[str]]:
     """Restore the run's memory to the state of `source`.
 
-    Return the counters and notes for the user. Collective. The caller still has to call `Checkpoints.abandon_newer`.
+    Return the counters and notes for the user. Collective. The caller still has to call
+    `Checkpoints.abandon_newer`.
     """
     place = {"shift": source.shift(job), "place": source.place(job)}
     state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | place)
@@ -146,7 +147,7 @@ def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
 def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
     """Return whether the present precision has histories that the checkpoint's cannot continue.
 
-    These may be of other products, or of other gradients than those to come. Then call
+    The saved histories may belong to other products, or to gradients of another size. Then call
     `Assembly.start_precision` after the checkpoint's weights are loaded. Before that, histories are
     those of the weights that the model was built with, whose gradients are many times as large.
     """
@@ -185,7 +186,7 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 
 
 def roll_back(run: Run, reason: str | None) -> None:
-    """Restore the newest good checkpoint, and go on with the packs after those of the judged step.
+    """Restore the newest good checkpoint, and continue after the packs of the judged step.
 
     All ranks call this after that step. If the run has gone back to that checkpoint before, and has
     failed again on other packs, it takes the checkpoint before it if that still exists.

@@ -64,7 +64,7 @@ class Run:
 
     @property
     def precision(self) -> ModelPrecision:
-        """Return the precision in which the model computes."""
+        """Return the model's current precision and its schedule."""
         return self.assembly.precision
 
     @property

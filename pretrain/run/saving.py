@@ -51,8 +51,8 @@ def save(run: Run, *, in_background: bool = False) -> None:
     with run.console.progress(f"saving step {run.state.step}"):
         # A user may have removed the file. The weights are saved all the same.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
-            # Metrics first: a run that resumes from this checkpoint does not repeat the steps before
-            # it, so their metrics must already be on the disk.
+            # Metrics first: a run that resumes from this checkpoint does not repeat the steps
+            # before it, so their metrics must already be on the disk.
             fsync(run.folder.metrics)
         state = {
             "progress": asdict(run.state),
@@ -92,8 +92,8 @@ def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> in
 def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
     """Save after a signal or a failure. Return the signal's number, or raise the failure.
 
-    Collective. Raises TrainingHalted if a weight is not finite, and InputError if a checkpoint could
-    not be written or packs could not be read.
+    Collective. Raises TrainingHalted if a weight is not finite, and InputError if a checkpoint
+    could not be written or packs could not be read.
     """
     run.checkpoints.wait()  # raises if a save in the background has failed
     decision = check_weights(run)
@@ -113,7 +113,7 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
 
 
 def report_stop(run: Run, signal_number: int) -> int:
-    """Print that a signal stopped the run, and what the next start will do. Return the number."""
+    """Report the signal that stopped the run, and the next start's action. Return its number."""
     next_start = "evaluate and export it" if run.state.finished else "resume from here"
     run.console.notice(
         f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
@@ -138,8 +138,8 @@ def save_last(run: Run, stop: StopRequest) -> int:
 def check_weights(run: Run) -> StepDecision:
     """Decide whether the weights may be saved: every weight must be finite.
 
-    The last update may have overflowed a weight. Its loss and gradient norm cannot show that, because
-    they were computed before the update. A stop is recorded in metrics.jsonl. Collective.
+    The last update may have overflowed a weight. Its loss and gradient norm cannot show that,
+    because they were computed before the update. A stop is recorded in metrics.jsonl. Collective.
     """
     overflowed = {}
     for name, parameter in run.assembly.hf.named_parameters():

@@ -98,12 +98,12 @@ def choose_microbatch(
 ) -> int:
     """Return what `batch.microbatch: auto` means, in packs.
 
-    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision of
-    the run. On a CPU it is the largest one that is expected to fit.
+    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision
+    of the run. On a CPU it is the largest one that is expected to fit.
 
-    The plan's estimate of memory knows neither the choices of the compiler nor the fragments of the
-    allocator, so it only says where to begin. Keeping the microbatch keeps the order of all sums, so
-    the resumed run repeats the uninterrupted one bit for bit.
+    The plan's estimate of memory includes neither the choices of the compiler nor the fragments of
+    the allocator. Keeping the microbatch keeps the order of all sums, so the resumed run repeats
+    the uninterrupted one bit for bit.
     """
     plan = job.plan
     device = accelerator.device
@@ -252,7 +252,7 @@ def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch
         clear_main_gradients(model.parameters())
 
 
-# ── Memory that runs out ───────────────────────────────────────────────────────────────────────────
+# ── Memory that runs out ──────────────────────────────────────────────────────────────────────────
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
