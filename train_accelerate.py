@@ -55,12 +55,11 @@ from pretrain.model.wrapping import wrap_layers
 from pretrain.observe.observers import StepWatch, is_due
 from pretrain.optimizer import adamw, schedule
 from pretrain.run import (
+    checkpointing,
     evaluate,
     export,
     plan_command,
-    resume,
     resume_point,
-    saving,
     startup,
     streaming,
 )
@@ -196,12 +195,12 @@ def build(
         return None
     streaming.start_stream(job, source, folder, accelerator)  # packs are made while the run trains
     assembly = assemble(job, accelerator, console)
-    saving.check_disk_space(job, assembly, source)
+    checkpointing.check_disk_space(job, assembly, source)
     health = Health(job.recipe.health)
     notes: list[str] = []
     if source:
         with console.progress("reading the checkpoint"):
-            state, notes = resume.restore(source, checkpoints, job, assembly, health)
+            state, notes = checkpointing.restore(source, checkpoints, job, assembly, health)
     else:
         state = TrainState(steps=job.plan.steps)
     if job.plan.microbatch is None:  # `auto`
@@ -231,7 +230,7 @@ def build(
     )
     run.observers = startup.make_observers(run, profiles=arguments.profile)
     if source:
-        resume.resume_precision(run, source)
+        checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
     run.introduce(notes)
     run.best = evaluate.best_so_far(run)
@@ -257,7 +256,7 @@ def train(run: Run) -> int:
             if stopped_by:
                 return stopped_by
         # Before the last evaluation: if that fails, it must not cost the trained weights.
-        return saving.save_last(run, stop)
+        return checkpointing.save_last(run, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
@@ -267,12 +266,12 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     """
     recipe = run.job.recipe
     state = run.state
-    stop_code = partial(saving.stop_code, run, steps, stop)
+    stop_code = partial(checkpointing.stop_code, run, steps, stop)
     while not state.finished:
         with run.observers.step(state.step + 1) as watch, run.recorder.step():
             code = streaming.wait_for_packs(run, steps, stop_code)
             if code:
-                return saving.save_and_stop(run, code, steps)
+                return checkpointing.save_and_stop(run, code, steps)
             figures, decision = train_step(run, next(steps), watch)
         run.log(figures, data_wait_ms=steps.data_wait_ms)
 
@@ -283,11 +282,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         )
         # After a skipped step too: the update before it may be to blame.
         if decision.action in ("update", "skip") and needs_sound_weights:
-            decision = saving.check_weights(run)
+            decision = checkpointing.check_weights(run)
         if decision.action == "stop":
-            raise saving.training_halted(run, decision)
+            raise checkpointing.training_halted(run, decision)
         if decision.action == "rollback":
-            resume.roll_back(run, decision.reason)
+            checkpointing.roll_back(run, decision.reason)
             return 0
 
         if is_evaluated:
@@ -295,9 +294,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         run.checkpoints.settle()
         code = distributed.largest_over_ranks(run.accelerator, stop_code())
         if code:
-            return saving.save_and_stop(run, code, steps)
+            return checkpointing.save_and_stop(run, code, steps)
         if (is_saved or run.is_best) and not state.finished:
-            saving.save(run, in_background=True)
+            checkpointing.save(run, in_background=True)
     return 0
 
 
@@ -360,7 +359,7 @@ def finish(run: Run) -> None:
     """Evaluate once more, export, and print where everything is."""
     evaluate.evaluate_once(run)
     if run.is_best and run.state.step > run.resumed_step:
-        saving.save(run)  # unless `checkpoint.at_end` has saved it
+        checkpointing.save(run)  # unless `checkpoint.at_end` has saved it
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)

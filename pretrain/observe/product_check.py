@@ -146,7 +146,7 @@ class _ProductCheck:
             role: self._precision.along_features(active.settings, role) for role in get_args(Role)
         }
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
-        self._rows: dict[tuple[str, Role], Tensor] = {}
+        self._rows: dict[tuple[str, Role], Tensor | slice] = {}
 
     @torch.no_grad()
     def see_operand(self, name: str, role: Role, tensor: Tensor) -> None:
@@ -158,10 +158,10 @@ class _ProductCheck:
             # counts, because backward starts with the last call.
             return
         amax = tensor.abs().amax().float()
-        part = _of_largest_expert(tensor, self._groups.get(name), is_weight=role == "weight")
-        rows: slice | Tensor = _sampled(name, len(part))
-        if role != "weight":
-            rows = self._rows[name, role] = _token_rows(part)
+        is_weight = role == "weight"
+        part = _of_largest_expert(tensor, self._groups.get(name), is_weight=is_weight)
+        rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
+        self._rows[name, role] = rows
         # Copies: a view would keep the whole operand alive.
         of_rows = part[rows].clone()
         of_columns = part[:, _sampled(name, part.shape[1])].clone().t()

@@ -4,7 +4,7 @@
 
 The second part decides how a device's memory is spent. These decisions follow from the settings and
 the device alone. The chunk of the loss changes the order of sums, so a checkpoint stores the chunk of
-its run (pretrain.run.resume). What layers keep for backward changes no number.
+its run (pretrain.run.checkpointing). What layers keep for backward changes no number.
 """
 
 from __future__ import annotations

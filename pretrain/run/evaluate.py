@@ -56,14 +56,12 @@ def evaluate(run: Run) -> None:
 
 def evaluate_once(run: Run) -> None:
     """Evaluate unless metrics.jsonl has the same evaluation of the present step. Collective."""
-    is_done = False
-    if run.accelerator.is_main_process:
-        is_done = any(
-            kind(line) == "evaluation"
-            and line["step"] == run.state.step
-            and same_measure(line, measure_of(run))
-            for line in read_metrics(run.folder.path)
-        )
+    is_done = run.accelerator.is_main_process and any(
+        kind(line) == "evaluation"
+        and line["step"] == run.state.step
+        and same_measure(line, measure_of(run))
+        for line in read_metrics(run.folder.path)
+    )
     if not largest_over_ranks(run.accelerator, int(is_done)):
         evaluate(run)
 

@@ -25,9 +25,9 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.run.assembly import Assembly
+from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.resume import load_weights, needs_new_histories
 from pretrain.run.resume_point import find_resume_point
 from pretrain.run.run import introduce_job
 from pretrain.run.startup import explaining_errors
