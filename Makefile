@@ -9,7 +9,7 @@ PIP := $(RUN) -m pip install --disable-pip-version-check
 # importing torch, and more workers would compete for memory.
 WORKERS ?= $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
 
-.PHONY: help install demo which test lint docs clean
+.PHONY: help install demo which check lint types test docs clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,8 @@ help:
 	@echo "make test     install the test requirements and run the tests (3 to 6 minutes on 2 cores)"
 	@echo "make install  create .venv only (for FP8 on a GPU, see docs/b200.md)"
 	@echo "make lint     check style and formatting with ruff"
+	@echo "make types    check the type hints with mypy"
+	@echo "make check    run lint, types and test, as continuous integration does"
 	@echo "make docs     write docs/settings.md from the settings classes and docs/recipes.md from the recipes"
 	@echo "make clean    remove the results of the demo and all caches; keep .venv and your own runs"
 	@echo
@@ -38,6 +40,11 @@ which: $(VENV)/.installed
 # for the next process, whatever the user's environment says.
 test: $(VENV)/.installed-dev $(VENV)/.installed-references
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(RUN) -m pytest -n $(WORKERS) --maxprocesses 8 --dist worksteal
+
+check: lint types test
+
+types: $(VENV)/.installed-dev
+	$(RUN) -m mypy
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -78,8 +78,8 @@ def section(result: Mapping[str, Any], link: str) -> str:
         "precision",
         "weights",
         "tokens/s",
-        "least to most",
-        "x reference",
+        "range",
+        "times the reference",
         "of the limit",
         "peak GiB",
         "first step",
@@ -101,21 +101,20 @@ def introduction(result: Mapping[str, Any], link: str) -> str:
         name: tokens / seconds for name, seconds in result["limits"].get("floors", {}).items()
     }
     torch_version = environment["packages"]["torch"]
-    documents = "each one document"
+    documents = "one document per pack"
     if not packs.get("whole_documents"):
-        documents = (
-            f"documents of {packs['sum_squared_lengths_per_token']:.0f} tokens on average by "
-            "squared length (Σlen²/T)"
-        )
+        length = packs["sum_squared_lengths_per_token"]
+        documents = f"documents with a [Σlen²/T](README.md#terms) of {length:.0f} tokens"
     parts = [
-        f"**{recipe['name']}** on one {device}, torch {torch_version}: {tokens:,} tokens a step,",
+        f"**{recipe['name']}** on one {device}, torch {torch_version}: {tokens:,} tokens per step,",
         f"packs of {recipe['data']['length']:,} tokens, {documents}; median of",
-        f"{settings['steps']} steps after {settings['warm_up']} ([`{Path(link).name}`]({link})).",
+        f"{settings['steps']} steps after {settings['warm_up']} warm-up steps",
+        f"([`{Path(link).name}`]({link})).",
     ]
     if floors:
         named = ", ".join(f"{name} {speed:,.0f}" for name, speed in floors.items())
         parts.append(
-            "The machine's limit, every matrix product at its own measured rate and nothing else, "
+            "Limits of this machine, if a step had only GEMMs with their measured speeds, "
             f"in tokens/s: {named}."
         )
     # Added to the file by hand.
@@ -177,9 +176,9 @@ def remarks_on(way: Way) -> list[str]:
     remarks = [*way["reasons"]] if way["verdict"] != UNKNOWN else []
     if tried := way.get("microbatches_that_did_not_fit"):
         remarks.append(
-            f"in microbatches of {way['microbatch']}: {' and '.join(map(str, tried))} packs do not "
-            "fit"
+            f"microbatches have {way['microbatch']} packs, because "
+            f"{' and '.join(map(str, tried))} do not fit"
         )
     elif way.get("packs"):
-        remarks.append(f"in microbatches of {way['microbatch']}, with which it began")
+        remarks.append(f"microbatches have {way['microbatch']} packs")
     return remarks

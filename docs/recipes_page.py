@@ -1,4 +1,4 @@
-"""docs/recipes.md, a table of the recipes made from the files and the comments at their heads: `make docs`."""
+"""Write docs/recipes.md from the recipes and the comments at their top: `make docs`."""
 
 from __future__ import annotations
 
@@ -14,74 +14,73 @@ WIDTH = 100
 HEAD = """\
 # Recipes
 
-Trainings that run as they are. `make docs` writes this page from `recipes/`; the comment at the
-head of each file says how it is prepared and started, and where its figures come from.
+This page lists the recipes of this repository. `make docs` writes it from `recipes/`. The comment
+at the top of each file says how to prepare and start it, and where its figures come from.
 
-* A recipe can build on another: `base: other.yaml` at its top takes everything from that file, and
-  what the recipe says itself overrides it, key by key. All keys: [settings.md](settings.md).
-* `--plan` behind the launcher's command says what a recipe would do here, `python -m pretrain plan
-  RECIPE` what it would take elsewhere ([planning.md](planning.md)).
-* `source` is the title of the published document that a recipe's figures come from. What a comment
-  calls wrong there was checked by arithmetic.
-* Only `smoke` and `tinyshakespeare` have been trained to their end here: most data and models lie
-  on the hub. Tests load each recipe, and train each kind in a tiny form.
-* A name on the hub that is gated, as Llama's, asks for `hf auth login` and its licence.
+* `base: other.yaml` at the top of a recipe includes another recipe, whose keys the recipe can
+  override. [settings.md](settings.md) has all keys.
+* `--plan` at the end of the launch command predicts the time and memory of a recipe on this
+  machine. `python -m pretrain plan RECIPE` predicts them for other devices
+  ([planning.md](planning.md)).
+* `source` is the title of the published document that has the figures of the recipe. If a comment
+  calls such a figure wrong, we have checked it by arithmetic.
+* Only `smoke` and `tinyshakespeare` have been trained to their end here, because most datasets and
+  models are on the hub. Tests load each recipe, and train each kind in a tiny form.
+* Gated models, such as Llama, need `hf auth login` and their licence.
 """
-MORE = {
+SUBFOLDERS = {
     "matrices": "Comparisons: `python -m pretrain matrix FILE`",
     "phases": "Searches in phases: `python -m pretrain phases FILE`",
     "sweeps": "Sweeps of W&B: `wandb sweep FILE`",
 }
 
 
-def head_of(path: Path) -> list[str]:
-    """The lines of the comment at the top of a file, without their "# "."""
+def top_comment(path: Path) -> list[str]:
+    """Return the lines of the comment at the top of a file, without the "# "."""
     lines = path.read_text(encoding="utf-8").splitlines()
     end = next(number for number, line in enumerate(lines) if not line.startswith("#"))
     return [line.removeprefix("#").strip() for line in lines[:end]]
 
 
 def summary(path: Path) -> str:
-    """The first sentence of a file's comment."""
-    return re.split(r"(?<=[.:])\s", " ".join(head_of(path)), maxsplit=1)[0].rstrip(":.")
+    """Return the first sentence of the comment at the top of a file."""
+    sentences = re.split(r"(?<=[.:])\s", " ".join(top_comment(path)), maxsplit=1)
+    return sentences[0].rstrip(":.")
 
 
 def row(path: Path) -> list[str]:
+    """Return the cells of a recipe in the table."""
     recipe = load_recipe(path)
-    data, train = recipe.data, recipe.train
-    sources = [
-        line.removeprefix("Source: ").rstrip(".")
-        for line in head_of(path)
-        if line.startswith("Source: ")
-    ]
+    data = recipe.data
+    train = recipe.train
+    source_lines = [line for line in top_comment(path) if line.startswith("Source: ")]
     tokens = train.tokens or (train.steps or 0) * recipe.batch.tokens
+    datasets = ", ".join(str(source.source) for source in data.sources or ())
     return [
         f"[`{path.stem}`](../recipes/{path.name})",
         recipe.model.source or recipe.model.config["model_type"],
         f"{train.epochs:g} epochs" if train.epochs else count(tokens),
-        data.source
-        or ", ".join(str(source.source) for source in data.sources or ())
-        or str(data.packs),
-        sources[0] if sources else UNKNOWN,
+        data.source or datasets or str(data.packs),
+        source_lines[0].removeprefix("Source: ").rstrip(".") if source_lines else UNKNOWN,
         summary(path),
     ]
 
 
 def page() -> str:
-    """The whole of docs/recipes.md."""
-    header = ["recipe", "model", "tokens", "data", "source", "what it is"]
+    """Return the text of docs/recipes.md."""
+    header = ["recipe", "model", "tokens", "data", "source", "summary"]
     parts = [HEAD, markdown(header, [row(path) for path in sorted(FOLDER.glob("*.yaml"))], names=6)]
-    for folder, title in MORE.items():
-        files = sorted((FOLDER / folder).glob("*.yaml"))
-        listed = [
-            bullet(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.")
-            for path in files
+    for folder, title in SUBFOLDERS.items():
+        items = [
+            list_item(f"[`{path.name}`](../recipes/{folder}/{path.name}): {summary(path)}.")
+            for path in sorted((FOLDER / folder).glob("*.yaml"))
         ]
-        parts += [f"## {title.partition(':')[0]}", title.partition(": ")[2], "\n".join(listed)]
+        parts += [f"## {title.partition(':')[0]}", title.partition(": ")[2], "\n".join(items)]
     return "\n\n".join(part.strip("\n") for part in parts) + "\n"
 
 
-def bullet(text: str) -> str:
+def list_item(text: str) -> str:
+    """Return a Markdown list item, wrapped without breaking links."""
     return textwrap.fill(
         f"* {text}", WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )

@@ -1,4 +1,4 @@
-"""The repository as a whole: shipped recipes are valid, versions are pinned, and folders and modules depend one way."""
+"""The repository as a whole: valid recipes, pinned versions, one-way imports, sizes of files."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from pretrain.settings.recipe import Recipe
 ROOT = Path(__file__).parents[1]
 PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
 RECIPES = sorted(ROOT.glob("recipes/*.yaml"))
-MOST_STATEMENTS = 350  # of a file: a whole subject, which one reader can hold
+MAX_STATEMENTS = 350  # of a file
 
-# From the ground up: a room imports only rooms that stand before it.
-ROOMS = [
+# A package imports only from packages before it in this list.
+PACKAGES = [
     "foundation",
     "packing",
     "pretrain/precision",
     "pretrain/settings",
     "pretrain/model",
     "pretrain/optimizer",
-]
-ROOMS += [
     "pretrain/checkpoint",
     "pretrain/metrics",
     "pretrain/plan",
@@ -39,11 +37,15 @@ ROOMS += [
     "pretrain/verify",
     "pretrain/compare",
     "pretrain/run",
+    "train_accelerate.py",
+    "pretrain/__main__.py",
+    "demo",
+    "benchmarks",
 ]
-ROOMS += ["train_accelerate.py", "pretrain/__main__.py", "demo", "benchmarks"]
 
 
 def python_files(*folders: str) -> list[Path]:
+    """Return the Python files in `folders` and at the top of the repository."""
     files = [
         path
         for folder in folders
@@ -59,7 +61,7 @@ def relative(path: Path) -> str:
 
 @cache
 def imports_of(path: Path) -> frozenset[str]:
-    """The dotted names that `path` imports, wherever in the file: inside functions too."""
+    """Return the dotted names that a file imports, also inside functions."""
     names: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -77,12 +79,12 @@ def test_a_shipped_recipe_is_valid_and_named_after_its_file(path: Path):
     recipe = load_recipe(path)
     assert isinstance(recipe, Recipe) and recipe.name == path.stem
     assert recipe.batch.tokens % recipe.data.length == 0
-    said = path.read_text(encoding="utf-8")
-    assert "627B" not in said or "data.streaming.disk_gb=" in said, (
-        "all packs of it before the run would take 2.5 TB"
+    text = path.read_text(encoding="utf-8")
+    assert "627B" not in text or "data.streaming.disk_gb=" in text, (
+        "packs of the complete corpus would take 2.5 TB"
     )
     assert recipe.evaluate.every is None or recipe.data.held_out > 0 or recipe.data.validation, (
-        "nothing to evaluate on"
+        "the recipe evaluates but has no held-out data"
     )
 
 
@@ -118,7 +120,7 @@ def versions_in(name: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["requirements.txt", "requirements-measured.txt"])
-def test_the_pinned_versions_lie_in_the_ranges_that_the_project_states(name: str):
+def test_pinned_versions_are_in_the_ranges_of_the_project(name: str):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ranges = {
         requirement.name.lower(): requirement.specifier
@@ -130,8 +132,8 @@ def test_the_pinned_versions_lie_in_the_ranges_that_the_project_states(name: str
 
 
 def test_the_measured_versions_are_those_of_the_result_files():
-    recorded = json.loads((ROOT / "benchmarks/results/speed/h200_shapes.json").read_text())
-    packages = recorded["environment"]["packages"]
+    results = json.loads((ROOT / "benchmarks/results/speed/h200_shapes.json").read_text())
+    packages = results["environment"]["packages"]
     pins = versions_in("requirements.txt") | versions_in("requirements-measured.txt")
     pins |= versions_in("requirements-cuda.txt")
     assert {name: pins[name] for name in packages.keys() & pins.keys()}.items() <= packages.items()
@@ -142,57 +144,53 @@ def test_the_measured_versions_are_those_of_the_result_files():
 
 @pytest.mark.parametrize("name", ["cluster/Dockerfile", "cluster/sky.yaml", "docs/b200.md"])
 def test_gpu_machines_install_the_measured_versions(name: str):
-    installing = [line for line in (ROOT / name).read_text().splitlines() if "pip install" in line]
-    assert not any(re.search(r"-r requirements\.txt", line) for line in installing)
-    for needed in ("-r requirements-measured.txt", "-c requirements-measured.txt"):
-        assert any(needed in line for line in installing)
+    commands = [line for line in (ROOT / name).read_text().splitlines() if "pip install" in line]
+    assert not any(re.search(r"-r requirements\.txt", command) for command in commands)
+    for option in ("-r requirements-measured.txt", "-c requirements-measured.txt"):
+        assert any(option in command for command in commands)
 
 
-def test_every_third_party_import_of_the_product_is_a_stated_requirement():
-    stated = {
+# Names of distributions that differ from the name of their package.
+DISTRIBUTIONS = {
+    "cut_cross_entropy": "cut-cross-entropy",
+    "flash_attn": "flash-attn-4",
+    "mlflow": "mlflow-skinny",
+    "transformer_engine": "transformer-engine",
+    "transformer_engine_torch": "transformer-engine",
+    "yaml": "pyyaml",
+}
+# Dependencies of requirements, which choose the versions of these packages.
+DEPENDENCIES_OF_DEPENDENCIES = {"huggingface_hub", "triton"}
+
+
+def test_every_third_party_import_of_the_product_is_a_requirement():
+    required = {
         *requirements("requirements.txt"),
         *requirements("requirements-dev.txt"),
         *requirements("requirements-cuda.txt"),
     }
-    distributions = {
-        "yaml": "pyyaml",
-        "transformer_engine": "transformer-engine",
-        "flash_attn": "flash-attn-4",
-    }
-    distributions |= {
-        "cut_cross_entropy": "cut-cross-entropy",
-        "transformer_engine_torch": "transformer-engine",
-    }
-    distributions |= {"mlflow": "mlflow-skinny"}
-    ours = {*PRODUCT, "tests", *(path.stem for path in ROOT.glob("*.py"))}
+    first_party = {*PRODUCT, "tests", *(path.stem for path in ROOT.glob("*.py"))}
     for path in python_files("packing", "pretrain", "demo"):
-        roots = (
-            {name.partition(".")[0] for name in imports_of(path)} - ours - sys.stdlib_module_names
-        )
-        unstated = {
-            name for name in roots if distributions.get(name, name) not in stated
+        imported = {name.partition(".")[0] for name in imports_of(path)}
+        third_party = imported - first_party - sys.stdlib_module_names
+        missing = {
+            name for name in third_party if DISTRIBUTIONS.get(name, name) not in required
         } - DEPENDENCIES_OF_DEPENDENCIES
-        assert not unstated, f"{relative(path)} imports {unstated}"
+        assert not missing, f"{relative(path)} imports {missing}"
 
 
-# Parts of stated requirements: these come with them and their versions are theirs to choose.
-DEPENDENCIES_OF_DEPENDENCIES = {"huggingface_hub", "triton"}
+# Files and imports
 
 
-# Modules
-
-
-def test_no_file_is_longer_than_a_reader_can_hold():
+def test_no_file_has_too_many_statements():
     sizes = {
         relative(path): sum(
             isinstance(node, ast.stmt) for node in ast.walk(ast.parse(path.read_text()))
         )
         for path in python_files(*PRODUCT, "tests")
     }
-    assert {path: size for path, size in sizes.items() if size > MOST_STATEMENTS} == {}
+    assert {path: size for path, size in sizes.items() if size > MAX_STATEMENTS} == {}
 
-
-# What imports what
 
 MODULES = {
     relative(path).removesuffix(".py").removesuffix("/__init__").replace("/", "."): path
@@ -202,75 +200,85 @@ MODULES = {
 
 @cache
 def modules_used(path: Path) -> frozenset[str]:
-    """Our modules that `path` imports: `pretrain.model.packed` for `from pretrain.model.packed import forward_backward`."""
+    """Return the names of the product's modules that a file imports."""
     names = imports_of(path) & MODULES.keys()
-    # `from pretrain.model import packed` names the package on the way to the module.
+    # `from pretrain.model import packed` also names the package pretrain.model.
     return frozenset(
-        name for name in names if not any(other.startswith(f"{name}.") for other in names)
+        name for name in names if not any(longer.startswith(f"{name}.") for longer in names)
     )
 
 
 @cache
-def room_of(path: Path) -> str | None:
-    """The deepest of ROOMS that `path` lies in; None for the empty `__init__` above rooms and for programs beside ours."""
-    rooms = [
-        room for room in ROOMS if relative(path) == room or relative(path).startswith(f"{room}/")
+def package_of(path: Path) -> str | None:
+    """Return the innermost of PACKAGES that contains a file.
+
+    None for the empty `__init__.py` above packages and for programs beside the product.
+    """
+    name = relative(path)
+    packages = [
+        package for package in PACKAGES if name == package or name.startswith(f"{package}/")
     ]
-    return max(rooms, key=len, default=None)
+    return max(packages, key=len, default=None)
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_rooms_before_it(room: str):
-    allowed = ROOMS[: ROOMS.index(room) + 1]
-    upward = {
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_package_imports_only_packages_before_it(package: str):
+    allowed = PACKAGES[: PACKAGES.index(package) + 1]
+    forbidden = {
         f"{relative(path)} imports {used}"
         for path in MODULES.values()
-        if room_of(path) == room
+        if package_of(path) == package
         for used in modules_used(path)
-        if room_of(MODULES[used]) not in allowed
+        if package_of(MODULES[used]) not in allowed
     }
-    assert upward == set()
+    assert forbidden == set()
 
 
 def test_the_product_imports_nothing_of_the_tests():
-    outside = {
+    imported = {
         path: {name for name in imports_of(path) if name.partition(".")[0] == "tests"}
         for path in MODULES.values()
     }
-    assert {relative(path): names for path, names in outside.items() if names} == {}
+    assert {relative(path): names for path, names in imported.items() if names} == {}
 
 
 def test_the_product_calls_each_of_its_kernels():
-    """One that nobody imports any more would cost its speed in silence: a CPU runs none of them."""
+    """A kernel that is no longer imported would cost speed without an error on a CPU."""
     used = frozenset().union(*(modules_used(path) for path in MODULES.values()))
     assert {name for name in MODULES if name.endswith("_kernel")} <= used
 
 
-ROOMS_WITHOUT_TORCH = ("foundation", "packing", "pretrain/settings", "pretrain/compare")
+PACKAGES_WITHOUT_TORCH = ("foundation", "packing", "pretrain/settings", "pretrain/compare")
 MODULES_WITHOUT_TORCH = {"pretrain.precision.settings", "pretrain.plan.checks"}
-WITH_TORCH = {"packing.batch"}  # which makes tensors
+MODULES_WITH_TORCH = {"packing.batch"}
+IMPORT_WITHOUT_TORCH = """
+import importlib, sys
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+    if slow := {'torch', 'transformers', 'matplotlib', 'plotly'} & sys.modules.keys():
+        sys.exit(f'{name} imports {slow}')
+"""
 
 
-def test_settings_packing_and_comparing_do_without_torch():
-    """Each takes a second where it would take ten, and works on a machine that has no torch; nor does any draw when imported."""
-    rooms = {name for name, path in MODULES.items() if room_of(path) in ROOMS_WITHOUT_TORCH}
-    names = sorted((rooms | MODULES_WITHOUT_TORCH) - WITH_TORCH)
-    program = (
-        "import importlib, sys\nfor name in sys.argv[1:]:\n    importlib.import_module(name)\n"
-    )
-    program += (
-        "    if found := {'torch', 'transformers', 'matplotlib', 'plotly'} & sys.modules.keys():\n"
-    )
-    program += "        sys.exit(f'{name} imports {found}')"
+def test_settings_packing_and_compare_import_no_torch():
+    """They start in one second instead of ten, and work on a machine without torch.
+
+    None of them imports a plotting library at its start either.
+    """
+    modules = {name for name, path in MODULES.items() if package_of(path) in PACKAGES_WITHOUT_TORCH}
+    names = sorted((modules | MODULES_WITHOUT_TORCH) - MODULES_WITH_TORCH)
     done = subprocess.run(
-        [sys.executable, "-c", program, *names], cwd=ROOT, capture_output=True, text=True
+        [sys.executable, "-c", IMPORT_WITHOUT_TORCH, *names],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 
 
-# `tokenizers` raises plain Exception, nothing narrower; catching it is fair where every subclass is raised again at once.
+# `tokenizers` raises plain Exception. Code may catch it if it raises every subclass again at once.
 BROAD_EXCEPT = r"except Exception\b.*\n(?!\s+if type\(\w+\) is not Exception:.*\n\s+raise\n)"
-# A tracking service raises classes of its own, and none of them may end a training.
+# Tracking services raise their own classes of exceptions, which must not end a training.
 MAY_CATCH_ALL = {"pretrain/metrics/trackers.py"}
 
 
@@ -284,7 +292,7 @@ MAY_CATCH_ALL = {"pretrain/metrics/trackers.py"}
         r"except:",
     ],
 )
-def test_nothing_loads_code_unasked_or_swallows_every_error(unsafe: str):
+def test_no_code_is_loaded_unasked_and_no_error_is_swallowed(unsafe: str):
     texts = {relative(path): path.read_text(encoding="utf-8") for path in python_files(*PRODUCT)}
-    found = {path for path, text in texts.items() if re.search(unsafe, text)}
-    assert found - (MAY_CATCH_ALL if unsafe == BROAD_EXCEPT else set()) == set()
+    matching = {path for path, text in texts.items() if re.search(unsafe, text)}
+    assert matching - (MAY_CATCH_ALL if unsafe == BROAD_EXCEPT else set()) == set()

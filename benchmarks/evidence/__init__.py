@@ -1,1 +1,1 @@
-"""What a precision costs in loss: recipes and matrices of the experiment, its design, and the tables of its result files."""
+"""The evidence: recipes, matrices and design of the experiments, and the tables of results."""

@@ -1,13 +1,15 @@
-"""The evidence's result files as tables: what each precision costs in loss, as a mean over seeds with its interval.
+"""Write the tables and the picture of the evidence: the cost in loss of each precision.
 
     python -m benchmarks.evidence.tables
 
-writes `benchmarks/evidence/results.md`, and the table and the picture of the answer in docs/evidence.md, from
-`benchmarks/results/loss/h200_evidence_*.jsonl`. A file is a scale: a model of one size on one text. Its lines are sessions (a
-command on a machine, with the settings that its runs share) and runs (a cell, that is a precision with its options, under one
-seed). A run is held against the baseline of its seed in its own session, as another machine's baseline ends elsewhere by chance.
-A seed that several sessions have counts once, by the mean of its differences. Verdicts are those after Holm's correction over all
-tests of an endpoint.
+Reads `benchmarks/results/loss/h200_evidence_*.jsonl`. Writes `benchmarks/evidence/results.md`, and
+the table and the picture of docs/evidence.md.
+
+A file is a *scale*: a model of one size on one dataset. Its lines are sessions (a command on a
+machine, with the settings that its runs share) and runs (a cell, which is a precision with its
+options, under one seed). A run is compared with the baseline of the same seed in the same session,
+because the baseline of another machine differs by chance. If several sessions have a seed, the mean
+of its differences counts. Verdicts are after Holm's correction over all tests of an endpoint.
 """
 
 from __future__ import annotations
@@ -18,14 +20,14 @@ import math
 import statistics
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import with_tables
 from foundation.files import replace_file
-from foundation.units import UNKNOWN, markdown, or_dash
+from foundation.units import UNKNOWN, markdown, or_dash, plural
 from pretrain.compare.differences import (
     BETTER,
     CANNOT_TELL,
@@ -39,19 +41,16 @@ from pretrain.compare.differences import (
 )
 
 RESULTS = Path("benchmarks/results/loss")
-PAGE, ANSWER, PICTURE = (
-    Path("benchmarks/evidence/results.md"),
-    Path("docs/evidence.md"),
-    Path("docs/evidence.png"),
-)
+PAGE = Path("benchmarks/evidence/results.md")
+ANSWER = Path("docs/evidence.md")
+PICTURE = Path("docs/evidence.png")
 SCALES = ("14m", "14m_lr2", "35m", "35m_once", "111m", "111m_five_times", "continued")
 BASELINE = "bf16"
-LAST_STEPS = 100  # whose mean is a run's training loss
-# Whose equivalence was to be tested before any of them ran; all other cells are estimates.
+# Cells whose equivalence is tested, as the design says. All other cells are estimates.
 TESTED = tuple(
     f"{cell}_branch" for cell in ("delayed", "delayed_head", "current", "block", "mxfp8")
 )
-# The rows of the answer: a scale, a cell, and what it is called; and what a scale is called.
+# Rows of docs/evidence.md: scale, cell, label.
 ROWS = (
     ("14m", "delayed_branch", "FP8, delayed scaling"),
     ("14m", "delayed_head_branch", "FP8, delayed scaling, the head in FP8 too"),
@@ -69,35 +68,39 @@ ROWS = (
     ("35m_once", "delayed_branch", "FP8, delayed scaling"),
     ("111m", "delayed_branch", "FP8, delayed scaling"),
 )
+# Labels of the scales in ROWS.
 SIZES = {
     "14m": "14 million",
     "35m": "35 million",
-    "35m_once": "35 million, new text",
+    "35m_once": "35 million, new data",
     "111m": "112 million",
 }
 
 Run = Mapping[str, Any]
-Measure = Callable[[Run], float | None]  # a figure of a run, None where it has none
+Measure = Callable[[Run], float | None]  # a figure of a run, or None if the run has none
 
 
 def served_loss(run: Run) -> float | None:
-    """Held-out loss of the last weights in BF16 by plain transformers, nats a token."""
+    """Return the held-out loss of the final weights in BF16, nats per token.
+
+    Plain transformers has computed it.
+    """
     return run["final"]["held_out_loss"]
 
 
 def trained_loss(run: Run) -> float | None:
-    """The same in the precision that trained, as the run itself evaluated it."""
+    """Return the held-out loss of the final weights in the trained precision, nats per token."""
     return run["trained_held_out"][-1][1]
 
 
 def training_loss(run: Run) -> float:
-    """Mean of the last LAST_STEPS steps, in the precision that trained."""
+    """Return the mean training loss of the last 100 steps, in the trained precision."""
     return statistics.fmean(run["last_losses"])
 
 
 @dataclass(frozen=True)
 class Scale:
-    """One file: its sessions by number, and all runs."""
+    """A result file: its sessions by number, and its runs."""
 
     name: str
     sessions: Mapping[int, Mapping[str, Any]]
@@ -105,36 +108,41 @@ class Scale:
 
     @classmethod
     def read(cls, name: str) -> Scale:
-        lines = [
-            json.loads(line)
-            for line in (RESULTS / f"h200_evidence_{name}.jsonl").read_text().splitlines()
-        ]
+        """Read the result file of a scale."""
+        text = (RESULTS / f"h200_evidence_{name}.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
         runs = tuple(line for line in lines if "run" in line)
         return cls(name, {line["session"]: line for line in lines if "run" not in line}, runs)
 
     @property
     def cells(self) -> list[str]:
+        """Return the names of all cells, in the order of the file."""
         return list(dict.fromkeys(run["cell"] for run in self.runs))
 
     def of(self, cell: str) -> Iterator[Run]:
+        """Yield the runs of a cell."""
         return (run for run in self.runs if run["cell"] == cell)
 
-    def broken(self, cell: str) -> bool:
-        """Whether a run of the cell came to no end: the mean of the others would flatter it."""
+    def has_broken_run(self, cell: str) -> bool:
+        """Return whether a run of the cell did not finish.
+
+        The cell has no mean then, because the remaining runs would make it look better.
+        """
         return any("halted" in run or served_loss(run) is None for run in self.of(cell))
 
     def above_baseline(self, cell: str, measure: Measure) -> dict[int, float]:
-        """Return by seed the figure minus that of the baseline in the same session."""
+        """Return the figure minus that of the baseline in the same session, by seed."""
         base = {(run["session"], run["seed"]): measure(run) for run in self.of(BASELINE)}
         differences = defaultdict(list)
         for run in self.of(cell):
-            ours, theirs = measure(run), base.get((run["session"], run["seed"]))
-            if ours is not None and theirs is not None:
-                differences[run["seed"]].append(ours - theirs)
+            value = measure(run)
+            base_value = base.get((run["session"], run["seed"]))
+            if value is not None and base_value is not None:
+                differences[run["seed"]].append(value - base_value)
         return {seed: statistics.fmean(values) for seed, values in sorted(differences.items())}
 
-    def level(self, measure: Measure, seeds: Iterator[int] | None = None) -> float:
-        """The baseline's figure, the mean over seeds of the mean over its runs."""
+    def level(self, measure: Measure, seeds: Iterable[int] | None = None) -> float:
+        """Return the figure of the baseline: the mean over seeds of the mean over runs."""
         values = defaultdict(list)
         for run in self.of(BASELINE):
             if (value := measure(run)) is not None:
@@ -142,85 +150,105 @@ class Scale:
         return statistics.fmean(statistics.fmean(values[seed]) for seed in (seeds or values))
 
     def difference(self, cell: str, measure: Measure = served_loss) -> SeedDifference | None:
-        """The cell above the baseline; None where no seed has both, or one of its runs came to no end."""
-        above = {} if self.broken(cell) else self.above_baseline(cell, measure)
+        """Return the differences of the cell from the baseline.
+
+        None if a run of the cell did not finish, or no seed has a run of both.
+        """
+        above = {} if self.has_broken_run(cell) else self.above_baseline(cell, measure)
         if not above:
             return None
-        return replace(
-            SeedDifference.of(above, dict.fromkeys(above, 0.0)),
-            baseline=self.level(measure, iter(above)),
-        )
+        difference = SeedDifference.of(above, dict.fromkeys(above, 0.0))
+        return replace(difference, baseline=self.level(measure, above))
 
 
 def share(difference: SeedDifference | None) -> str:
-    """ "+0.07 ± 0.14 %" of the baseline's loss; without an interval where there are too few seeds for one."""
+    """Return a difference as a share of the baseline's loss, such as "+0.07 ± 0.14 %".
+
+    The interval is missing if there are too few seeds.
+    """
     if difference is None:
         return UNKNOWN
-    mean, half = 100 * difference.mean / difference.baseline, difference.half_width()
-    interval = "" if half is None else f" ± {100 * half / difference.baseline:.2f}"
-    return f"{mean:+.2f}{interval} %".replace("-", "−")
+    percent = 100 / difference.baseline
+    half = difference.half_width()
+    interval = "" if half is None else f" ± {percent * half:.2f}"
+    return f"{percent * difference.mean:+.2f}{interval} %".replace("-", "−")
 
 
 def p_values(difference: SeedDifference) -> tuple[float, float]:
-    """Returns p of two one-sided t tests against MARGIN, and of a two-sided one against zero. Over three seeds or more."""
+    """Return p of the two one-sided t tests against MARGIN, and of a two-sided one against zero.
+
+    Needs three seeds.
+    """
     freedom = len(difference.by_seed) - 1
     error = statistics.stdev(difference.by_seed.values()) / math.sqrt(freedom + 1)
-    room = (MARGIN * difference.baseline - abs(difference.mean)) / error
-    inside = t_probability(abs(room), freedom)
-    return (1 - math.copysign(inside, room)) / 2, 1 - t_probability(
-        abs(difference.mean) / error, freedom
-    )
+    size = abs(difference.mean)
+    to_margin = (MARGIN * difference.baseline - size) / error
+    inside = t_probability(abs(to_margin), freedom)
+    equivalence = (1 - math.copysign(inside, to_margin)) / 2
+    return equivalence, 1 - t_probability(size / error, freedom)
 
 
 def holm(p_values: Mapping[tuple[str, str], float]) -> dict[tuple[str, str], float]:
-    """Each p value after Holm's correction over all of them (Holm 1979): the smallest counts n times, the next n - 1 times."""
-    adjusted, largest = {}, 0.0
+    """Return the p values after the correction of Holm (1979) for n tests.
+
+    The smallest is multiplied by n, the next one by n - 1, and so on.
+    """
+    adjusted = {}
+    largest = 0.0
     for place, key in enumerate(sorted(p_values, key=p_values.__getitem__)):
-        largest = adjusted[key] = max(largest, min(1.0, (len(p_values) - place) * p_values[key]))
+        largest = max(largest, min(1.0, (len(p_values) - place) * p_values[key]))
+        adjusted[key] = largest
     return adjusted
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """A figure of all scales: the differences of every cell, and what may be said of those that were to be tested."""
+    """A figure at all scales, by scale and cell: all differences, and the verdicts of the tests."""
 
-    differences: Mapping[tuple[str, str], SeedDifference | None]  # by scale and cell
-    words: Mapping[tuple[str, str], str]
+    differences: Mapping[tuple[str, str], SeedDifference | None]
+    verdicts: Mapping[tuple[str, str], str]  # of tested cells
 
     @classmethod
     def of(cls, scales: Mapping[str, Scale], measure: Measure) -> Endpoint:
+        """Compute the differences of all cells and test those in TESTED."""
         differences = {
             (name, cell): scale.difference(cell, measure)
             for name, scale in scales.items()
             for cell in scale.cells
         }
         tested = {
-            key: each
-            for key, each in differences.items()
-            if key[1] in TESTED and each and len(each.by_seed) >= FEWEST_SEEDS
+            key: difference
+            for key, difference in differences.items()
+            if key[1] in TESTED and difference and len(difference.by_seed) >= FEWEST_SEEDS
         }
-        p = {key: p_values(each) for key, each in tested.items()}
-        equivalence, zero = (
-            holm({key: values[test] for key, values in p.items()}) for test in (0, 1)
-        )
-        words = {key: WORSE if each.mean > 0 else BETTER for key, each in tested.items()}
-        words |= {key: CANNOT_TELL for key in tested if zero[key] >= 1 - CONFIDENCE}
-        words |= {key: EQUIVALENT for key in tested if equivalence[key] < 1 - CONFIDENCE}
-        return cls(differences, words)
+        p = {key: p_values(difference) for key, difference in tested.items()}
+        equivalence = holm({key: values[0] for key, values in p.items()})
+        zero = holm({key: values[1] for key, values in p.items()})
+        verdicts = {}
+        for key, difference in tested.items():
+            if equivalence[key] < 1 - CONFIDENCE:
+                verdicts[key] = EQUIVALENT
+            elif zero[key] >= 1 - CONFIDENCE:
+                verdicts[key] = CANNOT_TELL
+            else:
+                verdicts[key] = WORSE if difference.mean > 0 else BETTER
+        return cls(differences, verdicts)
 
     def verdict(self, scale: str, cell: str) -> str:
-        """The corrected tests' outcome for what was to be tested; all else is an estimate."""
+        """Return the verdict of a tested cell, or "estimate"."""
         difference = self.differences[scale, cell]
         if difference is None:
             return "broke off"
+        if (scale, cell) in self.verdicts:
+            return self.verdicts[scale, cell]
         seeds = len(difference.by_seed)
-        return self.words.get(
-            (scale, cell), "estimate" if seeds >= FEWEST_SEEDS else f"{seeds} seeds: no interval"
-        )
+        if seeds < FEWEST_SEEDS:
+            return f"{plural(seeds, 'seed')}: no interval"
+        return "estimate"
 
 
 def cells_table(scale: Scale, served: Endpoint, training: Endpoint) -> str:
-    """Every cell of a scale beside the baseline, whose own losses stand in the first row."""
+    """Return the table of a scale. The first row has the losses of the baseline."""
     header = [
         "cell",
         "seeds",
@@ -232,122 +260,117 @@ def cells_table(scale: Scale, served: Endpoint, training: Endpoint) -> str:
         "KL",
         "last word",
     ]
-    levels = [
-        f"{scale.level(measure):.4f}" for measure in (served_loss, trained_loss, training_loss)
-    ]
-    words = [run["final"].get("last_word_accuracy") for run in scale.of(BASELINE)]
-    seeds = {run["seed"] for run in scale.of(BASELINE)}
-    last_word = or_dash(mean(words), "{:.1%}".format)
-    rows = [
-        [
-            BASELINE,
-            str(len(seeds)),
-            levels[0],
-            "baseline",
-            levels[1],
-            levels[2],
-            "baseline",
-            "1",
-            last_word,
-        ]
-    ]
-    between = mean(
-        [
-            value
-            for session in scale.sessions.values()
-            for value in session["kl_between_baseline_seeds"]
-        ]
+    between_baselines = mean(
+        value
+        for session in scale.sessions.values()
+        for value in session["kl_between_baseline_seeds"]
     )
-    for cell in scale.cells:
+    rows = []
+    for cell in [BASELINE, *(cell for cell in scale.cells if cell != BASELINE)]:
+        seeds = str(len({run["seed"] for run in scale.of(cell)}))
+        last_word = mean(run["final"].get("last_word_accuracy") for run in scale.of(cell))
         if cell == BASELINE:
-            continue
-        distance = mean([run["final"]["kl_to_baseline"] for run in scale.of(cell)])
-        rows.append(
-            [
-                cell,
-                str(len({run["seed"] for run in scale.of(cell)})),
+            losses = [
+                f"{scale.level(measure):.4f}"
+                for measure in (served_loss, trained_loss, training_loss)
+            ]
+            verdicts = ["baseline", "baseline"]
+            distance = "1"
+        else:
+            losses = [
                 share(served.differences[scale.name, cell]),
-                served.verdict(scale.name, cell),
                 share(scale.difference(cell, trained_loss)),
                 share(training.differences[scale.name, cell]),
-                training.verdict(scale.name, cell),
-                f"{distance / between:.2f}" if distance is not None and between else UNKNOWN,
-                or_dash(
-                    mean([run["final"].get("last_word_accuracy") for run in scale.of(cell)]),
-                    "{:.1%}".format,
-                ),
             ]
-        )
+            verdicts = [served.verdict(scale.name, cell), training.verdict(scale.name, cell)]
+            to_baseline = mean(run["final"]["kl_to_baseline"] for run in scale.of(cell))
+            distance = UNKNOWN
+            if to_baseline is not None and between_baselines:
+                distance = f"{to_baseline / between_baselines:.2f}"
+        row = [cell, seeds, losses[0], verdicts[0], *losses[1:], verdicts[1]]
+        rows.append([*row, distance, or_dash(last_word, "{:.1%}".format)])
     return markdown(header, rows)
 
 
-def mean(values: list[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return statistics.fmean(known) if known else None
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None, or None if there are none."""
+    numbers = [value for value in values if value is not None]
+    return statistics.fmean(numbers) if numbers else None
 
 
 def answer_table(scales: Mapping[str, Scale]) -> str:
-    """The rows of docs/evidence.md."""
-    served, training = Endpoint.of(scales, served_loss), Endpoint.of(scales, training_loss)
+    """Return the table of docs/evidence.md."""
+    served = Endpoint.of(scales, served_loss)
+    training = Endpoint.of(scales, training_loss)
     header = [
         "above BF16",
         "parameters",
-        "tokens a parameter",
+        "tokens per parameter",
         "seeds",
         "served in BF16",
         "verdict",
+        "as trained",
+        "training loss",
+        "its verdict",
     ]
-    header += ["as trained", "training loss", "its verdict"]
     rows = []
     for name, cell, label in ROWS:
-        ours, theirs = served.differences[name, cell], training.differences[name, cell]
-        as_trained = share(scales[name].difference(cell, trained_loss))
-        words = served.verdict(name, cell), training.verdict(name, cell)
         session = scales[name].sessions[1]
+        difference = served.differences[name, cell]
         row = [
             label,
             SIZES[name],
             f"{session['tokens'] / session['parameters']:.0f}",
-            str(len(ours.by_seed)),
-            share(ours),
+            str(len(difference.by_seed)),
+            share(difference),
+            served.verdict(name, cell),
+            share(scales[name].difference(cell, trained_loss)),
+            share(training.differences[name, cell]),
+            training.verdict(name, cell),
         ]
-        rows.append([*row, words[0], as_trained, share(theirs), words[1]])
+        rows.append(row)
     return markdown(header, rows)
 
 
 def draw(scales: Mapping[str, Scale]) -> bytes:
-    """PNG of the column "served in BF16" of the answer: each mean at its value, with its 95 % interval, beside the margin."""
-    from matplotlib.figure import Figure  # half a second, which only drawing should cost
+    """Return a PNG with the differences in BF16 evaluation, their intervals, and the margin."""
+    from matplotlib.figure import Figure  # takes half a second to import
 
-    served, styles = (
-        Endpoint.of(scales, served_loss),
-        {EQUIVALENT: ("#0072B2", "#0072B2"), CANNOT_TELL: ("#D55E00", "#D55E00")},
-    )
+    served = Endpoint.of(scales, served_loss)
+    # Colours of line and marker.
+    styles = {EQUIVALENT: ("#0072B2", "#0072B2"), CANNOT_TELL: ("#D55E00", "#D55E00")}
     figure = Figure(figsize=(10, 5.2), dpi=110, layout="constrained")
     axes = figure.subplots()
     axes.axvspan(-100 * MARGIN, 100 * MARGIN, color="#E8EEF2")
     axes.axvline(0, color="#888888", linewidth=0.8)
     for place, (name, cell, _) in enumerate(ROWS):
-        difference, word = served.differences[name, cell], served.verdict(name, cell)
-        percent, (colour, face) = 100 / difference.baseline, styles.get(word, ("#555555", "white"))
-        mean, half = percent * difference.mean, percent * difference.half_width()
+        difference = served.differences[name, cell]
+        verdict = served.verdict(name, cell)
+        percent = 100 / difference.baseline
+        line, marker = styles.get(verdict, ("#555555", "white"))
         axes.errorbar(
-            mean, place, xerr=half, fmt="o", color=colour, markerfacecolor=face, capsize=3
+            percent * difference.mean,
+            place,
+            xerr=percent * difference.half_width(),
+            fmt="o",
+            color=line,
+            markerfacecolor=marker,
+            capsize=3,
         )
-        text = f"{share(difference)}, {len(difference.by_seed)} seeds: {word}"
         axes.annotate(
-            text,
+            f"{share(difference)}, {len(difference.by_seed)} seeds: {verdict}",
             (1, place),
             (6, 0),
             ("axes fraction", "data"),
             textcoords="offset points",
             va="center",
-            color=colour,
+            color=line,
         )
     axes.set_yticks(range(len(ROWS)), [f"{SIZES[scale]}: {label}" for scale, _, label in ROWS])
     axes.invert_yaxis()
     axes.set_xlabel(
-        f"held-out loss above BF16, %, weights served in BF16; bars: 95 % interval; shaded: margin of {100 * MARGIN:g} %"
+        "held-out loss above BF16 in %, evaluated in BF16; bars: 95 % interval; "
+        f"shaded: margin of {100 * MARGIN:g} %"
     )
     axes.spines[["top", "right"]].set_visible(False)
     picture = io.BytesIO()
@@ -356,33 +379,39 @@ def draw(scales: Mapping[str, Scale]) -> bytes:
 
 
 def page(scales: Mapping[str, Scale]) -> str:
-    """All tables, with the machines and commits behind each."""
-    served, training = Endpoint.of(scales, served_loss), Endpoint.of(scales, training_loss)
-    parts = [
-        "# Evidence: the tables",
-        textwrap.fill(
-            "`python -m benchmarks.evidence.tables` makes this page from `benchmarks/results/loss/`. What the cells are is in "
-            "[design.md](design.md), what they mean in [docs/evidence.md](../../docs/evidence.md). Losses are shares of the "
-            "baseline's, means over seeds with the 95 % interval by Student's t. The verdict is that of two one-sided t tests "
-            f"at 5 % against a margin of {100 * MARGIN:g} %, after Holm's correction over the {len(served.words)} tests of an "
-            "endpoint. KL is over that between baselines of two seeds.",
-            100,
-        ),
-    ]
+    """Return results.md: the tables of all scales, with their machines and commits."""
+    served = Endpoint.of(scales, served_loss)
+    training = Endpoint.of(scales, training_loss)
+    introduction = (
+        "`python -m benchmarks.evidence.tables` makes this page from `benchmarks/results/loss/`. "
+        "[design.md](design.md) describes the cells, and "
+        "[docs/evidence.md](../../docs/evidence.md) discusses the results. "
+        "Differences are percentages of the baseline's loss. They are means over seeds, "
+        "with a 95 % interval by Student's t. Verdicts are those of two one-sided t "
+        f"tests at 5 % against a margin of {100 * MARGIN:g} %, after Holm's correction over the "
+        f"{len(served.verdicts)} tests of an endpoint. KL is the KL divergence from the baseline, "
+        "divided by that between baselines of two seeds."
+    )
+    parts = ["# Evidence: the tables", textwrap.fill(introduction, 100)]
     for scale in scales.values():
         session = scale.sessions[1]
         commits = sorted({run["commit"][:8] for run in scale.runs if run.get("commit")})
-        head = f"{session['parameters']:,} parameters, {session['tokens']:,} tokens; {len(scale.runs)} runs in "
-        head += f"{len(scale.sessions)} sessions on {session['gpus'][0]}s, torch {session['packages']['torch']}. "
+        head = (
+            f"{session['parameters']:,} parameters, {session['tokens']:,} tokens; "
+            f"{plural(len(scale.runs), 'run')} in {plural(len(scale.sessions), 'session')} on "
+            f"{session['gpus'][0]}s, torch {session['packages']['torch']}. "
+            f"Code: {', '.join(commits)}."
+        )
         parts += [
             f"## {scale.name}",
-            textwrap.fill(f"{head}Code: {', '.join(commits)}.", 100),
+            textwrap.fill(head, 100),
             cells_table(scale, served, training),
         ]
     return "\n\n".join(parts) + "\n"
 
 
 def main() -> None:
+    """Write results.md, and the table and picture of docs/evidence.md."""
     scales = {name: Scale.read(name) for name in SCALES}
     replace_file(PAGE, page(scales).encode())
     replace_file(ANSWER, with_tables(ANSWER, "evidence", answer_table(scales)).encode())

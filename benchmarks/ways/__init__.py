@@ -1,1 +1,1 @@
-"""Ways to train the same model on the same packs, one small module each, and the loop that they share."""
+"""Ways to train a model on the same packs, one module each, and their common training loop."""

@@ -1,6 +1,6 @@
-"""accelerate's own FP8 path, as its documentation has it: mixed_precision "fp8" and Transformer Engine's recipe arguments.
+"""accelerate's own FP8 path, as documented: mixed_precision "fp8" and Transformer Engine's recipe.
 
-`accelerator.prepare` does the rest: every linear becomes a te.Linear, the head too, which it unties from the embedding.
+`accelerator.prepare` replaces every linear by a te.Linear. This unties the head from the embedding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The ways that are compared, by name. Ours are overrides of the launcher's recipe; the others are modules of this folder."""
+"""The ways to compare, by name.
+
+Ways of the launcher are overrides of its recipe. Other ways are modules of this folder.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-BASELINE = "hf_eager"  # what every other way's loss and gradient norm are held against
+BASELINE = "hf_eager"  # whose losses and gradient norms all other ways are compared with
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One way. `module`: of the others, None for ours. `precision`: of its products; `weights`: fp32, bf16 or bf16_exact.
+    """A way.
 
-    `packs`: of a microbatch to begin with, None for the recipe's; what takes minutes to compile begins where eager has ended.
+    Attributes:
+        precision: The precision of its GEMMs.
+        weights: fp32, bf16 or bf16_exact.
+        module: The module of another trainer, or None for the launcher.
+        packs: The first number of packs per microbatch that is tried, or None for the recipe's.
+            Ways that compile for minutes start with the number that eager needs.
     """
 
     name: str
@@ -30,7 +38,7 @@ class Entry:
 
     @property
     def floor(self) -> str:
-        """Which of the machine's limits it is measured against: that of the units its products run on."""
+        """Return the name of the machine's limit for its precision."""
         if self.precision in ("fp32", "bf16"):
             return self.precision
         return (
@@ -39,18 +47,18 @@ class Entry:
 
     @property
     def loses_updates(self) -> bool:
-        """BF16 weights under AdamW drop every update of less than half a unit in their last place."""
+        """Return whether its weights lose updates of less than half a unit in the last place."""
         return self.weights == "bf16"
 
 
 @dataclass(frozen=True)
 class Model:
-    """One model to compare on: its recipe, the accelerate configuration that ours runs under, and its ways in order."""
+    """A model: its recipe, the accelerate configuration for the launcher, and its ways in order."""
 
     recipe: Path
     configuration: Path
     entries: tuple[Entry, ...]
-    whole_documents: bool = False  # each pack is one
+    whole_documents: bool = False  # each pack is one document
 
 
 def other(
@@ -60,14 +68,19 @@ def other(
 
 
 def ours(variants: Mapping[str, str]) -> tuple[Entry, ...]:
-    """The launcher's variants, each a name and its overrides, from which precision, weights and label are read."""
+    """Return the ways of the launcher. `variants` has their overrides by name."""
     entries = []
     for name, text in variants.items():
         overrides = dict(part.split("=", 1) for part in text.split())
-        precision, weights = overrides["precision"], overrides["weights"]
-        more = [part for part in text.split() if not part.startswith(("precision=", "weights="))]
-        label = ", ".join(["ours", precision, *(part.rpartition(".")[2] for part in more)])
-        entries.append(Entry(name, label, precision, weights, overrides=tuple(text.split())))
+        precision = overrides["precision"]
+        options = [
+            part.rpartition(".")[2]
+            for part in text.split()
+            if not part.startswith(("precision=", "weights="))
+        ]
+        label = ", ".join(["ours", precision, *options])
+        parts = tuple(text.split())
+        entries.append(Entry(name, label, precision, overrides["weights"], overrides=parts))
     return tuple(entries)
 
 
@@ -89,9 +102,11 @@ OTHERS = (
     ),
 )
 
+EXACT = "precision=delayed weights=bf16_exact"
+EXACT_HEAD = f"{EXACT} fp8_config.scope=linear+head"
 OURS = {
-    "delayed_exact": "precision=delayed weights=bf16_exact",
-    "delayed_exact_head": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head",
+    "delayed_exact": EXACT,
+    "delayed_exact_head": EXACT_HEAD,
     "delayed_fp32": "precision=delayed weights=fp32",
     "delayed_bf16": "precision=delayed weights=bf16",
     "current_exact": "precision=current weights=bf16_exact",
@@ -101,32 +116,37 @@ OURS = {
     "bf16_exact": "precision=bf16 weights=bf16_exact",
     "bf16_fp32": "precision=bf16 weights=fp32",
     "bf16_bf16": "precision=bf16 weights=bf16",
-    # What single options give, each against delayed_exact or delayed_exact_head.
-    "delayed_exact_bf16_moments": "precision=delayed weights=bf16_exact optimizer.moments=bf16",
-    "delayed_exact_bf16_gradients": "precision=delayed weights=bf16_exact optimizer.gradients=bf16",
-    "delayed_exact_16_packs": "precision=delayed weights=bf16_exact batch.microbatch=16",
-    "delayed_exact_head_16_packs": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head batch.microbatch=16",
-    "delayed_exact_head_4_packs": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head batch.microbatch=4",
-    "delayed_exact_head_chunk_8192": "precision=delayed weights=bf16_exact fp8_config.scope=linear+head loss.chunk=8192",
-    "delayed_exact_unfused": "precision=delayed weights=bf16_exact model.fused=off",
-    "delayed_exact_varlen": "precision=delayed weights=bf16_exact model.attention=varlen",
+    # Variants with one more option, to compare with delayed_exact or delayed_exact_head.
+    "delayed_exact_bf16_moments": f"{EXACT} optimizer.moments=bf16",
+    "delayed_exact_bf16_gradients": f"{EXACT} optimizer.gradients=bf16",
+    "delayed_exact_16_packs": f"{EXACT} batch.microbatch=16",
+    "delayed_exact_head_16_packs": f"{EXACT_HEAD} batch.microbatch=16",
+    "delayed_exact_head_4_packs": f"{EXACT_HEAD} batch.microbatch=4",
+    "delayed_exact_head_chunk_8192": f"{EXACT_HEAD} loss.chunk=8192",
+    "delayed_exact_unfused": f"{EXACT} model.fused=off",
+    "delayed_exact_varlen": f"{EXACT} model.attention=varlen",
 }
 
-# The recipe keeps gradients in BF16 and recomputes every layer; BF16 moments make room for all layers, and for FP32 gradients.
-NOT_RECOMPUTED = "optimizer.moments=bf16 optimizer.gradients=fp32 model.gradient_checkpointing=none batch.microbatch=1"
+# The recipe has BF16 gradients and recomputes every layer. With BF16 moments, FP32 gradients fit
+# without recomputation.
+NOT_RECOMPUTED = (
+    "optimizer.moments=bf16 optimizer.gradients=fp32 model.gradient_checkpointing=none "
+    "batch.microbatch=1"
+)
 BF16_STATE = NOT_RECOMPUTED.replace("gradients=fp32", "gradients=bf16")
 OURS_8B = {
-    "delayed_exact": "precision=delayed weights=bf16_exact",
-    "delayed_exact_bf16_moments": f"precision=delayed weights=bf16_exact {NOT_RECOMPUTED}",
-    "delayed_exact_head_bf16_moments": f"precision=delayed weights=bf16_exact fp8_config.scope=linear+head {NOT_RECOMPUTED}",
-    "delayed_exact_bf16_state": f"precision=delayed weights=bf16_exact {BF16_STATE}",
-    "delayed_exact_head_bf16_state": f"precision=delayed weights=bf16_exact fp8_config.scope=linear+head {BF16_STATE}",
+    "delayed_exact": EXACT,
+    "delayed_exact_bf16_moments": f"{EXACT} {NOT_RECOMPUTED}",
+    "delayed_exact_head_bf16_moments": f"{EXACT_HEAD} {NOT_RECOMPUTED}",
+    "delayed_exact_bf16_state": f"{EXACT} {BF16_STATE}",
+    "delayed_exact_head_bf16_state": f"{EXACT_HEAD} {BF16_STATE}",
     "bf16_exact": "precision=bf16 weights=bf16_exact",
 }
 
 OURS_TINY = {"fp32": "precision=fp32 weights=fp32"}
 
-GPU, CPU = Path("accelerate_configs/bf16.yaml"), Path("accelerate_configs/cpu.yaml")
+GPU = Path("accelerate_configs/bf16.yaml")
+CPU = Path("accelerate_configs/cpu.yaml")
 MODELS = {
     "qwen3_1_7b": Model(Path("benchmarks/qwen3_1_7b.yaml"), GPU, (*OTHERS, *ours(OURS))),
     "llama_8b": Model(Path("benchmarks/llama_3_1_8b.yaml"), GPU, ours(OURS_8B)),

@@ -1,4 +1,4 @@
-"""Plain Hugging Face under one torch.compile: the whole model, loss included, in as few graphs as the compiler makes of it."""
+"""Plain Hugging Face with torch.compile around the complete model, including the loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plain Hugging Face, eager: what one gets from transformers, an optimizer and a loop."""
+"""Plain Hugging Face, eager: transformers, an optimizer and a loop."""
 
 from __future__ import annotations
 

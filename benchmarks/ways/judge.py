@@ -1,10 +1,10 @@
-"""Is it the same training? A way that is fast at something else is marked, and not ranked.
+"""Check that a way trains the same model as plain Hugging Face. A wrong way is not ranked.
 
-All ways begin with the same weights and see the same text, so the first step's loss must agree with plain Hugging Face's to what
-its rounding explains, and so must the gradient norms of the first steps. Norms are judged by their median ratio: delayed scaling
-that starts with an empty history loses most of its very first gradient, and is itself again a step later. How the loss then falls
-tells whether updates arrive. One way to lose them is known and chosen by many, BF16 weights that drop small updates, and has a
-mark of its own.
+All ways start with the same weights and see the same data. So the first loss and the first gradient
+norms must agree with plain Hugging Face, up to rounding. Norms are compared by their median ratio,
+because delayed scaling with an empty history loses most of the first gradient and recovers one step
+later. The last loss shows whether the weights are updated. BF16 weights lose small updates. This is
+a common choice, so it has its own verdict.
 """
 
 from __future__ import annotations
@@ -17,13 +17,17 @@ from typing import Any
 from benchmarks.ways.entries import Entry
 
 COMPARED = 4  # steps whose gradient norms are compared
-# nats that the last step's loss may be off, which plain BF16 weights exceed at the second step
-FALL = 0.1
+# Tolerance of the last loss, in nats. Plain BF16 weights exceed it at the second step.
+LAST_LOSS = 0.1
 
-RIGHT, WRONG, LOSES, UNKNOWN = "right", "wrong", "loses updates", "not judged"
+RIGHT = "right"
+WRONG = "wrong"
+LOSES = "loses updates"
+UNKNOWN = "not judged"
 
-# Nats of the first loss, and share of the gradient norm, by precision. FP8's products have noise that a model of random weights
-# turns into 0.02 nats; delayed scaling, besides, cuts what exceeds the largest value that it has seen.
+# Tolerances of the first loss, in nats, and of the gradient norm, as a share. In a model with
+# random weights, the rounding of FP8 GEMMs changes the loss by 0.02 nats. Delayed scaling also cuts
+# values above the largest recorded one.
 TOLERANCES = {
     "fp32": {"loss": 0.005, "gradient_norm": 0.02},
     "bf16": {"loss": 0.02, "gradient_norm": 0.1},
@@ -36,10 +40,13 @@ TOLERANCES = {
 def judge(
     entry: Entry, measured: Mapping[str, Any], baseline: Mapping[str, Any] | None
 ) -> tuple[str, list[str]]:
-    """One of RIGHT, WRONG, LOSES and UNKNOWN, and why.
+    """Return RIGHT, WRONG, LOSES or UNKNOWN, and the reasons.
 
-    `measured` and `baseline`, of ways that have run, hold the losses and gradient norms of every step and, except of ours, the
-    number of their parameters and of those in the optimizer. `baseline` is None where it has not run.
+    Args:
+        entry: The way.
+        measured: Its losses and gradient norms of every step. Ways of other trainers also have the
+            number of parameters, and of parameters in the optimizer.
+        baseline: The same figures of plain Hugging Face, or None if it has not run.
     """
     reasons = untrained(measured, baseline)
     if not all(map(math.isfinite, [*measured["losses"], *measured["gradient_norms"]])):
@@ -53,44 +60,49 @@ def judge(
     first = measured["losses"][0] - baseline["losses"][0]
     if abs(first) > tolerance["loss"]:
         reasons.append(
-            f"first loss {first:+.4f} off eager's {baseline['losses'][0]:.4f}, {tolerance['loss']:g} allowed"
+            f"first loss {first:+.4f} off eager's {baseline['losses'][0]:.4f}, "
+            f"{tolerance['loss']:g} allowed"
         )
-    # Weights that lose updates are elsewhere after the first, and their gradients are those of that place.
-    ratio = norm_ratio(
-        measured, baseline, 1 if entry.loses_updates and entry.precision != "delayed" else COMPARED
-    )
+    # Weights that lose updates differ after the first step, and so do their gradients.
+    steps = 1 if entry.loses_updates and entry.precision != "delayed" else COMPARED
+    ratio = norm_ratio(measured, baseline, steps)
     if abs(ratio - 1) > tolerance["gradient_norm"]:
         reasons.append(
-            f"gradient norm {ratio:.2f} times eager's, {100 * tolerance['gradient_norm']:.0f} % off allowed"
+            f"gradient norm {ratio:.2f} times eager's, "
+            f"{100 * tolerance['gradient_norm']:.0f} % off allowed"
         )
     if reasons:
         return WRONG, reasons
     step = min(len(measured["losses"]), len(baseline["losses"])) - 1
-    fall = measured["losses"][step] - baseline["losses"][step]
-    if abs(fall) <= FALL:
+    base_loss = baseline["losses"][step]
+    last = measured["losses"][step] - base_loss
+    if abs(last) <= LAST_LOSS:
         return RIGHT, []
-    off = f"loss {fall:+.3f} off eager's {baseline['losses'][step]:.3f} at step {step + 1}, {FALL:g} allowed"
-    return (LOSES if entry.loses_updates else WRONG), [off]
+    reason = f"loss {last:+.3f} off eager's {base_loss:.3f} at step {step + 1}"
+    verdict = LOSES if entry.loses_updates else WRONG
+    return verdict, [f"{reason}, {LAST_LOSS:g} allowed"]
 
 
 def untrained(measured: Mapping[str, Any], baseline: Mapping[str, Any] | None) -> list[str]:
-    """Parameters that no optimizer updates, and parameters that the model has not: a head untied from the embedding is both."""
-    parameters, reasons = measured.get("parameters"), []
-    # ours proves before its first step that all are trained, and counts none
+    """Return errors about parameters without an optimizer, and about a wrong number of parameters.
+
+    A head that is untied from the embedding causes both.
+    """
+    parameters = measured.get("parameters")
+    reasons: list[str] = []
+    # The launcher has no such figures: it checks before its first step that all are trained.
     if parameters is None:
         return reasons
     if left := parameters - measured["updated_parameters"]:
         reasons.append(f"{left:,} parameters are in no optimizer")
     if baseline and parameters != baseline["parameters"]:
-        reasons.append(
-            f"{parameters:,} parameters where the model has {baseline['parameters']:,}: another model"
-        )
+        reasons.append(f"{parameters:,} parameters, but the model has {baseline['parameters']:,}")
     return reasons
 
 
 def norm_ratio(measured: Mapping[str, Any], baseline: Mapping[str, Any], steps: int) -> float:
-    """Median over the first steps of this way's gradient norm over the baseline's."""
+    """Return the median ratio of the gradient norms of the first steps to the baseline's."""
     pairs = zip(
         measured["gradient_norms"][:steps], baseline["gradient_norms"][:steps], strict=False
     )
-    return statistics.median(ours / theirs for ours, theirs in pairs)
+    return statistics.median(norm / base_norm for norm, base_norm in pairs)

@@ -1,6 +1,6 @@
-"""The reference's way: every linear but the head becomes a te.Linear, and Liger's kernels do SwiGLU, RMSNorm and the loss.
+"""The way of the reference: te.Linear, except for the head, and Liger's SwiGLU, RMSNorm and loss.
 
-FP8 with delayed scaling, E4M3 in both directions, a history that starts empty, nothing compiled.
+FP8 with delayed scaling, E4M3 in both directions, empty histories at the start, not compiled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def build(task: Task) -> Way:
         inputs = task.inputs(batch)
         labels = inputs.pop("labels")
         with task.autocast(), te.autocast(enabled=True, recipe=recipe):
-            # Liger asks the configuration for `return_dict`, which transformers 5 no longer keeps there.
+            # Liger reads `return_dict` from the configuration. transformers 5 has removed it there.
             options = {"num_items_in_batch": step_tokens, "use_cache": False, "return_dict": True}
             output = hf(**inputs, labels=labels, shift_labels=labels, **options)
         return output.loss
@@ -41,7 +41,7 @@ def build(task: Task) -> Way:
 
 
 def convert_linears(module: nn.Module) -> None:
-    """Put a te.Linear of the same weights in the place of every linear below `module`, except the head."""
+    """Replace every linear below `module`, except the head, by a te.Linear with its weights."""
     import transformer_engine.pytorch as te
 
     for name, child in module.named_children():
@@ -50,7 +50,8 @@ def convert_linears(module: nn.Module) -> None:
         if not isinstance(child, nn.Linear):
             convert_linears(child)
             continue
-        weight, bias = child.weight, child.bias
+        weight = child.weight
+        bias = child.bias
         linear = te.Linear(
             child.in_features,
             child.out_features,

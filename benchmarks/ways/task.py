@@ -1,8 +1,8 @@
-"""What every way is given, and what it makes of it: a model, an optimizer, and the loss of a microbatch.
+"""The task of a way, and the result: a model, an optimizer, and the loss of a microbatch.
 
-All start from the launcher's own draw of weights, read the launcher's batches, attend through the same variable-length kernel
-and are updated by torch's AdamW with the recipe's settings. What is left to differ is what is compared: how the layers, their
-products and the loss are computed.
+All ways have the initial weights and the batches of the launcher, the same kernel for attention
+over documents, and torch's AdamW with the settings of the recipe. So they differ only in the
+computation of layers, GEMMs and loss.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pretrain.settings.recipe import Recipe
 
 @dataclass(frozen=True)
 class Task:
-    """One model to train. `weights`: "fp32", computing in BF16 under torch's autocast, or "bf16", parameters and all."""
+    """A model to train. `weights` is "fp32" (with BF16 autocast) or "bf16" (BF16 parameters)."""
 
     recipe: Recipe
     device: torch.device
@@ -41,42 +41,49 @@ class Task:
 
     @property
     def attention(self) -> str:
-        """torch's variable-length FlashAttention-2 on a GPU, which is what Hugging Face users get; a mask on a CPU."""
+        """Return the attention: FlashAttention-2 on a GPU, as in Hugging Face; a mask on a CPU."""
         return "packed_varlen" if self.device.type == "cuda" else "packed_sdpa"
 
     def hugging_face_model(self) -> PreTrainedModel:
-        """The launcher's draw: drawn in FP32 from the recipe's seed, then rounded to the dtype of the weights."""
+        """Return the model with the launcher's initial weights, rounded from FP32 to `weights`."""
         dtype = torch.float32 if self.weights == "fp32" else torch.bfloat16
-        settings, seed = self.recipe.model, self.recipe.seed
         hf = model.build(
-            settings,
+            self.recipe.model,
             self.config,
             weights=dtype,
-            seed=seed,
+            seed=self.recipe.seed,
             device=self.device,
             backend=self.attention,
         )
         return hf.train()
 
     def adamw(self, parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
-        """torch's, fused where it can be, with the recipe's settings; matrices and embeddings decay, as in the launcher."""
-        settings, every = self.recipe.optimizer, list(parameters)
+        """Return torch's AdamW with the settings of the recipe, fused on a GPU.
+
+        Matrices and embeddings decay, as in the launcher.
+        """
+        settings = self.recipe.optimizer
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for parameter in parameters:
+            (matrices if parameter.ndim > 1 else vectors).append(parameter)
         groups = [
-            {"params": [p for p in every if p.ndim > 1], "weight_decay": settings.weight_decay},
-            {"params": [p for p in every if p.ndim <= 1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         options = {"lr": settings.learning_rate, "betas": settings.betas, "eps": settings.eps}
         return torch.optim.AdamW(groups, **options, fused=self.device.type == "cuda")
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """BF16 for FP32 weights on a GPU; on a CPU, where BF16 is slow, the tiny model computes in FP32."""
+        """Return BF16 autocast for FP32 weights on a GPU. BF16 is slow on a CPU."""
         if self.weights == "fp32" and self.device.type == "cuda":
             return torch.autocast("cuda", torch.bfloat16)
         return nullcontext()
 
     def batches(self, microbatch: int, rank: int = 0, world_size: int = 1) -> BatchStream:
-        """The launcher's own, `microbatch` packs at once."""
-        data, packs = self.recipe.data, open_packs(self.recipe.data, "train")
+        """Return the batches of the launcher, with `microbatch` packs at a time."""
+        data = self.recipe.data
+        packs = open_packs(data, "train")
         return BatchStream(
             packs,
             order_of(packs, self.recipe.batch.tokens // data.length, self.recipe.seed),
@@ -89,7 +96,7 @@ class Task:
         )
 
     def inputs(self, batch: Microbatch) -> dict[str, Any]:
-        """What the Hugging Face model's forward takes: ids, positions, labels, and where documents begin and end."""
+        """Return the arguments of the model's forward: ids, positions, labels and documents."""
         inputs = inputs_of(batch, self.device)
         if self.attention == "packed_sdpa":
             inputs["document_mask"] = attention.document_mask(
@@ -100,9 +107,13 @@ class Task:
 
 @dataclass
 class Way:
-    """A way, ready to train: `loss` gives a microbatch's share of the step's mean loss, its sum over the step's valid tokens.
+    """A way that is ready to train.
 
-    `model`: whose parameters are to be trained. `optimizer`: over those that will be.
+    Attributes:
+        model: The model. All of its parameters should be trained.
+        optimizer: The optimizer with the parameters that will be trained.
+        loss: Returns the summed loss of a microbatch, divided by the number of labels of the step.
+        backward: Computes the gradients of a loss.
     """
 
     model: nn.Module
@@ -112,23 +123,25 @@ class Way:
 
 
 class Builder(Protocol):
-    """What a module of this folder offers."""
+    """The functions of a module of this folder."""
 
     def obstacle(self, device: torch.device) -> str | None:
-        """Why this way cannot run here; None where it can. Checked before anything is built."""
+        """Return the reason why this way cannot run on `device`, or None if it can."""
         ...
 
-    def build(self, task: Task) -> Way: ...
+    def build(self, task: Task) -> Way:
+        """Build the model and the optimizer."""
+        ...
 
 
 def hugging_face_loss(
     task: Task, forward: Callable[..., Any]
 ) -> Callable[[Microbatch, int], Tensor]:
-    """The loss as transformers computes it itself: all logits of the microbatch, in FP32, and torch's cross-entropy."""
+    """Return the loss function of transformers: cross-entropy of all FP32 logits."""
 
     def loss(batch: Microbatch, step_tokens: int) -> Tensor:
         inputs = task.inputs(batch)
-        labels = inputs.pop("labels")  # shifted already, with document boundaries masked
+        labels = inputs.pop("labels")  # already shifted; boundaries of documents are masked
         with task.autocast():
             output = forward(
                 **inputs,
@@ -143,7 +156,7 @@ def hugging_face_loss(
 
 
 def missing(device: torch.device, *packages: str, needs_gpu: bool) -> str | None:
-    """What of a GPU and of these packages is not here, in words; None where all of it is."""
+    """Return a message if a GPU or a package is missing, or None."""
     if needs_gpu and device.type != "cuda":
         return f"needs a CUDA device, this is {device.type}"
     absent = [package for package in packages if importlib.util.find_spec(package) is None]

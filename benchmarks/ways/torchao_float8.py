@@ -1,6 +1,7 @@
-"""torchtitan's float8 way: torchao's tensorwise float8 in every linear but the head, and torch.compile a layer at a time.
+"""float8 as in torchtitan: torchao's tensorwise float8 in all linears except the head, compiled.
 
-Scales come from each tensor itself, at every product. The loss is compiled too, over all logits, as torchtitan does it.
+Each GEMM computes its scales from its tensors. Each layer is compiled, and so is the loss over all
+logits.
 """
 
 from __future__ import annotations
@@ -43,5 +44,5 @@ def build(task: Task) -> Way:
 
 
 def sum_of_losses(logits: Tensor, labels: Tensor) -> Tensor:
-    """Logits [1, T, vocabulary], labels [1, T] int64 -> the sum of losses, FP32."""
+    """Return the summed loss, FP32. `logits` is [1, T, vocabulary], `labels` [1, T] int64."""
     return F.cross_entropy(logits[0].float(), labels[0], ignore_index=IGNORE, reduction="sum")

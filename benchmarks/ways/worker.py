@@ -1,8 +1,10 @@
-"""One way in a process of its own: the training loop that all ways share. It ends with one line of JSON on stdout.
+"""Train one way in its own process, and print the result as one line of JSON.
 
-    python -m benchmarks.ways.worker benchmarks.ways.hf_eager --recipe benchmarks/qwen3_1_7b.yaml --microbatch 8 --steps 11
+    python -m benchmarks.ways.worker benchmarks.ways.hf_eager \\
+        --recipe benchmarks/qwen3_1_7b.yaml --microbatch 8 --steps 11
 
-`benchmarks.throughput` starts it. A step is timed as the launcher times one: from asking for its data to the end of its update.
+`benchmarks.throughput` starts this command. As in the launcher, a step is timed from the request
+for its data to the end of its update.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ def main() -> None:
         task = Task(load_recipe(arguments.recipe, arguments.overrides), device, arguments.weights)
         try:
             result = train(builder.build(task), task, arguments.microbatch, arguments.steps)
-        # the caller tries again in a fresh process, with a smaller microbatch
+        # The caller tries a smaller microbatch in a new process.
         except torch.OutOfMemoryError as error:
             result = {"status": "out of memory", "reason": str(error).partition(". ")[0]}
     print(json.dumps(result), flush=True)
@@ -48,9 +50,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "module", help="a module with `obstacle` and `build`, such as benchmarks.ways.hf_eager"
     )
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="over the recipe's settings"
-    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32")
     parser.add_argument("--microbatch", type=int, required=True, help="packs in one forward pass")
@@ -59,11 +59,9 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
-    """Train `steps` steps, the very packs and learning rates of the launcher's; figures of every step."""
-    recipe, figures = (
-        task.recipe,
-        {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []},
-    )
+    """Train with the packs and learning rates of the launcher. Return the figures of every step."""
+    recipe = task.recipe
+    figures = {"losses": [], "gradient_norms": [], "step_ms": [], "data_wait_ms": []}
     parameters = {id(p): p for p in way.model.parameters() if p.requires_grad}
     updated = {id(p): p for group in way.optimizer.param_groups for p in group["params"]}
     with task.batches(microbatch).steps(0, steps) as batches:
@@ -73,9 +71,8 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
             set_learning_rate(way.optimizer, rate)
             loss, norm = train_step(way, next(batches), recipe.optimizer.clip, task.device)
             seconds = time.perf_counter() - began
-            for key, value in zip(
-                figures, (loss, norm, seconds * 1e3, batches.data_wait_ms), strict=True
-            ):
+            values = (loss, norm, seconds * 1e3, batches.data_wait_ms)
+            for key, value in zip(figures, values, strict=True):
                 figures[key].append(value)
     return {
         "status": "ok",
@@ -89,7 +86,7 @@ def train(way: Way, task: Task, microbatch: int, steps: int) -> dict[str, Any]:
 def train_step(
     way: Way, batches: StepBatches, clip: float | None, device: torch.device
 ) -> tuple[float, float]:
-    """Forward and backward over all microbatches, clip, update; the step's mean loss and the norm before clipping."""
+    """Train one step. Return its mean loss and the gradient norm before clipping."""
     losses = []
     for batch in batches.microbatches:
         loss = way.loss(batch, batches.valid_tokens)
@@ -102,7 +99,7 @@ def train_step(
     way.optimizer.zero_grad(set_to_none=True)
     figures = torch.stack([torch.stack(losses).sum(), norm.float()]).tolist()
     if device.type == "cuda":
-        torch.cuda.synchronize()  # the update, which the figures do not wait for
+        torch.cuda.synchronize()  # wait for the update too
     return figures[0], figures[1]
 
 

@@ -77,7 +77,7 @@ def test_packs_are_not_prepared_over_a_folder_of_somebody_elses(
     assert contents(tmp_path / "packs") == {"thesis.tex": b"years of work"}
 
 
-def test_a_disk_that_fills_up_leaves_the_last_checkpoint_from_which_the_same_command_goes_on(
+def test_a_run_resumes_from_the_last_checkpoint_after_a_full_disk(
     small_disk: Path, small_recipe: dict[str, Any], tmp_path: Path, start_here: Callable
 ) -> None:
     run_dir, path, log = small_disk / "run", tmp_path / "recipe.yaml", tmp_path / "log"

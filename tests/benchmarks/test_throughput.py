@@ -79,7 +79,7 @@ def test_ours_and_plain_hugging_face_train_the_same(measured: dict[str, Any]):
     )
 
 
-def test_figures_are_medians_with_their_spread_and_a_way_with_wrong_labels_is_wrong(
+def test_figures_are_medians_and_wrong_labels_are_judged_wrong(
     measured: dict[str, Any],
 ):
     for way in (measured["ways"]["fp32"], measured["ways"]["hf_eager"]):
@@ -163,7 +163,7 @@ SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
         ("bf16", "fp32", run_of([12.34, float("nan")], [4.5, 4.0]), WRONG),
     ],
 )
-def test_a_run_is_judged_by_eagers_losses_and_norms_as_its_precision_allows(
+def test_the_tolerances_of_the_judge_depend_on_the_precision(
     precision: str, weights: str, run: dict[str, Any], verdict: str
 ):
     entry = Entry("way", "a way", precision, weights)
@@ -181,7 +181,7 @@ def test_settings_of_a_shape_are_ones_that_its_runs_take(name: str) -> None:
         )
 
 
-def test_the_table_of_shapes_has_gains_over_bf16_and_how_far_apart_steps_are() -> None:
+def test_the_table_of_shapes_has_gains_over_bf16_and_spreads() -> None:
     result = json.loads((ROOT / "benchmarks/results/speed/h200_shapes.json").read_text())
     (row,) = [
         line for line in shapes.table(result).splitlines() if line.startswith("| GPT-2 124M ")

@@ -1,4 +1,4 @@
-"""What `make demo` does with the commands that it runs."""
+"""`make demo` passes on exit codes and interrupts of its commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from demo.__main__ import run
 
 
-def test_a_failed_commands_exit_code_passes_through_and_ctrl_c_waits_for_its_end(tmp_path: Path):
+def test_run_raises_the_exit_code_and_waits_after_ctrl_c(tmp_path: Path):
     with pytest.raises(subprocess.CalledProcessError) as failure:
         run([sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"])
     assert failure.value.returncode == 137

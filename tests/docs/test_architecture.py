@@ -1,8 +1,9 @@
-"""docs/architecture.md speaks of this code: every file, class and function that it names is there, where it says.
+"""Pages about the code name only files, classes and functions that exist.
 
-What is read: text in single backticks. `pretrain/model/packed.py` is a file and `pretrain/model/` a folder, from the top of the
-repository. Names in the parentheses that follow a file, as in `train_accelerate.py` (`train`, `train_step`), must be defined in
-it. Elsewhere a class, or `Class.method`, must be defined somewhere, and any other name must at least occur in the code.
+The test reads text in single backticks. `pretrain/model/packed.py` is a file and `pretrain/model/`
+a folder, relative to the repository. Names in parentheses after a file, as in `train_accelerate.py`
+(`train`, `train_step`), must be defined in that file. Any other class or `Class.method` must be
+defined somewhere, and any other name must occur in the code.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import re
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 from tests.conftest import ROOT
 
-PAGE = ROOT / "docs" / "architecture.md"
+PAGES = ("architecture.md", "tour.md")
 PRODUCT = ("foundation", "packing", "pretrain", "demo", "benchmarks")
 PATH = re.compile(r"[\w./-]+(/|\.(py|md|yaml|toml|txt|json|jsonl))")
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
@@ -22,7 +25,7 @@ NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*(\(\))?")
 
 @cache
 def defined_in(path: Path) -> set[str]:
-    """Functions, classes, methods, attributes of classes and constants of the file, as a reader names them: `Class.method`."""
+    """Return the functions, classes, methods and constants of a file. Methods as `Class.method`."""
     names: set[str] = set()
 
     def add(body: list[ast.stmt], prefix: str) -> None:
@@ -43,6 +46,7 @@ def defined_in(path: Path) -> set[str]:
 
 @cache
 def product_files() -> tuple[Path, ...]:
+    """Return all Python files of the product."""
     return (
         *ROOT.glob("*.py"),
         *(path for folder in PRODUCT for path in (ROOT / folder).rglob("*.py")),
@@ -50,20 +54,21 @@ def product_files() -> tuple[Path, ...]:
 
 
 def exists_somewhere(name: str) -> bool:
+    """Return whether the code defines a class or method, or contains another name."""
     if any(part[:1].isupper() for part in name.split(".")):
         return any(name in defined_in(path) for path in product_files())
+    last_part = name.rpartition(".")[2]
     return any(
-        re.search(rf"\b{name.rpartition('.')[2]}\b", path.read_text(encoding="utf-8"))
-        for path in product_files()
+        re.search(rf"\b{last_part}\b", path.read_text(encoding="utf-8")) for path in product_files()
     )
 
 
 def missing_from(text: str) -> list[str]:
-    """What the page names and the code does not have, one line each."""
+    """Return one line for each name that the page has and the code does not have."""
     text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
     quoted = re.findall(r"`([^`\n]+)`", text)
     missing = [
-        f"{path}: is not there"
+        f"{path}: does not exist"
         for path in quoted
         if PATH.fullmatch(path) and not (ROOT / path).exists()
     ]
@@ -72,16 +77,24 @@ def missing_from(text: str) -> list[str]:
         for name in quoted
         if NAME.fullmatch(name) and not PATH.fullmatch(name)
     ]
-    missing += [f"{name}: is nowhere in the code" for name in names if not exists_somewhere(name)]
-    for path, several in re.findall(
+    missing += [f"{name}: does not occur" for name in names if not exists_somewhere(name)]
+    for path, listed in re.findall(
         r"`([\w./-]+\.py)`\s*[(,]\s*(`[^`\n]+`(?:(?:,|,?\s+and)\s+`[^`\n]+`)*)", text
     ):
-        named = {
-            name for name in re.findall(r"`([^`]+?)(?:\(\))?`", several) if not PATH.fullmatch(name)
+        in_file = {
+            name for name in re.findall(r"`([^`]+?)(?:\(\))?`", listed) if not PATH.fullmatch(name)
         }
-        missing += [f"{name}: is not defined in {path}" for name in named - defined_in(ROOT / path)]
+        missing += [f"{name}: not defined in {path}" for name in in_file - defined_in(ROOT / path)]
     return missing
 
 
-def test_everything_that_the_page_names_is_there():
-    assert missing_from(PAGE.read_text(encoding="utf-8")) == []
+@pytest.mark.parametrize("page", PAGES)
+def test_every_name_on_the_page_exists(page: str):
+    assert missing_from((ROOT / "docs" / page).read_text(encoding="utf-8")) == []
+
+
+def test_every_name_in_the_pictures_exists():
+    for picture in (ROOT / "docs/pictures").glob("*.svg"):
+        code = re.findall(r"monospace[^>]*>([^<]+)<", picture.read_text(encoding="utf-8"))
+        text = " ".join(f"`{name}`" for line in code for name in line.split(", "))
+        assert missing_from(text) == [], picture.name

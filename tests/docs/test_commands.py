@@ -37,7 +37,10 @@ def quoted_settings(text: str) -> list[str]:
 
 
 def environment_of(command: str) -> dict[str, str]:
-    """Return accelerate's variables for the configuration that `command` names, else for FP8."""
+    """Return accelerate's variables for the configuration file of `command`.
+
+    Without one, those for FP8 if the command sets fp8_config, or else for BF16.
+    """
     named = re.search(r"--config_file (\S+)", command)
     if not named:
         return {"ACCELERATE_MIXED_PRECISION": "fp8" if "fp8_config." in command else "bf16"}
@@ -54,7 +57,7 @@ def check(command: str, recipe: Path, *before: str) -> None:
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.yaml")), ids=lambda path: path.stem)
-def test_what_a_recipes_comment_prints_is_accepted(path: Path) -> None:
+def test_commands_in_a_recipes_comment_are_accepted(path: Path) -> None:
     lines = comment_of(path)
     for name in re.findall(FILE, " ".join(lines)):
         assert (ROOT / name).is_file()
@@ -65,7 +68,7 @@ def test_what_a_recipes_comment_prints_is_accepted(path: Path) -> None:
 
 
 def test_settings_in_coming_from_are_accepted_by_a_guides_recipe() -> None:
-    """With the guide's horizon and a warmup of 2,000 steps, which a short run has to replace."""
+    """The recipe has the horizon of the guide. A short run would need a shorter warmup."""
     page = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
     guides = page.partition("## The guides behind the recipes")[2].partition("\n## ")[0]
     commands = quoted_settings(guides)

@@ -1,4 +1,4 @@
-"""README: its block for one's own text works. Of all pages: links lead somewhere, files and commands that are named exist."""
+"""The README's block for your own text works. Links, files and commands of all pages exist."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WIDTH = 100
 
 @pytest.mark.long
 def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
-    """As it stands, but for the number of steps, of which a twentieth learns enough, in a copy of the checkout."""
+    """The block runs in a copy of the checkout, with a twentieth of its steps."""
     for name in ("foundation", "packing", "pretrain", "accelerate_configs"):
-        # with what Python has compiled: four processes begin with it
+        # Includes Python's bytecode, because the block starts four processes.
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "train_accelerate.py", tmp_path)
     (tmp_path / ".venv").symlink_to(sys.prefix)
@@ -36,12 +36,12 @@ def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
     for number, document in enumerate(islice(library_documents(standard_library()), 400)):
         (tmp_path / "my_text" / f"{number}.txt").write_text(document.text, encoding="utf-8")
     (block,) = re.findall(r"<!-- own text: .*?-->\n```bash\n(.*?)```", README, re.DOTALL)
-    for many, few in (
+    for original, short in (
         ("train: {steps: 200}\n", "train: {steps: 10}\n"),
         ("warmup: 20,", "warmup: 2,"),
     ):
-        assert block.count(many) == 1
-        block = block.replace(many, few)
+        assert block.count(original) == 1
+        block = block.replace(original, short)
     done = subprocess.run(
         ["bash", "-e", "-c", block],
         cwd=tmp_path,
@@ -53,14 +53,14 @@ def test_the_block_for_your_own_text_trains_and_generates(tmp_path: Path):
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     (run,) = (tmp_path / "runs").iterdir()
     assert json.loads((run / "summary.json").read_text())["held_out_loss"] < 8.0, (
-        "8.3 is a uniform guess over 4,000 tokens"
+        "a uniform guess over 4,000 tokens has 8.3"
     )
     assert re.search(r"sample after The$(\n +│.*)*\n +│ .*\S", done.stdout, re.MULTILINE), (
-        "the continuation, behind its prompt"
+        "the text after the prompt"
     )
     config = json.loads((run / "final/config.json").read_text())
     assert (config["vocab_size"], config["eos_token_id"]) == (4096, 0), (
-        "the tokenizer's 4,000 ids, and its end of text"
+        "the tokenizer has 4,000 ids; id 0 is the end of a text"
     )
 
 
@@ -69,7 +69,7 @@ def test_readme_has_12_kilobytes_or_less():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files_and_headings_that_exist(page: Path):
+def test_the_files_and_headings_of_links_exist(page: Path):
     for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
         if target.startswith("http"):
             continue
@@ -80,14 +80,14 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path):
 
 
 def anchors(page: Path) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of the headings of a page, as GitHub computes them."""
     headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_files_and_commands_that_are_named_exist(page: Path):
-    """In backticks, or in commands: what looks like a file or folder of this repository, and commands of it."""
+def test_named_files_and_commands_exist(page: Path):
+    """Checks text in backticks and in commands that looks like a file of this repository."""
     text = page.read_text(encoding="utf-8")
     folders = "foundation|packing|pretrain|demo|benchmarks|tests|docs|recipes|accelerate_configs"
     names = set(

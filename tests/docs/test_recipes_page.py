@@ -1,4 +1,4 @@
-"""docs/recipes.md is what the recipes say, and recipes have the sizes of the documents that they come from."""
+"""docs/recipes.md follows from the recipes. Their models have the sizes of their sources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pretrain.model.huggingface import build_on_meta, load_config
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT
 
-# Billions of parameters, by the arithmetic of the documents' own shapes.
+# Billions of parameters, computed from the shapes in the source documents.
 SIZES = {
     "gpt2_fineweb_edu": 0.124,
     "gpt2_slimpajama": 1.27,
@@ -29,4 +29,4 @@ def test_the_page_of_recipes_is_current():
 def test_a_model_from_scratch_has_the_size_of_its_document(name: str):
     flops = ModelFlops.of(build_on_meta(load_config(load_recipe(FOLDER / f"{name}.yaml").model)))
     assert flops.parameters / 1e9 == pytest.approx(SIZES[name], rel=0.005)
-    assert flops.shape.vocabulary % 128 == 0, "what an FP8 head needs"
+    assert flops.shape.vocabulary % 128 == 0, "an FP8 head needs this"

@@ -1,4 +1,4 @@
-"""What the documents say of results is what the result files hold."""
+"""The figures of the docs are those of the result files."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ FILES = {re.search(r"\((.*)\)", row[0])[1]: row for row in ROWS}
 
 
 def test_the_index_names_every_file_once_and_a_page_that_links_to_it():
-    found = {
+    files = {
         path.relative_to(RESULTS).as_posix() for path in RESULTS.rglob("*") if path.is_file()
     } - {"INDEX.md"}
-    assert FILES.keys() == found and len(ROWS) == len(found)
-    for name, (_, shows, where, _) in FILES.items():
-        linked = (RESULTS / re.search(r"\((.*)\)", where)[1]).read_text(encoding="utf-8")
-        assert shows and (
-            name in linked or (name.endswith(".jsonl") and "results/INDEX.md" in linked)
-        ), name
+    assert FILES.keys() == files and len(ROWS) == len(files)
+    for name, (_, content, page_link, _) in FILES.items():
+        page_path = RESULTS / re.search(r"\((.*)\)", page_link)[1]
+        text = page_path.read_text(encoding="utf-8")
+        is_linked = name in text or (name.endswith(".jsonl") and "results/INDEX.md" in text)
+        assert content and is_linked, name
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".json")])
@@ -80,7 +80,7 @@ def test_readmes_losses_are_those_of_the_evidence(monkeypatch: pytest.MonkeyPatc
         "nvfp4": "nvfp4_kept",
     }.items():
         (line,) = [line for line in readme.splitlines() if line.startswith("|") and row in line]
-        # new text, if any
+        # The row for new data, if there is one.
         for scale in ("14m", "35m_once" if cell == "delayed" else "35m", "111m"):
             if difference := served.differences.get((scale, f"{cell}_branch")):
                 assert f"{share(difference)}, {served.verdict(scale, f'{cell}_branch')}" in line
@@ -104,12 +104,13 @@ def test_readmes_speeds_are_those_of_the_result_files():
     ]
     (file,) = re.findall(r"results/[\w/]+\.json", files)
     assert len(rows) >= 4
-    for way, _, shown in rows:  # a row may name a file of its own
+    for way, _, shown in rows:
+        # A row may name its own file.
         (row_file,) = re.findall(r"results/[\w/]+\.json", way) or [file]
         ways = json.loads((ROOT / "benchmarks" / row_file).read_text(encoding="utf-8"))["ways"]
         speeds = {
-            f"{each['tokens_per_second']['median']:,.0f}"
-            for each in ways.values()
-            if each["status"] == "ok"
+            f"{result['tokens_per_second']['median']:,.0f}"
+            for result in ways.values()
+            if result["status"] == "ok"
         }
         assert set() < set(re.findall(r"\d+,\d{3}", shown)) <= speeds

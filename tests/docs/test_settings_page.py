@@ -1,4 +1,4 @@
-"""docs/settings.md is what the settings classes say, and they say something of every key."""
+"""docs/settings.md follows from the settings classes, which document every key."""
 
 from __future__ import annotations
 

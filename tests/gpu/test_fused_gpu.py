@@ -40,7 +40,7 @@ from tests.pretrain.model.fused.fused_models import (
     build,
     inputs,
     losses_and_gradients,
-    that_count,
+    significant_parameters,
 )
 
 ON_TE = [
@@ -119,7 +119,7 @@ def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float
     """By parameter."""
     return {
         name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item()
-        for name in that_count(other)
+        for name in significant_parameters(other)
     }
 
 

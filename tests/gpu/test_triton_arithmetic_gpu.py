@@ -26,7 +26,7 @@ from tests.pretrain.model.fused.fused_models import (
     build,
     inputs,
     losses_and_gradients,
-    that_count,
+    significant_parameters,
 )
 
 pytestmark = pytest.mark.usefixtures("conversions_that_round")
@@ -69,7 +69,8 @@ def differences(
 ) -> dict[str, tuple[Tensor, Tensor]]:
     """The norm of each parameter's difference, and its exact norm."""
     return {
-        name: ((one[name] - exact[name]).norm(), exact[name].norm()) for name in that_count(exact)
+        name: ((one[name] - exact[name]).norm(), exact[name].norm())
+        for name in significant_parameters(exact)
     }
 
 

@@ -106,7 +106,7 @@ def test_random_weights_are_not_evaluated(train_here: Callable) -> None:
     assert "has no checkpoint" in train_here("evaluate").refusal
 
 
-def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_nothing(
+def test_evaluate_prints_both_losses_and_writes_nothing(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
     recipe = small_recipe | {"train": {"steps": 2}, "parity": "off", "precision": "current"}
@@ -122,7 +122,7 @@ def test_evaluate_prints_the_losses_in_low_precision_and_in_bf16_and_writes_noth
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
 
 
-def test_samples_are_recorded_with_a_seed_a_prompt_and_a_text_of_ones_own_is_evaluated(
+def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     train_here: Callable, words: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("evaluate.samples=[w1 w2, w1 w2]", f"data.tokenizer={words}")

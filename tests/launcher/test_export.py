@@ -57,7 +57,7 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
     return status, captured.out + captured.err
 
 
-def test_a_run_is_exported_as_it_stores_its_weights_with_its_tokenizer_and_card(
+def test_an_export_has_the_stored_weights_tokenizer_and_card(
     exact: Path, words: Path, tmp_path: Path, capsys: Any
 ) -> None:
     before = contents(exact)

@@ -79,7 +79,7 @@ def test_losses_and_weights_are_those_of_a_run_without_a_meter(started: Callable
         )
 
 
-def test_a_quantizer_broken_in_one_layer_is_named_at_the_next_look_before_its_update(
+def test_the_gap_meter_names_a_broken_quantizer_before_the_update(
     started: Callable, tmp_path: Path
 ) -> None:
     with broken_from(step=3, run_dir=tmp_path / "run"):
@@ -138,7 +138,7 @@ def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
     assert health.judge_gap(7, "current", lost)[0].reason
 
 
-def test_a_run_switches_to_bf16_at_such_a_look_says_so_and_resumes_bit_for_bit(
+def test_a_run_that_the_gap_switches_to_bf16_resumes_bit_for_bit(
     started: Callable, tmp_path: Path
 ) -> None:
     """It goes back once to before the switch, from a bad step after it."""

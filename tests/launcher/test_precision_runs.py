@@ -23,7 +23,7 @@ EXPERTS = {
 EXPERTS |= {"output_router_logits": True, "router_aux_loss_coef": 0.01}
 
 
-def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a_switch_bit_for_bit(
+def test_phases_resume_at_and_across_a_switch_bit_for_bit(
     started: Callable,
 ) -> None:
     until = f"precision=[{{until: {SWITCH}, use: delayed"
@@ -61,7 +61,7 @@ def test_phases_compute_what_their_precisions_do_and_are_resumed_at_and_across_a
     assert first.output.count("it is emulated") == 1
 
 
-def test_a_run_goes_on_in_another_precision_and_other_weights_if_that_is_accepted(
+def test_accept_changes_allows_another_precision_and_other_weights(
     started: Callable,
 ) -> None:
     whole = started("run", "precision=bf16", "parity=on")
@@ -112,7 +112,7 @@ def test_a_branch_goes_on_as_the_other_did_in_a_folder_of_its_own(
     assert started("branch", *begins).losses() == branch.losses()
 
 
-def test_a_mixture_trains_goes_on_from_a_checkpoint_to_the_same_bits_and_is_exported(
+def test_a_mixture_trains_resumes_bit_for_bit_and_is_exported(
     started: Callable, small_recipe: dict[str, Any]
 ) -> None:
     config = {

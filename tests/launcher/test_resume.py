@@ -145,7 +145,7 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
     assert outcome(longer)[1:] == outcome(whole)[1:]
 
 
-def test_a_longer_horizon_is_refused_where_the_rate_has_fallen_and_names_what_serves(
+def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
     run: Callable,
 ) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
@@ -181,7 +181,7 @@ def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
-def test_a_run_that_is_stopped_saves_its_step_and_goes_on_as_if_it_had_not_been(
+def test_a_stopped_run_saves_its_step_and_resumes_exactly(
     step: int, signal: Any, alone: Finished, start: Callable, run: Callable, tmp_path: Path
 ) -> None:
     assert start(Moment("logged", f"^{step}$", signal)).end() == 128 + signal
@@ -206,7 +206,7 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
     assert finished.status == 0 and outcome(finished) == outcome(alone)
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_leads_to_the_same_end(
+def test_a_run_resumes_before_a_damaged_checkpoint_and_names_it(
     alone: Finished, copied: Callable, run: Callable
 ) -> None:
     newest = copied() / "checkpoints" / f"step-{STEPS:08d}"

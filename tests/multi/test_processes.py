@@ -81,7 +81,7 @@ def assert_same_curve(run: Finished, other: Finished) -> None:
         assert figures(run, key) == pytest.approx(figures(other, key), rel=1e-5), key
 
 
-def test_two_processes_have_the_loss_curve_of_one_pass_parity_and_are_exported_whole(
+def test_two_processes_train_and_export_as_one_and_pass_parity(
     one: Finished, two: Finished, tmp_path: Path
 ) -> None:
     assert_same_curve(two, one)
@@ -114,7 +114,7 @@ def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
     assert_same_curve(alone, one)
 
 
-def test_a_run_of_one_process_is_resumed_by_three_that_do_not_divide_its_packs(
+def test_three_processes_resume_a_run_of_one_with_uneven_packs(
     one: Finished, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
     """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
@@ -126,7 +126,7 @@ def test_a_run_of_one_process_is_resumed_by_three_that_do_not_divide_its_packs(
     assert_same_curve(three, one)
 
 
-def test_a_mixture_in_low_precision_is_the_same_over_shards_of_two_processes(
+def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
     start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
     """Scales of current scaling are a microbatch's own, and two processes have the microbatches of one."""

@@ -1,4 +1,4 @@
-"""A real tokenizer and real documents, small enough for a test."""
+"""A real tokenizer and real documents that are small enough for tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from packing.tokenizer import save_tokenizer, train_tokenizer
 
 @pytest.fixture(scope="session")
 def documents() -> list[str]:
-    """Sources of the standard library, of very different lengths, and a few lines that are not ASCII."""
+    """Return sources of the standard library of very different lengths, and three edge cases.
+
+    The edge cases are other scripts, control characters, and a single letter.
+    """
     folder = Path(sysconfig.get_paths()["stdlib"])
     texts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py"))[:60]]
     return [text[:20_000] for text in texts if text.strip()] + [
@@ -24,7 +27,10 @@ def documents() -> list[str]:
 
 @pytest.fixture(scope="session")
 def tokenizer_file(tmp_path_factory: pytest.TempPathFactory, documents: list[str]) -> Path:
-    """A byte-level BPE with 600 ids, trained on the first documents; it gives any text back exactly."""
+    """Return a byte-level BPE with 600 ids, trained on the first documents.
+
+    It decodes any text exactly.
+    """
     folder = tmp_path_factory.mktemp("tokenizer") / "saved"
     save_tokenizer(train_tokenizer(documents[:10], 600), folder)
     return folder / "tokenizer.json"

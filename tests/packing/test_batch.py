@@ -1,4 +1,4 @@
-"""Batches against a plain Python loop, over all world sizes, and through the prefetching thread."""
+"""Batches agree with a plain loop, for all world sizes and with prefetching."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTH = 32
 
 
 class PacksInMemory(Packs):
-    """The smallest thing that offers what `Packs` promises."""
+    """A minimal implementation of `Packs`."""
 
     path = Path("packs/in_memory")
     fingerprint = "0" * 64
@@ -51,6 +51,7 @@ class PacksInMemory(Packs):
 
 @st.composite
 def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack]:
+    """Draw packs of the same length."""
     length = length or draw(st.integers(1, 24))
     packs = []
     for _ in range(draw(st.integers(1, 5))):
@@ -72,7 +73,7 @@ def packs_of_one_length(draw: st.DrawFn, length: int | None = None) -> list[Pack
 
 
 def packs_of_text(count: int = 24, seed: int = 0) -> PacksInMemory:
-    """Best-fit packs of different tokens: token t stands at one place only, so that batches tell which packs they hold."""
+    """Return best-fit packs of unique tokens, so that a batch identifies its packs."""
     lengths = np.random.default_rng(seed).integers(1, LENGTH, 4 * count)
     layout = best_fit(lengths, LENGTH)
     assert len(layout) >= count and lengths.sum() < len(layout) * LENGTH, (
@@ -92,7 +93,7 @@ def stream(
     microbatch: int = 2,
     rank: int = 0,
     world_size: int = 1,
-    **other,
+    **options,
 ) -> BatchStream:
     order = Order(Mixture.alone(len(packs)), per_step, seed=11)
     return BatchStream(
@@ -101,11 +102,12 @@ def stream(
         microbatch=microbatch,
         rank=rank,
         world_size=world_size,
-        **{"mask_boundaries": True, **other},
+        **{"mask_boundaries": True, **options},
     )
 
 
-def same(a: Microbatch, b: Microbatch) -> bool:
+def same_microbatch(a: Microbatch, b: Microbatch) -> bool:
+    """Return whether two microbatches are equal."""
     return all(
         torch.equal(value, getattr(b, name))
         if isinstance(value, torch.Tensor)
@@ -115,12 +117,13 @@ def same(a: Microbatch, b: Microbatch) -> bool:
 
 
 def same_step(a: StepBatches, b: StepBatches) -> bool:
+    """Return whether two steps are equal."""
     rest = [
         {key: value for key, value in vars(step).items() if key != "microbatches"}
         for step in (a, b)
     ]
     return rest[0] == rest[1] and all(
-        same(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True)
+        same_microbatch(x, y) for x, y in zip(a.microbatches, b.microbatches, strict=True)
     )
 
 
@@ -131,8 +134,11 @@ def prefetch_threads() -> list[threading.Thread]:
 def plain_rows(
     packs: list[Pack], mask_boundaries: bool
 ) -> tuple[list[int], list[int], list[int], list[int]]:
-    """Token ids, positions, labels and document ends, token by token."""
-    ids, positions, labels, ends = [], [], [], []
+    """Return token ids, positions, labels and document ends, computed token by token."""
+    ids: list[int] = []
+    positions: list[int] = []
+    labels: list[int] = []
+    ends: list[int] = []
     for pack in packs:
         begin = len(ids)
         length = len(pack.input_ids)
@@ -140,16 +146,16 @@ def plain_rows(
         real = sum(sizes)
         for number, size in enumerate([*sizes, length - real]):
             for place in range(size):
-                here = len(ids) - begin
-                ids.append(int(pack.input_ids[here]))
+                offset = len(ids) - begin
+                ids.append(int(pack.input_ids[offset]))
                 positions.append(place + (pack.first_position if number == 0 else 0))
                 ends_document = place == size - 1 and mask_boundaries
-                guessable = (
-                    here + 1 < real
+                has_label = (
+                    offset + 1 < real
                     and not ends_document
-                    and (pack.trained is None or pack.trained[here + 1])
+                    and (pack.trained is None or pack.trained[offset + 1])
                 )
-                labels.append(int(pack.input_ids[here + 1]) if guessable else IGNORE)
+                labels.append(int(pack.input_ids[offset + 1]) if has_label else IGNORE)
             if size:
                 ends.append(len(ids))
     return ids, positions, labels, ends
@@ -157,7 +163,7 @@ def plain_rows(
 
 @settings(deadline=None)
 @given(packs_of_one_length(), st.booleans())
-def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
+def test_a_microbatch_equals_that_of_a_plain_loop(packs, mask_boundaries):
     batch = build_microbatch(packs, mask_boundaries=mask_boundaries)
     ids, positions, labels, ends = plain_rows(packs, mask_boundaries)
     total = len(ids)
@@ -180,8 +186,11 @@ def test_a_microbatch_is_what_a_plain_loop_derives(packs, mask_boundaries):
 
 @pytest.mark.parametrize("mask_boundaries", [True, False])
 @pytest.mark.parametrize("per_step", [16, 8])
-def test_any_number_of_ranks_sees_the_same_packs_and_totals(per_step, mask_boundaries):
-    """Blank packs fill the rest: at most one microbatch of blanks on a rank, and none first: what looks at a step looks there."""
+def test_any_number_of_ranks_trains_on_the_same_packs(per_step, mask_boundaries):
+    """Blank packs fill the last microbatch of a rank.
+
+    No rank starts with blanks, because the first microbatch is observed.
+    """
     packs = packs_of_text()
     order = Order(Mixture.alone(len(packs)), per_step, seed=11)
     for number, world_size in itertools.product((0, 5), (1, 2, 3, 5, 8)):
@@ -190,13 +199,13 @@ def test_any_number_of_ranks_sees_the_same_packs_and_totals(per_step, mask_bound
             size**2 for index in expected.elements() for size in packs.packs[index].lengths.tolist()
         )
         for microbatch in (1, 2, 3):
-            how = {
+            options = {
                 "per_step": per_step,
                 "microbatch": microbatch,
                 "world_size": world_size,
                 "mask_boundaries": mask_boundaries,
             }
-            steps = [stream(packs, rank=rank, **how).step(number) for rank in range(world_size)]
+            steps = [stream(packs, rank=rank, **options).step(number) for rank in range(world_size)]
             assert {len(step.microbatches) for step in steps} == {
                 -(-per_step // (world_size * microbatch))
             }
@@ -229,7 +238,7 @@ def test_prefetched_and_resumed_steps_have_identical_tensors():
         assert all(same_step(a, b) for a, b in zip(resumed, prefetched[4:], strict=True))
 
 
-def test_an_exception_of_the_thread_is_raised_at_its_step():
+def test_an_exception_of_the_thread_is_raised_in_its_step():
     packs = packs_of_text()
     bad_step = 2
     bad = int(Order(Mixture.alone(len(packs)), 8, 11).packs_of_step(bad_step)[3])
@@ -257,7 +266,7 @@ def test_closing_early_ends_the_thread_and_iteration():
     assert not prefetch_threads() and list(steps) == []
 
 
-def test_data_wait_counts_all_waits_for_a_step():
+def test_data_wait_is_the_sum_of_all_waits_for_a_step():
     gate = threading.Event()
 
     def build(number: int) -> int:
@@ -268,14 +277,14 @@ def test_data_wait_counts_all_waits_for_a_step():
         assert not steps.ready(0.02) and not steps.ready(0.02)
         gate.set()
         assert steps.ready(60) and next(steps) == 1 and steps.data_wait_ms >= 40
-        assert steps.ready(60), "one that has failed is not waited for"
+        assert steps.ready(60), "a failed step is ready at once"
         with pytest.raises(ZeroDivisionError):
             next(steps)
-        assert steps.ready(0), "there is none to come"
+        assert steps.ready(0), "no step follows"
 
 
 @pytest.mark.parametrize("limit", [None, 1, 7, 1000])
-def test_evaluation_sees_each_pack_once_in_equal_shares(limit):
+def test_evaluation_reads_every_pack_once_in_equal_shares(limit):
     packs = packs_of_text(count=13)
     seen = min(limit or 13, 13)
     once = sorted(
@@ -307,17 +316,17 @@ def test_evaluation_sees_each_pack_once_in_equal_shares(limit):
             assert sum(part.valid_tokens for part in parts) == valid
 
 
-def test_tokens_and_positions_that_a_model_does_not_have_are_refused():
+def test_tokens_and_positions_beyond_the_model_are_rejected():
     beyond = PacksInMemory(
         [Pack(np.full(LENGTH, 5, np.uint32), np.array([5, 3], np.int32), first_position=60)]
     )
-    how = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
-    assert len(list(Batching(**how, positions=65, vocab_size=6).evaluation(beyond))) == 1
-    for limits, says in (
+    options = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
+    assert len(list(Batching(**options, positions=65, vocab_size=6).evaluation(beyond))) == 1
+    for limits, message in (
         ({"positions": 64}, "to position 64"),
         ({"vocab_size": 5}, "pack 0 holds token id 5"),
     ):
-        with pytest.raises(InputError, match=says):
-            list(Batching(**how, **limits).evaluation(beyond))
-        with pytest.raises(InputError, match=says):
-            BatchStream(beyond, Order(Mixture.alone(1), 1, 0), **how, **limits).step(0)
+        with pytest.raises(InputError, match=message):
+            list(Batching(**options, **limits).evaluation(beyond))
+        with pytest.raises(InputError, match=message):
+            BatchStream(beyond, Order(Mixture.alone(1), 1, 0), **options, **limits).step(0)

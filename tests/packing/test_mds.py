@@ -1,8 +1,10 @@
-"""The MDS reader against folders that the format's own library wrote, and what that library read back (tests/data/mds).
+"""MDS folders are read like the format's own library reads them (tests/data/mds).
 
-mosaicml-streaming 0.13.0 wrote them: `reference` in the reference's layout, three columns in a custom encoding registered as
-`uint32` (raw bytes of arrays, no fixed size), `attention_mask` with lengths of documents, positions that go on in cut ones;
-`encodings` in every encoding that the reader takes; `zstd` compressed, with positions that restart.
+mosaicml-streaming 0.13.0 wrote the folders, and expected.json has the samples that it read back.
+`reference` has the reference's layout: three columns in a custom encoding that is registered as
+`uint32` (bytes of arrays without a fixed size), document lengths in `attention_mask`, and positions
+that continue in cut documents. `encodings` has all encodings that the reader supports. `zstd` is
+compressed, with positions that restart.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ LENGTH = 32
 
 @pytest.fixture
 def fixture(tmp_path: Path):
-    """A writable copy of a fixture folder."""
+    """Return a function that makes a writable copy of a fixture folder."""
     return lambda name: shutil.copytree(FIXTURES / name, tmp_path / name)
 
 
@@ -49,7 +51,7 @@ def change_index(folder: Path, old: str, new: str) -> None:
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_sample_is_what_the_formats_own_library_reads(fixture, name):
+def test_every_sample_equals_that_of_the_formats_library(fixture, name):
     shards = read_index(fixture(name))
     samples = [shard.sample(index) for shard in shards for index in range(shard.samples)]
     for sample, columns in zip(samples, EXPECTED[name], strict=True):
@@ -72,11 +74,13 @@ def test_every_sample_is_what_the_formats_own_library_reads(fixture, name):
                 )
 
 
-def test_columns_decide_documents_and_first_positions():
-    packs, rows = open_mds(FIXTURES / "reference"), EXPECTED["reference"]
+def test_columns_determine_documents_and_first_positions():
+    packs = open_mds(FIXTURES / "reference")
+    rows = EXPECTED["reference"]
     assert len(packs) == len(rows) == 12
     for index in np.random.default_rng(0).permutation(12).tolist():
-        pack, row = packs[index], rows[index]
+        pack = packs[index]
+        row = rows[index]
         assert (
             pack.input_ids.dtype == np.uint32
             and pack.input_ids.tolist() == row["input_ids"]["values"]
@@ -92,7 +96,7 @@ def test_columns_decide_documents_and_first_positions():
     assert any(packs[index].first_position > 0 for index in range(12))
 
 
-def test_train_and_val_folders_are_the_two_splits(fixture, tmp_path):
+def test_train_and_val_folders_are_the_splits(fixture, tmp_path):
     fixture("reference").rename(tmp_path / "train")
     one_shard = fixture("reference").rename(tmp_path / "val")
     index = json.loads((one_shard / "index.json").read_text())
@@ -106,7 +110,7 @@ def test_train_and_val_folders_are_the_two_splits(fixture, tmp_path):
         open_mds(tmp_path)
 
 
-def test_the_declared_size_tells_the_builtin_uint32_from_the_references():
+def test_the_declared_size_identifies_the_uint32_encoding():
     data = memoryview(np.array([7, 8], "<u4").tobytes())
     assert decoder("uint32", 4)(data[:4]) == 7
     assert decoder("uint32", None)(data).tolist() == [7, 8]
@@ -114,7 +118,7 @@ def test_the_declared_size_tells_the_builtin_uint32_from_the_references():
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(fixture, name):
+def test_a_flipped_bit_is_found_when_a_folder_is_opened(fixture, name):
     folder = fixture(name)
     shard = sorted(folder.glob("shard.*"))[-1]
     for position in (0, shard.stat().st_size // 2, shard.stat().st_size - 1):
@@ -125,19 +129,20 @@ def test_a_flipped_bit_anywhere_is_found_before_anything_is_read(fixture, name):
     read_index(folder)
 
 
-def test_compressed_shards_give_the_packs_of_raw_ones(fixture, monkeypatch, tmp_path: Path):
+def test_compressed_shards_have_the_same_packs(fixture, monkeypatch, tmp_path: Path):
     folder = fixture("zstd")
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "temporary"))
     before = sorted(tmp_path.rglob("*"))
-    packs, rows = open_mds(folder), EXPECTED["zstd"]
+    packs = open_mds(folder)
+    rows = EXPECTED["zstd"]
     assert len(packs) == len(rows) == 10
     for index in (9, *range(9)):
         assert packs[index].input_ids.tolist() == rows[index]["input_ids"]["values"]
         positions = np.concatenate([np.arange(n) for n in packs[index].lengths])
         assert positions.tolist() == rows[index]["position_ids"]["values"]
     packs.verify()
-    assert sorted(tmp_path.rglob("*")) == before, "nothing stays on disk"
+    assert sorted(tmp_path.rglob("*")) == before, "no decompressed file stays on disk"
     for shard in folder.glob("*.zstd"):
         shard.with_suffix("").write_bytes(pa.input_stream(str(shard), compression="zstd").read())
         shard.unlink()
@@ -145,10 +150,10 @@ def test_compressed_shards_give_the_packs_of_raw_ones(fixture, monkeypatch, tmp_
 
 
 @pytest.mark.parametrize(
-    ("codec", "cut", "says"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")]
+    ("codec", "cut", "message"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")]
 )
 def test_a_compressed_shard_that_cannot_be_unpacked_is_named(
-    fixture, codec: str, cut: int | None, says: str
+    fixture, codec: str, cut: int | None, message: str
 ):
     folder = fixture("zstd")
     index = json.loads((folder / "index.json").read_text())
@@ -160,7 +165,7 @@ def test_a_compressed_shard_that_cannot_be_unpacked_is_named(
             "zip_data": {"basename": file.name, "bytes": file.stat().st_size, "hashes": {}},
         }
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(InputError, match=rf"shard\.00000\.mds\.zstd: .*{says}"):
+    with pytest.raises(InputError, match=rf"shard\.00000\.mds\.zstd: .*{message}"):
         open_mds(folder)
 
 
@@ -169,8 +174,9 @@ def lengths_of(numbers: np.ndarray) -> list[int]:
 
 
 @pytest.mark.parametrize("outside", ["../shard.00000.mds", "/etc/passwd"])
-def test_a_shard_outside_of_its_folder_is_refused(outside: str, fixture):
-    change_index(folder := fixture("reference"), '"shard.00000.mds"', f'"{outside}"')
+def test_a_shard_outside_its_folder_is_rejected(outside: str, fixture):
+    folder = fixture("reference")
+    change_index(folder, '"shard.00000.mds"', f'"{outside}"')
     with pytest.raises(InputError, match=f"index.json: {outside} is outside"):
         open_mds(folder)
 
@@ -180,14 +186,13 @@ def test_a_shard_outside_of_its_folder_is_refused(outside: str, fixture):
     st.integers(0, 1000),
     st.sampled_from(["uint8", "uint16", "int64"]),
 )
-def test_documents_are_found_from_lengths_from_positions_and_from_both(
-    lengths, first_position, dtype
-):
+def test_documents_follow_from_lengths_or_positions_or_both(lengths, first_position, dtype):
     positions = np.concatenate([np.arange(n) for n in lengths])
     positions[: lengths[0]] += min(first_position, np.iinfo(dtype).max - 20)
-    mask, positions = np.array(lengths, np.uint32), positions.astype(dtype)
+    mask = np.array(lengths, np.uint32)
+    positions = positions.astype(dtype)
     width = sum(lengths)
-    # documents of one token each: the list of lengths looks like a mask of ones
+    # Lengths of documents of one token look like a mask of ones.
     if width == len(lengths):
         mask = np.ones(width, np.uint32)
     for columns in (
@@ -208,7 +213,7 @@ def test_documents_are_found_from_lengths_from_positions_and_from_both(
 
 @pytest.mark.parametrize("mask", [[3, 4], [9], [], [-1, 9]])
 @pytest.mark.parametrize("positions", [None, [0, 1], [0, *range(7)]])
-def test_columns_that_make_no_documents_of_the_tokens_are_refused(mask, positions):
+def test_inconsistent_document_columns_are_rejected(mask, positions):
     columns = {"attention_mask": np.array(mask, np.int64)}
     with pytest.raises(ValueError):
         number_documents(
@@ -217,7 +222,7 @@ def test_columns_that_make_no_documents_of_the_tokens_are_refused(mask, position
 
 
 def write_columns(folder: Path, **columns: Any) -> Path:
-    """One sample of 8 tokens in raw MDS, with further columns of 8 numbers."""
+    """Write one sample of 8 tokens in raw MDS, with further columns of 8 numbers."""
     folder.mkdir(parents=True)
     columns = {"input_ids": np.arange(8), **columns}
     sample = b"".join(np.asarray(column, "<i4").tobytes() for column in columns.values())
@@ -256,9 +261,7 @@ ONES = [1] * 8
     ],
     ids=["tokens alone", "mask", "numbers", "one number", "positions"],
 )
-def test_the_end_token_ends_documents_unless_a_column_says_what_they_are(
-    columns, lengths, tmp_path: Path
-):
+def test_the_end_token_ends_documents_unless_a_column_does(columns, lengths, tmp_path: Path):
     tokenizer = train_tokenizer(["abc"], 260)
     tokenizer.add_special_tokens(["</s>"])
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
@@ -266,14 +269,15 @@ def test_the_end_token_ends_documents_unless_a_column_says_what_they_are(
     config.write_text(json.dumps({"eos_token": tokenizer.id_to_token(3)}))
     path = write_columns(tmp_path / "mds", **columns)
     settings = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
-    named, alone = open_packs(settings, "train"), open_mds(path, 8)
-    assert named[0].lengths.tolist() == lengths
-    assert (named.fingerprint == alone.fingerprint) == (
-        named[0].lengths.tolist() == alone[0].lengths.tolist()
+    with_tokenizer = open_packs(settings, "train")
+    without_tokenizer = open_mds(path, 8)
+    assert with_tokenizer[0].lengths.tolist() == lengths
+    assert (with_tokenizer.fingerprint == without_tokenizer.fingerprint) == (
+        with_tokenizer[0].lengths.tolist() == without_tokenizer[0].lengths.tolist()
     )
 
 
-def test_a_loss_mask_masks_and_a_column_that_is_not_read_is_named(tmp_path: Path, capsys):
+def test_a_loss_mask_is_used_and_an_unread_column_is_named(tmp_path: Path, capsys):
     path = write_columns(tmp_path / "mds", loss_mask=[0, 0, 1, 1, 0, 1, 1, 1], token_type_ids=ONES)
     assert open_mds(path, 8)[0].trained.tolist() == [
         False,
@@ -290,18 +294,18 @@ def test_a_loss_mask_masks_and_a_column_that_is_not_read_is_named(tmp_path: Path
     assert capsys.readouterr().err == ""
 
 
-def test_padding_before_a_token_is_refused(tmp_path: Path):
+def test_padding_before_a_token_is_rejected(tmp_path: Path):
     for number, mask in enumerate(([0, 1] * 4, [0] * 8)):
         with pytest.raises(InputError, match=r"shard\.00000\.mds, sample 0: .*padded at the end"):
             open_mds(write_columns(tmp_path / str(number), attention_mask=mask), 8)
 
 
-def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
-    for path, length, says in (
+def test_columns_without_packs_of_this_length_are_rejected(tmp_path: Path):
+    for path, length, message in (
         ("encodings", LENGTH, "input_ids"),
         ("reference", 64, r"`data\.length` says 64"),
     ):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             open_mds(FIXTURES / path, length)
     number = write_columns(tmp_path / "number")
     change_index(number, '"ndarray:uint32:8"', '"uint32"')
@@ -315,8 +319,8 @@ def test_columns_that_make_no_packs_of_this_length_are_refused(tmp_path: Path):
         open_mds(tmp_path, 8)
 
 
-def test_labels_are_the_mask_of_packs(tmp_path: Path):
-    """Padding is not counted as trained on, whatever its labels say."""
+def test_labels_determine_the_trained_tokens(tmp_path: Path):
+    """Padding is never trained on, even if it has labels."""
     write_columns(
         tmp_path / "mds" / "train",
         labels=[-100, -100, 2, 3, -100, 5, 6, 7],

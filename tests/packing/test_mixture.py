@@ -1,4 +1,4 @@
-"""Several sources in shares of the tokens, text to validate on, and the tail of a single file."""
+"""Sources mixed by weight, separate validation data, and the held-out tail of a single file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write_texts(path: Path, texts: list[str], **more: Any) -> Path:
 def values(
     tmp_path_factory: pytest.TempPathFactory, documents: list[str], tokenizer_file: Path
 ) -> dict[str, Any]:
-    """Two sources; the second, of other columns, is short."""
+    """Return settings with two sources. The second source is short and has other columns."""
     folder = tmp_path_factory.mktemp("mixture")
     web = write_texts(folder / "web.jsonl", [text[:900] for text in documents])
     code = folder / "code.jsonl"
@@ -38,27 +38,28 @@ def values(
         {"source": str(web), "weight": 0.7},
         {"source": str(code), "weight": 0.3, "name": "short", "text": "{n}: {body}"},
     ]
-    more = {"length": 64, "held_out": 0.1}
+    options = {"length": 64, "held_out": 0.1}
     return {
         "packs": str(folder / "packs"),
         "sources": both,
         "tokenizer": str(tokenizer_file),
-        **more,
+        **options,
     }
 
 
 @pytest.fixture(scope="module")
 def data(values: dict[str, Any]) -> DataSettings:
-    """Prepared."""
-    made = DataSettings(**values)
-    prepare(made, progress=False)
-    return made
+    """Return the settings after the packs are prepared."""
+    settings = DataSettings(**values)
+    prepare(settings, progress=False)
+    return settings
 
 
 def test_sources_are_prepared_separately_and_mixed_by_weight(
     data: DataSettings, values: dict[str, Any]
 ) -> None:
-    packs, held_out = open_packs(data, "train"), open_packs(data, "held_out")
+    packs = open_packs(data, "train")
+    held_out = open_packs(data, "held_out")
     assert isinstance(packs, MixedPacks) and list(packs.parts) == ["web", "short"] == list(
         held_out.parts
     )
@@ -82,7 +83,7 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
         figures["share/web"] == pytest.approx(0.7, abs=0.005)
         and figures["epoch/short"] > 1 > 0.4 * figures["epoch/web"]
     )
-    # Other weights are other data to a checkpoint; the same packs serve them.
+    # Other weights make other data with the same packs.
     other = [part | {"weight": 0.5} for part in values["sources"]]
     assert (
         open_packs(DataSettings(**values | {"sources": other}), "train").fingerprint
@@ -91,14 +92,16 @@ def test_sources_are_prepared_separately_and_mixed_by_weight(
 
 
 def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
-    there = [{"name": "web", "weight": 0.7}, {"name": "short", "weight": 0.3}]
-    again = DataSettings(packs=data.packs, length=64, sources=there)
-    gone = [
-        {**part, "source": str(data.packs / "gone.jsonl"), "name": each.name}
-        for part, each in zip(there, again.sources, strict=True)
+    parts = [{"name": "web", "weight": 0.7}, {"name": "short", "weight": 0.3}]
+    again = DataSettings(packs=data.packs, length=64, sources=parts)
+    missing_sources = [
+        {**part, "source": str(data.packs / "missing.jsonl"), "name": source.name}
+        for part, source in zip(parts, again.sources, strict=True)
     ]
-    moved = DataSettings(packs=data.packs, length=64, sources=gone, tokenizer=data.tokenizer)
-    # not that its text is gone
+    moved = DataSettings(
+        packs=data.packs, length=64, sources=missing_sources, tokenizer=data.tokenizer
+    )
+    # The error is about the settings, not about the missing file.
     with pytest.raises(InputError, match="prepared with other settings"):
         prepare(moved, progress=False)
     assert (
@@ -107,14 +110,12 @@ def test_packs_of_sources_that_exist_need_no_source(data: DataSettings) -> None:
     )
 
 
-def test_another_file_or_split_is_validated_on(
+def test_another_file_or_split_is_the_validation_data(
     tmp_path: Path, documents: list[str], tokenizer_file: Path
 ) -> None:
     documents = [text[:2000] for text in documents]
-    train, other = (
-        write_texts(tmp_path / "a.jsonl", documents[:30]),
-        write_texts(tmp_path / "b.jsonl", documents[30:40]),
-    )
+    train = write_texts(tmp_path / "a.jsonl", documents[:30])
+    other = write_texts(tmp_path / "b.jsonl", documents[30:40])
     common = {"tokenizer": str(tokenizer_file), "length": 64}
     by_file = DataSettings(
         packs=tmp_path / "packs", source=str(train), validation={"source": str(other)}, **common
@@ -127,12 +128,12 @@ def test_another_file_or_split_is_validated_on(
     assert sorted(Tokenizer.from_file(str(tokenizer_file)).decode(ids)) == sorted(
         "".join(documents[30:40])
     )
-    import datasets  # brings pandas
+    import datasets  # slow to import
 
     saved = tmp_path / "saved"
     splits = {"train": documents[:30], "test": documents[30:40]}
     datasets.DatasetDict(
-        {name: datasets.Dataset.from_dict({"body": each}) for name, each in splits.items()}
+        {name: datasets.Dataset.from_dict({"body": texts}) for name, texts in splits.items()}
     ).save_to_disk(saved)
     by_split = DataSettings(
         packs=tmp_path / "split",
@@ -167,13 +168,15 @@ def test_a_single_text_file_holds_out_its_tail(
     )
     prepare(data, progress=False)
     tokens = {split: [] for split in ("train", "held_out")}
-    for split, found in tokens.items():
+    for split, split_tokens in tokens.items():
         packs = open_packs(data, split)
         for pack in (packs[index] for index in range(len(packs))):
-            found += pack.input_ids[: pack.lengths.sum()].tolist()
-    whole = data.model_copy(update={"packs": tmp_path / "whole", "held_out": 0.0})
-    prepare(whole, progress=False)
-    packs = open_packs(whole, "train")
+            split_tokens += pack.input_ids[: pack.lengths.sum()].tolist()
+    without_held_out = data.model_copy(
+        update={"packs": tmp_path / "without_held_out", "held_out": 0.0}
+    )
+    prepare(without_held_out, progress=False)
+    packs = open_packs(without_held_out, "train")
     everything = np.concatenate(
         [packs[index].input_ids[: packs[index].lengths.sum()] for index in range(len(packs))]
     ).tolist()

@@ -1,4 +1,7 @@
-"""The order of packs: a true permutation, uniform, unchanging, in shares of several sources, and dealt out evenly."""
+"""The order of packs is a uniform permutation that never changes, with shares of several sources.
+
+Packs are dealt evenly to ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from packing.order import Mixture, Order, permute, splitmix64, spread
 
 
 def totals(costs: list[int], dealt: list[list[list[int]]]) -> list[int]:
+    """Return the cost of every microbatch."""
     return [sum(costs[i] for i in places) for rank in dealt for places in rank]
 
 
@@ -27,14 +31,15 @@ def test_permute_is_a_bijection_of_any_size(size, key):
 
 
 def test_splitmix64_gives_the_published_sequence():
-    # First outputs of Vigna's splitmix64.c from state 1234567: each output mixes the state advanced by the golden gamma.
+    # First outputs of Vigna's splitmix64.c from state 1234567. An output mixes the state after it
+    # is advanced by the golden gamma.
     states = (1234567 + 0x9E3779B97F4A7C15 * np.arange(3).astype(object)) % 2**64
     outputs = splitmix64(np.array(states.tolist(), dtype=np.uint64)).tolist()
     assert outputs == [6457827717110365317, 3203168211198807973, 9817491932198370423]
 
 
 @pytest.mark.parametrize("size", [3, 4, 5])
-def test_every_order_of_a_few_packs_is_equally_frequent(size):
+def test_all_orders_of_a_few_packs_are_equally_frequent(size):
     keys = 200 * math.factorial(size)
     orders = permute(
         np.tile(np.arange(size), keys), size, np.repeat(np.arange(keys), size)
@@ -47,7 +52,7 @@ def test_every_order_of_a_few_packs_is_equally_frequent(size):
 
 
 def test_the_order_never_changes_between_versions():
-    # Recorded when this was written: another value here makes every saved run resume on other data.
+    # Recorded values. Other values would make every saved run resume with other data.
     assert permute(np.arange(10), 10, 42).tolist() == [0, 2, 7, 3, 9, 4, 6, 5, 1, 8]
     assert permute(np.arange(6), 5000, 2**63).tolist() == [77, 1511, 4776, 2595, 1733, 3500]
     assert Order(Mixture.alone(1000), 6, seed=42).packs_of_step(0).tolist() == [
@@ -72,9 +77,7 @@ def test_the_order_never_changes_between_versions():
 
 
 @given(st.integers(1, 60), st.integers(1, 25), st.integers(0, 2**63), st.integers(1, 4))
-def test_each_epoch_holds_every_pack_once_though_steps_straddle_epochs(
-    packs, per_step, seed, epochs
-):
+def test_an_epoch_has_every_pack_once(packs, per_step, seed, epochs):
     order = Order(Mixture.alone(packs), per_step, seed)
     stream = np.concatenate(
         [order.packs_of_step(n) for n in range(math.ceil(epochs * packs / per_step))]
@@ -86,30 +89,35 @@ def test_each_epoch_holds_every_pack_once_though_steps_straddle_epochs(
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(0, 4), st.data())
-def test_spread_deals_every_pack_once_and_equally_many_to_each(ranks, microbatches, each, data):
-    count = ranks * microbatches * each
+def test_spread_deals_every_pack_once_in_equal_numbers(
+    ranks, microbatches, packs_per_microbatch, data
+):
+    count = ranks * microbatches * packs_per_microbatch
     costs = data.draw(st.lists(st.integers(0, 10**9), min_size=count, max_size=count))
     dealt = spread(costs, ranks, microbatches)
     assert [len(rank) for rank in dealt] == [microbatches] * ranks
-    assert all(len(places) == each for rank in dealt for places in rank)
+    assert all(len(places) == packs_per_microbatch for rank in dealt for places in rank)
     assert sorted(i for rank in dealt for places in rank for i in places) == list(range(count))
     assert dealt == spread(np.array(costs, dtype=np.int64), ranks, microbatches)
 
 
 def best_possible(costs: list[int], bins: int) -> int:
-    """Least possible cost of the costliest bin, all bins holding equally many: every assignment is tried."""
-    each = len(costs) // bins
+    """Return the least possible cost of the costliest bin.
 
-    def fill(left: tuple[int, ...]) -> int:
-        if not left:
+    All bins have the same number of packs, and all assignments are tried.
+    """
+    bin_size = len(costs) // bins
+
+    def fill(remaining: tuple[int, ...]) -> int:
+        if not remaining:
             return 0
-        first, *others = left
+        first, *rest = remaining
         return min(
             max(
                 costs[first] + sum(costs[i] for i in mates),
-                fill(tuple(i for i in others if i not in mates)),
+                fill(tuple(i for i in rest if i not in mates)),
             )
-            for mates in itertools.combinations(others, each - 1)
+            for mates in itertools.combinations(rest, bin_size - 1)
         )
 
     return fill(tuple(range(len(costs))))
@@ -117,8 +125,10 @@ def best_possible(costs: list[int], bins: int) -> int:
 
 @given(st.sampled_from([(2, 2), (2, 3), (3, 2), (2, 4), (4, 2)]), st.data())
 def test_spread_is_near_the_best_of_all_assignments(shape, data):
-    bins, each = shape
-    costs = data.draw(st.lists(st.integers(1, 1000), min_size=bins * each, max_size=bins * each))
+    bins, bin_size = shape
+    costs = data.draw(
+        st.lists(st.integers(1, 1000), min_size=bins * bin_size, max_size=bins * bin_size)
+    )
     best = best_possible(costs, bins)
     assert max(totals(costs, spread(costs, bins, 1))) <= 4 / 3 * best
     assert max(totals(costs, spread(costs, 1, bins))) <= 4 / 3 * best
@@ -131,13 +141,15 @@ def test_spread_is_near_the_best_of_all_assignments(shape, data):
     steps=st.integers(0, 9),
     seed=st.integers(0, 2**64 - 1),
 )
-def test_steps_of_another_size_go_on_where_the_others_ended(counts, before, now, steps, seed):
-    """Whatever the size: the packs are those that a step of one pack each would have had, none twice and none left out."""
+def test_steps_of_another_size_continue_at_the_same_place(counts, before, now, steps, seed):
+    """The packs are the same as with one pack per step, without repetition or omission."""
     mixture = Mixture.alone(counts[0])
     if len(counts) > 1:
-        names, shares = tuple("abc"[: len(counts)]), tuple(1 / len(counts) for _ in counts)
+        names = tuple("abc"[: len(counts)])
+        shares = tuple(1 / len(counts) for _ in counts)
         mixture = Mixture(names, tuple(counts), shares, (1.0,) * len(counts))
-    one, shift = Order(mixture, 1, seed), steps * (before - now)
+    one = Order(mixture, 1, seed)
+    shift = steps * (before - now)
     shifted = Order(mixture, now, seed, shift)
     packs = [
         pack for step in range(steps, steps + 3) for pack in shifted.packs_of_step(step).tolist()
@@ -164,7 +176,7 @@ def mixtures(draw: st.DrawFn) -> Mixture:
 
 
 @given(mixtures(), st.integers(1, 9), st.integers(0, 5))
-def test_every_source_has_its_share_at_any_time_and_each_epoch_every_pack(
+def test_sources_have_their_shares_and_epochs_have_all_packs(
     mixture: Mixture, per_step: int, seed: int
 ) -> None:
     stream = Order(mixture, 300, seed).packs_of_step(0)
@@ -173,13 +185,13 @@ def test_every_source_has_its_share_at_any_time_and_each_epoch_every_pack(
     firsts = np.cumsum([0, *mixture.counts])
     source = np.searchsorted(firsts, stream, "right") - 1
     tokens = np.cumsum(np.eye(len(mixture.names))[source] * mixture.tokens_per_pack, axis=0)
-    wanted = tokens.sum(1)[:, None] * mixture.weights
-    # A source is at most a pack behind of what those before it have left, and these are so, too.
-    assert (abs(tokens - wanted) <= len(mixture.names) * max(mixture.tokens_per_pack)).all()
+    expected = tokens.sum(1)[:, None] * mixture.weights
+    # With every source before it, a source may be one more pack away from its share.
+    assert (abs(tokens - expected) <= len(mixture.names) * max(mixture.tokens_per_pack)).all()
     for first, count in zip(firsts, mixture.counts, strict=False):
-        own = [int(pack - first) for pack in stream if first <= pack < first + count]
-        for begin in range(0, len(own), count):
-            epoch = own[begin : begin + count]
+        source_packs = [int(pack - first) for pack in stream if first <= pack < first + count]
+        for start in range(0, len(source_packs), count):
+            epoch = source_packs[start : start + count]
             assert len(set(epoch)) == len(epoch) and (
                 len(epoch) < count or set(epoch) == set(range(count))
             )

@@ -1,4 +1,4 @@
-"""Packing algorithms against plain ones: concatenate-and-reshape, and best-fit decreasing that looks at every pack."""
+"""Packing algorithms equal concatenation with reshape and a plain best-fit decreasing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ strategies = st.sampled_from([truncate, best_fit])
 
 
 def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
-    """Tokens that are all different, lying in another order than the documents are given in: flat, starts, documents."""
+    """Return flat tokens that are all different, the starts of documents, and the documents.
+
+    The documents are stored in another order than they are listed.
+    """
     flat = np.arange(1, sum(lengths) + 1, dtype=np.uint32)
     on_disk = np.random.default_rng(0).permutation(len(lengths))
     sizes = np.asarray(lengths, dtype=np.int64)
@@ -33,12 +36,13 @@ def corpus(lengths: list[int]) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]
     )
 
 
-def whole(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
+def all_packs(layout: Layout, flat: np.ndarray, starts: np.ndarray) -> list[Pack]:
+    """Return all packs of a layout."""
     return materialise(layout, 0, len(layout), flat, starts, FILL)
 
 
 def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:
-    """Room left in each pack after textbook best-fit decreasing, sorted."""
+    """Return the sorted room left in every pack by textbook best-fit decreasing."""
     room: list[int] = []
     for size in sorted(sizes, reverse=True):
         fitting = [pack for pack, left in enumerate(room) if left >= size]
@@ -50,6 +54,7 @@ def naive_best_fit(sizes: list[int], capacity: int) -> list[int]:
 
 
 def room_left(layout: Layout) -> list[int]:
+    """Return the sorted room left in every pack."""
     sizes = layout.stop - layout.start
     return sorted(
         layout.length - int(sizes[slice(*layout.offsets[p : p + 2])].sum())
@@ -58,15 +63,16 @@ def room_left(layout: Layout) -> list[int]:
 
 
 @given(document_lengths, pack_lengths, strategies)
-def test_every_token_stands_once_and_in_order_within_its_document(
+def test_every_token_occurs_once_and_in_order_in_its_document(
     lengths: list[int], length: int, strategy: Strategy
 ) -> None:
     flat, starts, documents = corpus(lengths)
     layout = strategy(lengths, length)
-    packs = whole(layout, flat, starts)
+    packs = all_packs(layout, flat, starts)
     pieces: dict[int, list[tuple[int, np.ndarray]]] = {}
     for pack in range(len(layout)):
-        ids, sizes = packs[pack].input_ids, packs[pack].lengths
+        ids = packs[pack].input_ids
+        sizes = packs[pack].lengths
         ends = np.cumsum(sizes)
         assert 0 < ends[-1] <= length and np.all(ids[ends[-1] :] == FILL)
         for piece, end, size in zip(
@@ -81,14 +87,14 @@ def test_every_token_stands_once_and_in_order_within_its_document(
             tokens for _, tokens in sorted(pieces.get(number, []), key=lambda piece: piece[0])
         ]
         np.testing.assert_array_equal(np.concatenate([*in_order, flat[:0]]), document)
-    assert layout.cut_documents == sum(len(each) > 1 for each in pieces.values())
+    assert layout.cut_documents == sum(len(parts) > 1 for parts in pieces.values())
 
 
 @given(document_lengths, pack_lengths)
-def test_truncate_is_concatenate_and_reshape(lengths: list[int], length: int) -> None:
+def test_truncate_equals_concatenation_and_reshape(lengths: list[int], length: int) -> None:
     flat, starts, documents = corpus(lengths)
     joined = np.concatenate([*documents, flat[:0]])
-    packs = whole(truncate(lengths, length), flat, starts)
+    packs = all_packs(truncate(lengths, length), flat, starts)
     expected = np.append(joined, np.full(-len(joined) % length, FILL)).reshape(-1, length)
     assert [pack.input_ids.tolist() for pack in packs] == expected.tolist()
     assert all(pack.input_ids.dtype == np.uint32 for pack in packs)

@@ -1,4 +1,4 @@
-"""`python -m packing`: its commands, and mistakes in them."""
+"""The commands of `python -m packing` and their error messages."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ def recipe(tmp_path: Path, tokenizer_file: Path, documents: list[str]) -> Path:
     )
     path = tmp_path / "recipe.yaml"
     path.write_text(
-        f"name: x\ndata: {{source: {tmp_path}/x.jsonl, tokenizer: {tokenizer_file}, packs: {tmp_path}/packs, length: 128}}\n"
+        f"name: x\ndata: {{source: {tmp_path}/x.jsonl, tokenizer: {tokenizer_file}, "
+        f"packs: {tmp_path}/packs, length: 128}}\n"
     )
     return path
 
 
-def test_prepare_takes_a_recipes_data_section_and_keys_over_it(
-    recipe: Path, tmp_path: Path, capsys
-) -> None:
+def test_prepare_reads_a_recipe_and_overrides(recipe: Path, tmp_path: Path, capsys) -> None:
     other = tmp_path / "other.jsonl"
     other.write_text((tmp_path / "x.jsonl").read_text().replace("a", "b"))
     keys = ["data.length=64", f"data.packs={tmp_path}/other", f"data.validation.source={other}"]

@@ -1,4 +1,7 @@
-"""Text to packs: every token is there, in an order that follows from the settings alone, whatever interrupts the work."""
+"""Preparation packs every document, in an order that depends on the settings only.
+
+An interrupted preparation continues with the same result.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts_in(settings: DataSettings, split: str = "train") -> list[str]:
-    """The documents of the packs, in their order, by their end token."""
+    """Return the documents of the packs in order, split at their end tokens."""
     packs = open_packs(settings, split)
     ids = np.concatenate([packs[i].input_ids[: packs[i].lengths.sum()] for i in range(len(packs))])
     end = load_tokenizer(settings.tokenizer).end_of_text
@@ -75,16 +78,14 @@ def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
 ) -> None:
     corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
     Tokenizer(model).save(str(tmp_path / "words.json"))
-    prepare(
-        part := settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")}),
-        progress=False,
-    )
-    lines = summary(read_manifest(part.packs))
+    changed = settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")})
+    prepare(changed, progress=False)
+    lines = summary(read_manifest(changed.packs))
     assert re.search(r"columns not read +id, url\n?", lines)
     assert re.search(r"unknown tokens +\d\d\.\d\d% of all; warning", lines)
 
 
-def test_prepare_says_nothing_of_unknown_tokens_of_a_tokenizer_of_bytes(
+def test_prepare_reports_no_unknown_tokens_of_a_byte_tokenizer(
     settings: DataSettings,
 ) -> None:
     prepare(settings, progress=False)
@@ -94,36 +95,39 @@ def test_prepare_says_nothing_of_unknown_tokens_of_a_tokenizer_of_bytes(
     )
 
 
-def test_held_out_documents_are_whole_and_nowhere_else(
+def test_held_out_documents_are_complete_and_not_trained_on(
     settings: DataSettings, documents: list[str]
 ) -> None:
-    prepare(part := settings.model_copy(update={"held_out": 0.2}), progress=False)
-    train, held_out = texts_in(part), texts_in(part, "held_out")
+    changed = settings.model_copy(update={"held_out": 0.2})
+    prepare(changed, progress=False)
+    train = texts_in(changed)
+    held_out = texts_in(changed, "held_out")
     assert len(held_out) == round(0.2 * len(documents)) and sorted(train + held_out) == sorted(
         documents
     )
 
 
-def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(
+def test_a_killed_preparation_continues_with_the_same_packs(
     settings: DataSettings, tmp_path: Path
 ) -> None:
     prepare(settings, progress=False)
-    whole = open_packs(settings, "train").fingerprint
+    expected = open_packs(settings, "train").fingerprint
     shutil.rmtree(settings.packs)
     code = (
-        "import sys, json; from packing.prepare import prepare; from packing.settings import DataSettings\n"
-        + (
-            "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
-            "packing.token_log._COMMIT_SECONDS = 0\n"
-            "import time; slow = packing.token_log.TokenLog.append\n"
-            "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
-            "if __name__ == '__main__': prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
-        )
+        "import sys, json\n"
+        "from packing.prepare import prepare; from packing.settings import DataSettings\n"
+        "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
+        "packing.token_log._COMMIT_SECONDS = 0\n"
+        "import time; slow = packing.token_log.TokenLog.append\n"
+        "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+        "if __name__ == '__main__':\n"
+        "    prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
     )
     run = subprocess.Popen(
         [sys.executable, "-c", code, json.dumps(settings.model_dump(mode="json"))]
     )
-    partial, deadline = tmp_path / ".packs.tokens" / "progress.json", time.monotonic() + 60
+    partial = tmp_path / ".packs.tokens" / "progress.json"
+    deadline = time.monotonic() + 60
 
     def place() -> int:
         return json.loads(partial.read_text())["place"].get("at", 0) if partial.exists() else 0
@@ -134,14 +138,12 @@ def test_a_killed_run_goes_on_and_ends_with_the_packs_of_an_unbroken_one(
     run.wait()
     assert place() >= 60_000 and not settings.packs.exists()
     with open(partial.with_name("tokens.bin"), "ab") as file:
-        file.write(b"written, and not vouched for")
+        file.write(b"written, but not recorded in progress.json")
     prepare(settings, progress=False)
-    assert open_packs(settings, "train").fingerprint == whole and not partial.parent.exists()
+    assert open_packs(settings, "train").fingerprint == expected and not partial.parent.exists()
 
 
-def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(
-    settings: DataSettings, corpus: Path
-) -> None:
+def test_skipping_a_bad_line_keeps_tokens_before_it(settings: DataSettings, corpus: Path) -> None:
     with corpus.open("a") as file:
         file.write('{"broken"\n')
     with pytest.raises(InputError, match=r"corpus.jsonl:\d+: .*on_bad_line"):
@@ -153,7 +155,7 @@ def test_skipping_a_bad_line_goes_on_after_what_was_tokenised_before_it(
     assert read_manifest(settings.packs)["statistics"]["skipped_lines"] == 1
 
 
-def test_text_that_changes_while_it_is_read_is_refused_and_then_read_anew(
+def test_a_source_that_changes_while_it_is_read_is_rejected(
     settings: DataSettings, corpus: Path, documents: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append = TokenLog.append
@@ -167,7 +169,7 @@ def test_text_that_changes_while_it_is_read_is_refused_and_then_read_anew(
     assert sorted(texts_in(settings)) == sorted(documents)
 
 
-def test_the_same_settings_find_their_packs_and_others_are_refused(
+def test_other_settings_than_those_of_the_packs_are_rejected(
     settings: DataSettings, corpus: Path
 ) -> None:
     prepare(settings, progress=False)
@@ -177,12 +179,12 @@ def test_the_same_settings_find_their_packs_and_others_are_refused(
         prepare(settings.model_copy(update={"packing": "best_fit"}), progress=False)
 
 
-def test_a_source_spelled_otherwise_is_the_same_source(
+def test_another_path_of_the_same_source_is_accepted(
     settings: DataSettings, tokenizer_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prepare(settings, progress=False)
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
     copy = shutil.copytree(tokenizer_file.parent, tmp_path / "copy") / "tokenizer.json"
     vocabulary = json.loads(copy.read_text())
     copy.write_text(json.dumps(vocabulary | {"post_processor": None}, indent=7))
@@ -200,30 +202,34 @@ def test_workers_import_neither_the_callers_script_nor_the_current_folder(
 ) -> None:
     script = tmp_path / "elsewhere" / "script.py"
     script.parent.mkdir()
-    for name in ("tokenizers", "pickle"):  # multiprocessing's own processes import pickle
-        marks = f"open('{name} of the current folder', 'w')\nraise SystemExit(1)"
-        (tmp_path / f"{name}.py").write_text(marks)
+    for name in ("tokenizers", "pickle"):  # Helper processes of multiprocessing import pickle.
+        code = f"open('{name} of the current folder', 'w')\nraise SystemExit(1)"
+        (tmp_path / f"{name}.py").write_text(code)
     script.write_text(
-        "import sys, json\nprint('begun', flush=True)\nfrom packing.prepare import prepare, DataSettings\n"
+        "import sys, json\nprint('started', flush=True)\n"
+        "from packing.prepare import prepare, DataSettings\n"
         "prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)\n"
     )
-    given = json.dumps(settings.model_dump(mode="json"))
+    arguments = json.dumps(settings.model_dump(mode="json"))
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run(
-        [sys.executable, script, given],
+        [sys.executable, script, arguments],
         cwd=tmp_path,
         env=environment,
         capture_output=True,
         text=True,
     )
-    assert run.returncode == 0 and run.stdout.count("begun") == 1, run.stderr
+    assert run.returncode == 0 and run.stdout.count("started") == 1, run.stderr
     assert not list(tmp_path.glob("* of the current folder"))
 
 
-def test_workers_that_die_at_first_are_told_of(
+def test_workers_that_die_at_start_are_reported(
     settings: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where memory runs out; here, as they do not find the package. A large tokenizer is more than a pipe holds."""
+    """Workers may die if memory runs out. In this test they do not find the package.
+
+    The tokenizer is larger than the buffer of a pipe.
+    """
     large = Tokenizer.from_file(settings.tokenizer)
     large.add_tokens([f"<{number}>" for number in range(5000)])
     large.save(str(tmp_path / "large.json"))
@@ -240,7 +246,7 @@ def test_workers_that_die_at_first_are_told_of(
 
 @pytest.fixture
 def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system as Lustre is without its option `flock`."""
+    """A file system without locks, like Lustre without its option `flock`."""
 
     def flock(*arguments: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
@@ -249,15 +255,16 @@ def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*has no locks")
-def test_without_locks_a_second_command_is_refused(
+def test_without_locks_a_second_command_is_rejected(
     settings: DataSettings, documents: list[str], no_locks: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    append, refusals = TokenLog.append, []
+    append = TokenLog.append
+    refusals = []
 
     def append_beside_another(log: TokenLog, result: object) -> None:
         append(log, result)
         if not refusals:
-            refusals.append("begun")
+            refusals.append("started")
             with pytest.raises(InputError, match=r"/\.packs\.preparing: .*remove this folder"):
                 prepare(settings, progress=False)
 
@@ -282,7 +289,7 @@ def test_without_locks_other_ranks_wait_for_the_first(
     assert other.exitcode == 0 and sorted(texts_in(settings)) == sorted(documents)
 
 
-def test_memory_that_runs_out_keeps_what_is_tokenised(
+def test_tokens_are_kept_if_memory_runs_out(
     settings: DataSettings,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -292,15 +299,15 @@ def test_memory_that_runs_out_keeps_what_is_tokenised(
     monkeypatch.setattr(PackMaker, "arrange", arrange)
     with pytest.raises(InputError, match=r"Unable to allocate .*are kept in .*\.packs\.tokens"):
         prepare(settings, progress=False)
-    kept = settings.packs.with_name(".packs.tokens") / "progress.json"
-    assert json.loads(kept.read_text())["complete"]
+    progress = settings.packs.with_name(".packs.tokens") / "progress.json"
+    assert json.loads(progress.read_text())["complete"]
 
 
-def test_chatml_warns_of_a_tokenizer_without_its_tokens(
+def test_chatml_warns_if_the_tokenizer_lacks_its_tokens(
     settings: DataSettings, corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chat = [{"role": role, "content": "a"} for role in ("user", "assistant")]
     corpus.write_text(json.dumps({"chat": chat}))
-    chats = settings.model_copy(update={"messages": "chat", "chat_template": "chatml"})
-    prepare(chats, progress=False)
+    chat_settings = settings.model_copy(update={"messages": "chat", "chat_template": "chatml"})
+    prepare(chat_settings, progress=False)
     assert "warning: data.chat_template: chatml: <|im_start|>" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a record becomes: chats by their template, with the answers alone trained on, and tokens as they are."""
+"""Records become documents: chats with a loss on their answers, and tokens unchanged."""
 
 from __future__ import annotations
 
@@ -22,12 +22,14 @@ from packing.store import open_packs
 from packing.tokenizer import TextTokenizer
 
 MARKED = (
-    "\n{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "\n{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endgeneration %}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
 )
 DATED = (
-    "{% if strftime_now is defined %}{{ strftime_now('%Y') }}{% else %}Date: 26 Jul 2024\n{% endif %}"
-    + CHATML
+    "{% if strftime_now is defined %}{{ strftime_now('%Y') }}"
+    "{% else %}Date: 26 Jul 2024\n{% endif %}" + CHATML
 )
 CHATS = [
     [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello, 世界."}],
@@ -45,7 +47,7 @@ CHATS = [
 def packed(
     tmp_path: Path, tokenizer: Path, records: list[dict], **more: Any
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The tokens of each document, and which are trained on."""
+    """Prepare the records. Return the tokens of every document with the mask of trained tokens."""
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     settings = DataSettings(
         source=str(tmp_path / "x.jsonl"),
@@ -55,7 +57,8 @@ def packed(
         **more,
     )
     prepare(settings, progress=False)
-    packs, documents = open_packs(settings, "train"), []
+    packs = open_packs(settings, "train")
+    documents = []
     for index in range(len(packs)):
         pack = packs[index]
         trained = np.ones(1024, bool) if pack.trained is None else pack.trained
@@ -70,13 +73,19 @@ def packed(
 def tokenized(
     tokenizer: Path, records: list[dict], **more: Any
 ) -> tuple[list[tuple[list[int], list[int]]], Counts]:
-    """The ids of each document with those that are trained on, and counts, by a worker's code."""
-    loaded = TextTokenizer("t", Tokenizer.from_file(str(tokenizer)), {"eos": 0})
-    loaded.tokenizer.post_processor = None
+    """Return the ids of every document with its trained ids, and the counts.
+
+    It runs the code of a worker.
+    """
+    text_tokenizer = TextTokenizer("t", Tokenizer.from_file(str(tokenizer)), {"eos": 0})
+    text_tokenizer.tokenizer.post_processor = None
     settings = DataSettings(source="x", tokenizer="t", packs="p", **more)
     lines = "\n".join(map(json.dumps, records)).encode()
     result = tokenize(
-        Chunk("jsonl", "x.jsonl", 1, lines, {}), loaded, records_of(settings, loaded), settings
+        Chunk("jsonl", "x.jsonl", 1, lines, {}),
+        text_tokenizer,
+        records_of(settings, text_tokenizer),
+        settings,
     )
     documents = np.split(result.tokens, np.cumsum(result.lengths)[:-1])
     return [
@@ -87,7 +96,7 @@ def tokenized(
 
 
 def answers(tokenizer: Path, record: dict, template: str, **more: Any) -> tuple[str, str]:
-    """The text of the chat in a record, and what of it is trained on."""
+    """Return the text of the chat in a record, and the part of it that is trained on."""
     ((ids, trained),), _ = tokenized(
         tokenizer, [record], messages="messages", chat_template=template, **more
     )
@@ -109,11 +118,11 @@ def test_the_answers_of_a_chat_and_their_ends_are_trained_on(
         rendered[decode(ids)] = decode(ids[trained])
     expected = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file))
     for chat in CHATS:
-        whole = expected.apply_chat_template(
+        text = expected.apply_chat_template(
             chat, chat_template=template.replace("strftime_now is defined", "false"), tokenize=False
         )
         answers = "".join(m["content"] + "<|im_end|>\n" for m in chat if m["role"] == "assistant")
-        assert rendered[whole].replace("�", "") == answers
+        assert rendered[text].replace("�", "") == answers
 
 
 TURNS = {"system": "Be kind.", "human": "why?", "gpt": "so"}
@@ -130,9 +139,9 @@ SHAREGPT = {"conversations": [{"from": role, "value": text} for role, text in TU
             "<|im_start|>system\nBe kind.<|im_end|>\n",
         ),
     ],
-    ids=["prompt and response", "ShareGPT's names, and a template by name"],
+    ids=["prompt and response", "ShareGPT's names and a template's name"],
 )
-def test_a_chat_in_other_columns_is_one(
+def test_a_chat_in_other_columns_is_read(
     record: dict, keys: dict, before: str, tmp_path: Path, tokenizer_file: Path
 ) -> None:
     ((ids, trained),) = packed(tmp_path, tokenizer_file, [record], **keys)
@@ -144,7 +153,7 @@ def test_a_chat_in_other_columns_is_one(
     assert decode(ids[trained]) == "so<|im_end|>\n"
 
 
-def test_tokens_and_labels_are_taken_as_they_are(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_tokens_and_labels_are_read_unchanged(tmp_path: Path, tokenizer_file: Path) -> None:
     records = [{"ids": [5, 6, 7], "labels": [-100, 6, 7]}, {"ids": [8], "labels": [-100]}]
     documents = packed(tmp_path, tokenizer_file, records, input_ids="ids", labels="labels")
     assert sorted((ids.tolist(), trained.tolist()) for ids, trained in documents) == [
@@ -171,13 +180,13 @@ IDS = [5, 6, 7, 8, 9]
         ({"attention_mask": None, "position_ids": None}, [IDS]),
     ],
 )
-def test_columns_beside_ids_say_what_is_padding_and_a_document(
+def test_columns_beside_ids_mark_padding_and_documents(
     columns: dict, expected: list, tokenizer_file: Path
 ) -> None:
-    found, counts = tokenized(
+    documents, counts = tokenized(
         tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids"
     )
-    assert found == [(ids, ids) for ids in expected]
+    assert documents == [(ids, ids) for ids in expected]
     assert counts.empty == (not expected) and counts.trained == counts.tokens
 
 
@@ -196,7 +205,7 @@ def test_columns_beside_ids_say_what_is_padding_and_a_document(
     ],
     ids=lambda columns: "+".join(columns),
 )
-def test_columns_beside_ids_say_which_have_a_loss(columns: dict, tokenizer_file: Path) -> None:
+def test_columns_beside_ids_mark_trained_tokens(columns: dict, tokenizer_file: Path) -> None:
     assert tokenized(tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids")[0] == [
         (IDS, [6, 7, 9])
     ]
@@ -218,23 +227,23 @@ def test_columns_beside_ids_say_which_have_a_loss(columns: dict, tokenizer_file:
         ({"attention_mask": [1, 1]}, "attention_mask are those of 2 tokens"),
     ],
 )
-def test_columns_that_do_not_fit_the_ids_are_refused(
+def test_columns_that_do_not_fit_the_ids_are_rejected(
     columns: dict, message: str, tokenizer_file: Path
 ) -> None:
     with pytest.raises(InputError, match=f"x.jsonl:1: .*{message}"):
         tokenized(tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids")
 
 
-def test_labels_that_mask_nothing_leave_the_packs_as_they_are(
-    tmp_path: Path, tokenizer_file: Path
-) -> None:
+def test_labels_that_mask_nothing_do_not_change_packs(tmp_path: Path, tokenizer_file: Path) -> None:
     fingerprints = []
-    for name, more in (
+    for name, columns in (
         ("with", {"labels": IDS, "attention_mask": [1] * 5, "token_type_ids": [0] * 5}),
         ("without", {}),
     ):
         (tmp_path / name).mkdir()
-        packed(tmp_path / name, tokenizer_file, [{"input_ids": IDS, **more}], input_ids="input_ids")
+        packed(
+            tmp_path / name, tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids"
+        )
         fingerprints.append(
             read_manifest(tmp_path / name / "packs")["splits"]["train"]["fingerprint"]
         )
@@ -245,7 +254,8 @@ def test_labels_that_mask_nothing_leave_the_packs_as_they_are(
     )
 
 
-USER, ANSWER = {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}
+USER = {"role": "user", "content": "why?"}
+ANSWER = {"role": "assistant", "content": "so"}
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}
 CALLS = CHATML.replace(
     "message.content",
@@ -257,7 +267,7 @@ CALLS = CHATML.replace(
 @pytest.mark.parametrize(
     "mark", [{"weight": 0}, {"train": False}, {"training": False}, {"loss": 0.0}], ids=str
 )
-def test_an_answer_marked_as_without_a_loss_is_not_trained_on(
+def test_an_answer_marked_as_without_loss_is_not_trained_on(
     template: str, mark: dict, tokenizer_file: Path
 ) -> None:
     first = {"role": "assistant", "content": "no"} | mark
@@ -310,7 +320,7 @@ DISTILLED = (
         (DISTILLED, ["<think>\nhm</think>so"], "so<E>"),
     ],
 )
-def test_a_prompt_that_opens_a_thought_leaves_the_answer_whole(
+def test_a_prompt_that_opens_a_thought_keeps_the_answer(
     template: str, contents: list[str], trained: str, tokenizer_file: Path
 ) -> None:
     chat = [
@@ -327,9 +337,7 @@ WITH_TOOLS = "{% if tools %}{{ tools | tojson }}{% endif %}" + CHATML
 @pytest.mark.parametrize(
     "tools", ['[{"name": "f"}]', [{"name": "f", "parameters": None}]], ids=["JSON", "objects"]
 )
-def test_tools_are_handed_to_a_template_that_names_them(
-    tools: object, tokenizer_file: Path
-) -> None:
+def test_tools_are_passed_to_a_template_that_uses_them(tools: object, tokenizer_file: Path) -> None:
     record = {"messages": [USER, ANSWER], "tools": tools}
     text, trained = answers(tokenizer_file, record, WITH_TOOLS)
     assert text.startswith('[{"name": "f"}]<|im_start|>user') and trained == "so<|im_end|>\n"
@@ -347,11 +355,11 @@ def test_a_system_column_is_the_first_message(column: str, tokenizer_file: Path)
         answers(tokenizer_file, {"messages": [system, USER, ANSWER], column: "Be brief."}, CHATML)
     pair = {"messages": ["q", "a"], "chat_template": CHATML}
     records = [{"q": "why?", "a": "so", column: value} for value in ("Be kind.", "", None)]
-    (first, _), *others = tokenized(tokenizer_file, records, **pair)[0]
-    assert [first[-len(ids) :] for ids, _ in others] == [ids for ids, _ in others], (
+    (first, _), *rest = tokenized(tokenizer_file, records, **pair)[0]
+    assert [first[-len(ids) :] for ids, _ in rest] == [ids for ids, _ in rest], (
         "nothing before the prompt"
     )
-    assert len(first) > len(others[0][0]) == len(others[1][0])
+    assert len(first) > len(rest[0][0]) == len(rest[1][0])
 
 
 def test_roles_of_sharegpt_are_those_of_templates(tokenizer_file: Path) -> None:
@@ -467,14 +475,14 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
         ({"i": [1, -2]}, {"input_ids": "i"}, "`i` holds the id -2"),
     ],
 )
-def test_a_record_that_cannot_be_used_is_one_message(
+def test_an_unusable_record_raises_one_message(
     record: dict, settings: dict, message: str, tmp_path: Path, tokenizer_file: Path
 ) -> None:
     with pytest.raises(InputError, match=message):
         packed(tmp_path, tokenizer_file, [record], **settings)
 
 
-def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:
+def test_a_source_inherits_the_keys_that_it_does_not_set() -> None:
     common = {
         "packs": "p",
         "tokenizer": "t",
@@ -491,8 +499,8 @@ def test_a_source_has_the_keys_of_all_that_it_leaves_open() -> None:
         ],
     )
     first, second, made = several.sources
-    assert [each.weight for each in several.sources] == pytest.approx([1 / 3] * 3, abs=1e-12), (
-        "shares of their sum"
+    assert [source.weight for source in several.sources] == pytest.approx([1 / 3] * 3, abs=1e-12), (
+        "weights are normalized to a sum of 1"
     )
     assert first.messages == "m" and first.chat_template == CHATML and first.split == "train_1M"
     assert second.messages is None and second.text == "t" and second.chat_template is None

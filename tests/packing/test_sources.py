@@ -1,4 +1,4 @@
-"""Sources of every format give the same documents, from the beginning and from any place on."""
+"""Sources of all formats yield the same documents, from the start and from any saved place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from packing.settings import DataSettings
 from packing.sources import open_source
 
 
-def opened(source: Path | str, **more: Any) -> Any:
+def open_reader(source: Path | str, **more: Any) -> Any:
+    """Return the reader of a source."""
     settings = DataSettings(packs="packs", tokenizer="t", source=str(source), **more)
     return open_source(settings, TextTemplate.parse(settings.text))
 
@@ -29,28 +30,30 @@ def opened(source: Path | str, **more: Any) -> Any:
 def texts_of(
     source: Path | str, size: int | None = None, begin: dict | None = None, **more: Any
 ) -> list[str]:
-    reader = opened(source, **more)
+    """Return the texts of a source from the place `begin` on, read in chunks of `size` bytes."""
+    reader = open_reader(source, **more)
     chunks = [
         read_chunk(chunk, reader.records, skip_bad=False)[0] for chunk in reader.chunks(begin, size)
     ]
     return [text for documents in chunks for text in documents]
 
 
-def written(folder: Path, kind: str, documents: list[str]) -> Path:
+def write_corpus(folder: Path, kind: str, documents: list[str]) -> Path:
+    """Write the documents in a format and return the path."""
     path = folder / f"corpus.{kind}"
     lines = "".join(json.dumps({"id": 7, "text": text}) + "\n" for text in documents).encode()
     table = pa.table({"id": [7] * len(documents), "text": documents})
     if kind.startswith("jsonl"):
-        pack = {
+        compress = {
             "jsonl": bytes,
             "jsonl.gz": gzip.compress,
             "jsonl.zst": partial(pa.compress, codec="zstd", asbytes=True),
         }[kind]
-        path.write_bytes(pack(lines))
+        path.write_bytes(compress(lines))
     elif kind == "parquet":
         pq.write_table(table, path, row_group_size=7)
     elif kind == "dataset":
-        import datasets  # brings pandas
+        import datasets  # slow to import
 
         datasets.Dataset(table).save_to_disk(path)
     else:
@@ -67,9 +70,10 @@ KINDS = ["jsonl", "jsonl.gz", "jsonl.zst", "parquet", "dataset", "text files"]
 def test_every_format_yields_the_same_documents_from_any_place(
     kind: str, documents: list[str], tmp_path: Path
 ) -> None:
-    path, before = written(tmp_path, kind, documents), 0
+    path = write_corpus(tmp_path, kind, documents)
+    before = 0
     assert texts_of(path) == texts_of(path, 3000) == documents
-    source = opened(path)
+    source = open_reader(path)
     for chunk in source.chunks(size=20_000):
         before += len(read_chunk(chunk, source.records, skip_bad=False)[0])
         place = json.loads(json.dumps(chunk.after))
@@ -77,7 +81,9 @@ def test_every_format_yields_the_same_documents_from_any_place(
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "dataset"])
-def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_path: Path) -> None:
+def test_every_format_reads_columns_beside_ids_and_names_the_rest(
+    kind: str, tmp_path: Path
+) -> None:
     rows = [
         {
             "input_ids": [5, 6, 7, 0],
@@ -92,7 +98,7 @@ def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_p
     elif kind == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
-        import datasets  # brings pandas
+        import datasets  # slow to import
 
         datasets.Dataset.from_list(rows).save_to_disk(path)
     records = TokenColumns("input_ids", None, 600)
@@ -105,13 +111,11 @@ def test_every_format_reads_columns_beside_ids_and_names_others(kind: str, tmp_p
         assert counts.unread == ("id",)
 
 
-def test_a_streamed_dataset_yields_what_the_loaded_one_does(
-    documents: list[str], tmp_path: Path
-) -> None:
-    import datasets  # brings pandas
+def test_a_streamed_dataset_yields_the_same_documents(documents: list[str], tmp_path: Path) -> None:
+    import datasets  # slow to import
 
-    written(tmp_path, "parquet", documents)
-    source = opened("parquet", streaming=True)
+    write_corpus(tmp_path, "parquet", documents)
+    source = open_reader("parquet", streaming=True)
     source._data = datasets.load_dataset(
         "parquet", data_files=str(tmp_path / "*.parquet"), split="train", streaming=True
     )
@@ -129,23 +133,23 @@ def test_a_folder_is_read_in_order_without_hidden_files_and_packs(tmp_path: Path
     assert texts_of(tmp_path) == ["README.md", "a/z.txt", "b.txt"]
 
 
-def test_data_files_come_before_text_and_two_kinds_of_them_are_refused(tmp_path: Path) -> None:
-    written(tmp_path, "jsonl", ["x"])
+def test_data_files_precede_text_and_two_kinds_are_rejected(tmp_path: Path) -> None:
+    write_corpus(tmp_path, "jsonl", ["x"])
     (tmp_path / "README.md").write_text("about")
     assert texts_of(tmp_path) == ["x"]
-    written(tmp_path, "parquet", ["y"])
+    write_corpus(tmp_path, "parquet", ["y"])
     with pytest.raises(InputError, match=r"data.source: .*1 parquet files and 1 jsonl files"):
         texts_of(tmp_path)
 
 
-def test_unread_files_are_counted_and_refused_if_they_are_most(tmp_path: Path) -> None:
+def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
-    assert "files not read: 1 .csv" in opened(tmp_path).description
+    assert "files not read: 1 .csv" in open_reader(tmp_path).description
     for name in ("b.csv", "c.tsv"):
         (tmp_path / name).write_text("text\nb\nc\n")
     with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
-        opened(tmp_path)
+        open_reader(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +166,7 @@ def test_another_encoding_is_named_with_the_command_that_converts_it(
         texts_of(tmp_path / f"x.{suffix}")
 
 
-def test_a_kind_of_file_that_is_not_read_is_refused(tmp_path: Path) -> None:
+def test_an_unsupported_kind_of_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text\na\n")
     for source in (tmp_path / "x.csv", tmp_path):
         with pytest.raises(InputError, match=r"data.source: .*JSONL, Parquet and text"):
@@ -176,7 +180,7 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
-def test_nan_is_no_text(tmp_path: Path) -> None:
+def test_nan_is_not_text(tmp_path: Path) -> None:
     pq.write_table(
         pa.table({"title": [1.5, float("nan"), None], "body": ["a", "", None]}),
         tmp_path / "x.parquet",
@@ -185,7 +189,7 @@ def test_nan_is_no_text(tmp_path: Path) -> None:
         '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n{"title": NaN, "body": null}\n'
     )
     for kind in ("parquet", "jsonl"):
-        source = opened(tmp_path / f"x.{kind}", text="{title} {body}")
+        source = open_reader(tmp_path / f"x.{kind}", text="{title} {body}")
         texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=False)
         assert texts == ["1.5 a"] and counts.empty == 2
 
@@ -206,7 +210,7 @@ def test_a_malformed_line_is_named_or_skipped_and_counted(line: str, tmp_path: P
     path.write_bytes(b'{"text": "good"}\n' + line.encode("latin-1") + b'\n{"text": "too"}\n')
     with pytest.raises(InputError, match=r"x.jsonl:2: .*on_bad_line"):
         texts_of(path)
-    source = opened(path)
+    source = open_reader(path)
     texts, counts = read_chunk(next(source.chunks()), source.records, skip_bad=True)
     assert texts == ["good", "too"] and counts.skipped == 1 and "x.jsonl:2" in counts.first_skipped
 
@@ -247,10 +251,8 @@ def test_a_line_with_a_list_holds_its_records(
 
 
 @pytest.mark.parametrize("kind", ["jsonl.gz", "jsonl.zst", "parquet"])
-def test_a_truncated_file_is_an_error_and_no_shorter_corpus(
-    kind: str, documents: list[str], tmp_path: Path
-) -> None:
-    path = written(tmp_path, kind, documents)
+def test_a_truncated_file_raises_an_error(kind: str, documents: list[str], tmp_path: Path) -> None:
+    path = write_corpus(tmp_path, kind, documents)
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(InputError, match=str(path)):
         texts_of(path)
@@ -259,7 +261,7 @@ def test_a_truncated_file_is_an_error_and_no_shorter_corpus(
 @given(
     st.lists(st.text().filter(bool)), st.integers(1, 60), st.sampled_from([b"\n", b"\r\n", b"\n\n"])
 )
-def test_lines_survive_any_way_of_cutting_into_chunks(
+def test_lines_are_complete_for_any_size_of_chunks(
     tmp_path_factory, texts: list[str], size: int, end: bytes
 ) -> None:
     path = tmp_path_factory.mktemp("lines") / "x.jsonl"

@@ -1,4 +1,4 @@
-"""Arrow packs, opening whatever lies at a path, and holding packs out."""
+"""Arrow packs, opening packs of any format, and holding packs out."""
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ def write(
     at_once: int = 7,
     shard_bytes: int = 2**20,
 ) -> dict:
+    """Write packs in groups of `at_once` and return the manifest."""
     with pytest.MonkeyPatch.context() as patch, PackWriter(path, LENGTH) as writer:
         patch.setattr(arrow, "SHARD_BYTES", shard_bytes)
         for split, packs in (("train", train), ("held_out", held_out)):
@@ -81,7 +82,9 @@ def data_settings(path: Path, **values: object) -> DataSettings:
     shard_bytes=st.sampled_from([1, 2000, 2**20]),
     seed=st.integers(0, 9),
 )
-def test_what_was_written_is_read_in_any_order(tmp_path_factory, count, at_once, shard_bytes, seed):
+def test_packs_are_read_as_written_in_any_order(
+    tmp_path_factory, count, at_once, shard_bytes, seed
+):
     path = tmp_path_factory.mktemp("arrow") / "packs"
     written = some_packs(count, seed)
     write(path, written, at_once=at_once, shard_bytes=shard_bytes)
@@ -95,7 +98,7 @@ def test_what_was_written_is_read_in_any_order(tmp_path_factory, count, at_once,
 
 
 def test_huggingface_datasets_reads_each_file(tmp_path):
-    import datasets  # brings pandas
+    import datasets  # slow to import
 
     packs = some_packs(50)
     write(tmp_path / "packs", packs, shard_bytes=1000)
@@ -109,7 +112,7 @@ def test_huggingface_datasets_reads_each_file(tmp_path):
     assert dataset["first_position"][:] == [pack.first_position for pack in packs]
 
 
-def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path):
+def test_the_fingerprint_depends_on_content_and_order_not_on_shards(tmp_path):
     packs = some_packs(40)
     fingerprints = [
         write(tmp_path / f"{i}", packs, at_once=at_once, shard_bytes=shard_bytes)["splits"][
@@ -124,14 +127,14 @@ def test_the_fingerprint_is_of_content_and_order_and_not_of_sharding(tmp_path):
         Pack(packs[0].input_ids, np.array([1, 1], np.int32), packs[0].first_position),
         *packs[1:],
     ]
-    others = [
+    changed = [
         write(tmp_path / f"other{i}", p)["splits"]["train"]["fingerprint"]
         for i, p in enumerate([swapped, moved, recut])
     ]
-    assert len({fingerprints[0], *others}) == 4
+    assert len({fingerprints[0], *changed}) == 4
 
 
-def test_files_beside_the_packs_are_verified_and_never_stop_a_run(tmp_path):
+def test_files_beside_the_packs_are_checked_only_by_verify(tmp_path):
     with PackWriter(tmp_path / "packs", LENGTH) as writer:
         writer.add("train", some_packs(1)[0])
         (writer.folder / "tokenizer.json").write_text("{}")
@@ -150,7 +153,7 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
         writer.add("train", some_packs(1)[0])
         raise KeyboardInterrupt
     assert list(tmp_path.iterdir()) == []
-    # never finished nor closed: what `kill -9` leaves
+    # A writer that is neither finished nor closed, as after `kill -9`.
     killed = PackWriter(tmp_path / "packs", LENGTH)
     killed.add("train", some_packs(1)[0])
     assert not (tmp_path / "packs").exists()
@@ -159,7 +162,7 @@ def test_an_interrupted_writer_leaves_nothing_at_the_path(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["packs"]
 
 
-def test_a_damaged_shard_is_named_before_anything_is_read(tmp_path):
+def test_a_damaged_shard_is_named_when_packs_are_opened(tmp_path):
     write(tmp_path / "packs", some_packs(40), shard_bytes=1000)
     open_packs(data_settings(tmp_path / "packs"), "train")
     shard = sorted((tmp_path / "packs" / "train").glob("*.arrow"))[-1]
@@ -168,7 +171,7 @@ def test_a_damaged_shard_is_named_before_anything_is_read(tmp_path):
         open_packs(data_settings(tmp_path / "packs"), "train")
 
 
-def test_a_large_folder_is_only_looked_at_until_verify_asks(tmp_path, monkeypatch):
+def test_a_large_folder_is_hashed_only_by_verify(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "ALWAYS_HASHED_BYTES", 0)
     write(tmp_path / "packs", some_packs(4))
     shard = next((tmp_path / "packs" / "train").glob("*.arrow"))
@@ -181,17 +184,18 @@ def test_a_large_folder_is_only_looked_at_until_verify_asks(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize(
-    "how", [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]]
+    "damage",
+    [lambda text: text.replace('"documents": 3', '"documents": 7'), lambda text: text[:100]],
 )
-def test_a_damaged_manifest_is_refused_by_name(tmp_path, how):
+def test_a_damaged_manifest_is_named(tmp_path, damage):
     write(tmp_path / "packs", some_packs(4))
     file = tmp_path / "packs" / "packs.json"
-    file.write_text(how(file.read_text()))
+    file.write_text(damage(file.read_text()))
     with pytest.raises(InputError, match=r"packs\.json: (damaged|cannot be read)"):
         open_packs(data_settings(tmp_path / "packs"), "train")
 
 
-def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
+def test_an_existing_held_out_split_is_used(tmp_path):
     write(tmp_path / "packs", some_packs(10), some_packs(3))
     for share in (0.0, 0.5):
         assert len(open_packs(data_settings(tmp_path / "packs", held_out=share), "train")) == 10
@@ -200,20 +204,28 @@ def test_the_datas_own_held_out_split_is_used_and_nothing_is_carved(tmp_path):
 
 @given(count=st.integers(2, 300), share=st.floats(0.001, 0.999))
 def test_packs_with_the_smallest_hashes_are_held_out(count, share):
-    """Packs held out today must be those held out when a run resumes."""
+    """The same packs must be held out after a resume."""
 
     class Numbers(Packs):
-        path, length, fingerprint, tokenizer = Path("numbers"), LENGTH, "0" * 64, None
-        __len__, __getitem__ = (lambda packs: count), (lambda packs, index: index)
+        path = Path("numbers")
+        length = LENGTH
+        fingerprint = "0" * 64
+        tokenizer = None
 
-    held = max(1, round(share * count))
-    if held >= count:
+        def __len__(self) -> int:
+            return count
+
+        def __getitem__(self, index: int) -> int:
+            return index
+
+    held_out_count = max(1, round(share * count))
+    if held_out_count >= count:
         with pytest.raises(InputError, match=r"`data\.held_out: "):
             carve(Numbers(), share, "train")
         return
     train, held_out = (carve(Numbers(), share, split) for split in ("train", "held_out"))
     hashes = splitmix64(np.arange(count, dtype=np.uint64)).tolist()
-    chosen = sorted(sorted(range(count), key=hashes.__getitem__)[:held])
+    chosen = sorted(sorted(range(count), key=hashes.__getitem__)[:held_out_count])
     assert [held_out[index] for index in range(len(held_out))] == chosen
     assert [train[index] for index in range(len(train))] == sorted({*range(count)} - {*chosen})
     assert train.fingerprint != held_out.fingerprint

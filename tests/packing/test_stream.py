@@ -1,4 +1,4 @@
-"""Packs that are made while a run trains: always the same, on a bounded disk."""
+"""A stream's packs are made during training, are always the same, and take a bounded disk."""
 
 from __future__ import annotations
 
@@ -41,16 +41,17 @@ from packing.stream import (
     read_position,
 )
 
-LENGTH, STEP = 32, 6  # tokens of a pack, packs of a step
+LENGTH = 32  # tokens of a pack
+STEP = 6  # packs of a step
 
 
-class PackerHere(ExitStack):
-    """A packer in this process, which works only while a part is waited for."""
+class InProcessPacker(ExitStack):
+    """A packer in this process that works only while a run waits for a part."""
 
     def __init__(self, data: DataSettings) -> None:
         super().__init__()
         self.data = data
-        self.most = 0  # bytes that were on the disk
+        self.most = 0  # the largest number of bytes on the disk
         self.makers = {
             name: self.enter_context(PackMaker(part, 1))
             for name, part in training_parts(data).items()
@@ -74,7 +75,7 @@ class PackerHere(ExitStack):
 
 @pytest.fixture(autouse=True, scope="module")
 def quick() -> Iterator[None]:
-    """Do not wait or flush: nothing cuts the power, and the packer works while it is asked."""
+    """Skip waits and flushes, which the in-process packer does not need."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stream, "LOOK", 0)
         for name in ("fsync", "fsync_tree"):
@@ -137,7 +138,7 @@ def packed_by(
 
 
 def steps(
-    packs: StreamedPacks, first: int, last: int, *, ahead: PackerHere | None = None
+    packs: StreamedPacks, first: int, last: int, *, ahead: InProcessPacker | None = None
 ) -> Iterator[tuple[list[bytes], dict[str, Any]]]:
     """Yield the packs of each step, and the record of a checkpoint after it."""
     order = packs.order(STEP, seed=3)
@@ -169,12 +170,12 @@ def test_a_resumed_stream_is_the_same_and_within_its_disk(
     last = 20
     packs = tmp_path_factory.mktemp("drawn")
     unbounded = streamed(sources, packs / "unbounded", window=window)
-    with PackerHere(unbounded) as packer:
+    with InProcessPacker(unbounded) as packer:
         unbroken = packed_by(packer, unbounded)
         expected = [read for read, _ in steps(unbroken, 0, last)]
 
     data = streamed(sources, packs / "bounded", window=window, disk_gb=disk)
-    with PackerHere(data) as packer:
+    with InProcessPacker(data) as packer:
         first = packed_by(packer, data)
         assert first.fingerprint == unbroken.fingerprint
         before = list(steps(first, 0, killed, ahead=packer))
@@ -184,10 +185,10 @@ def test_a_resumed_stream_is_the_same_and_within_its_disk(
     if draw.draw(st.booleans()):  # as on another machine
         for part in part_folders(data.packs):
             shutil.rmtree(part)
-    with PackerHere(data) as resumed:
+    with InProcessPacker(data) as resumed:
         second = packed_by(resumed, data, before[-1][1])
-        rest = [read for read, _ in steps(second, killed, last, ahead=resumed)]
-    assert [read for read, _ in before] + rest == expected
+        remaining = [read for read, _ in steps(second, killed, last, ahead=resumed)]
+    assert [read for read, _ in before] + remaining == expected
     assert again == expected[killed : killed + 2]
     assert 0 < max(packer.most, resumed.most) <= disk * 1e9
 
@@ -203,7 +204,7 @@ def test_held_out_documents_are_not_trained_on_in_later_epochs(
         held_out |= documents_in(held_out_packs[index])
     epochs: list[list[bytes]] = [[], [], []]
     trained: set[tuple[int, ...]] = set()
-    with PackerHere(data) as packer:
+    with InProcessPacker(data) as packer:
         packs = packed_by(packer, data)
         order = packs.order(1, seed=1)
         for step in itertools.count():
@@ -224,16 +225,16 @@ def documents_in(pack: Any) -> set[tuple[int, ...]]:
     return {tuple(piece.tolist()) for piece in pieces if len(piece) >= 16}
 
 
-def test_a_resume_with_changed_text_is_refused(values: dict[str, Any], tmp_path: Path) -> None:
+def test_a_resume_with_a_changed_source_is_rejected(values: dict[str, Any], tmp_path: Path) -> None:
     source = Path(shutil.copy(values["source"], tmp_path / "text.jsonl"))
     data = streamed(values | {"source": str(source)}, tmp_path / "packs")
-    with PackerHere(data) as packer:
+    with InProcessPacker(data) as packer:
         *_, (_, record) = steps(packed_by(packer, data), 0, 30)
     lines = source.read_text().splitlines(keepends=True)
     source.write_text("".join(line.replace("s", "z") for line in lines))
     for part in part_folders(data.packs):
         shutil.rmtree(part)
-    with PackerHere(data) as packer, pytest.raises(InputError, match="text has changed"):
+    with InProcessPacker(data) as packer, pytest.raises(InputError, match="text has changed"):
         list(steps(packed_by(packer, data, record), 30, 31))
 
 
@@ -241,10 +242,13 @@ def test_a_resume_with_changed_text_is_refused(values: dict[str, Any], tmp_path:
 
 
 @pytest.fixture
-def streamed_here(
+def streamed_settings(
     values: dict[str, Any], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> DataSettings:
-    """Two sources whose parts are to be made, in a folder that nobody may import from."""
+    """Settings of two sources whose parts are not made yet.
+
+    The current folder has a file numpy.py that raises if it is imported.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(stream, "LOOK", 0.02)
     Path("numpy.py").write_text("raise SystemExit('imported from the current folder')")
@@ -252,7 +256,7 @@ def streamed_here(
 
 
 @contextmanager
-def started_by_a_user(data: DataSettings) -> Iterator[subprocess.Popen[str]]:
+def user_packer(data: DataSettings) -> Iterator[subprocess.Popen[str]]:
     """Run `python -m packing follow` on these settings."""
     recipe = data.packs.with_name("recipe.yaml")
     recipe.write_text(yaml.safe_dump({"data": data.model_dump(mode="json")}))
@@ -273,13 +277,13 @@ def wait_until(condition: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-def test_a_packer_process_makes_parts_and_reports_why_it_ended(
-    streamed_here: DataSettings,
+def test_a_packer_process_makes_parts_and_reports_its_end(
+    streamed_settings: DataSettings,
 ) -> None:
-    packs = open_packs(streamed_here, "train")
-    with PackerProcess(streamed_here, packs.position) as packer:
+    packs = open_packs(streamed_settings, "train")
+    with PackerProcess(streamed_settings, packs.position) as packer:
         with pytest.raises(InputError, match=r"another run, process \d+"):
-            PackerProcess(streamed_here, packs.position)
+            PackerProcess(streamed_settings, packs.position)
         packs.packer = packer
         order = packs.order(STEP, 3)
         packs.advance_to(order.places_of_step(0))
@@ -315,21 +319,21 @@ def test_a_thread_that_waits_for_a_part_can_be_stopped(
 
 
 def test_a_killed_packer_is_replaced_and_a_finished_run_ends_it(
-    streamed_here: DataSettings,
+    streamed_settings: DataSettings,
 ) -> None:
     """A user starts a packer before the run; the run's own one waits until it is needed."""
-    data = streamed_here
-    with PackerHere(data) as here:
-        expected = [read for read, _ in steps(packed_by(here, data), 0, 40)]
+    data = streamed_settings
+    with InProcessPacker(data) as packer:
+        expected = [read for read, _ in steps(packed_by(packer, data), 0, 40)]
     for part in part_folders(data.packs):
         shutil.rmtree(part)
     (data.packs / POSITION).unlink()
 
-    with started_by_a_user(data) as first:
-        wait_until(lambda: part_folders(data.packs))  # and no run is there yet
+    with user_packer(data) as first:
+        wait_until(lambda: part_folders(data.packs))  # before a run exists
         packs = open_packs(data, "train")
         with PackerProcess(data, packs.position) as packs.packer:
-            with started_by_a_user(data) as second:
+            with user_packer(data) as second:
                 assert second.wait() == 2
                 assert "makes the parts of this stream already" in second.stderr.read()
             log = data.packs / "packer.log"
@@ -342,7 +346,7 @@ def test_a_killed_packer_is_replaced_and_a_finished_run_ends_it(
 
 def test_a_packer_of_a_user_ends_with_the_run(values: dict[str, Any], tmp_path: Path) -> None:
     data = streamed(values, tmp_path / "packs")
-    with started_by_a_user(data) as packer:
+    with user_packer(data) as packer:
         wait_until(lambda: part_folders(data.packs))
         with locked(data.packs / RUN_LOCK, pytest.fail):
             time.sleep(0.3)
@@ -364,7 +368,7 @@ def test_a_position_of_other_sources_is_the_start_of_the_stream(tmp_path: Path) 
     assert both == {"starts": {"web": start, "code": start}, "ends": {"web": 0, "code": 0}}
 
 
-def test_sources_with_differently_full_packs_are_packed_in_step(
+def test_sources_with_differently_full_packs_advance_together(
     values: dict[str, Any], tmp_path: Path
 ) -> None:
     """A source with half empty packs has twice the packs for its share of the tokens."""
@@ -377,7 +381,7 @@ def test_sources_with_differently_full_packs_are_packed_in_step(
     both = {key: value for key, value in values.items() if key != "source"}
     both |= {"sources": sources, "packing": "best_fit", "held_out": 0.0}
     data = streamed(both, tmp_path / "packs", disk_gb=0.0002)
-    with PackerHere(data) as packer:
+    with InProcessPacker(data) as packer:
         for _ in steps(packed_by(packer, data), 0, 80, ahead=packer):
             pass
         assert packer.most <= 200_000

@@ -1,4 +1,4 @@
-"""Flat token files against what was written to them."""
+"""Packs of flat token files hold the tokens that were written."""
 
 from __future__ import annotations
 
@@ -21,10 +21,11 @@ def write(path: Path, tokens: object, dtype: str = "uint16") -> Path:
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 9))
-def test_packs_are_the_tokens_of_the_file_cut_at_the_end_token(tmp_path_factory, tokens, length):
+def test_packs_hold_the_tokens_cut_at_the_end_token(tmp_path_factory, tokens, length):
     folder = tmp_path_factory.mktemp("bin")
     packs = TokenBin(write(folder / "train.bin", tokens), length, end_token=5)
-    read, documents = [], []
+    read = []
+    documents = []
     for index in np.random.default_rng(0).permutation(len(packs)).tolist():
         pack = packs[index]
         assert (
@@ -42,7 +43,7 @@ def test_packs_are_the_tokens_of_the_file_cut_at_the_end_token(tmp_path_factory,
     assert len(documents) >= tokens.count(5)
 
 
-def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):
+def test_a_folder_has_two_splits_and_a_file_has_one(tmp_path):
     write(tmp_path / "train.bin", range(64))
     write(tmp_path / "val.bin", range(16))
     settings = DataSettings(packs=tmp_path, length=8, held_out=0.5)
@@ -51,8 +52,8 @@ def test_a_folder_gives_train_and_val_and_a_file_gives_itself(tmp_path):
     assert (len(open_packs(settings, "train")), open_packs(settings, "held_out")) == (2, None)
 
 
-def test_documents_end_with_the_eos_token_of_the_tokenizer_that_is_named(tmp_path):
-    # its EOS token has the id 0
+def test_documents_end_with_the_tokenizers_eos_token(tmp_path):
+    # The id of its EOS token is 0.
     save_tokenizer(train_tokenizer(["abc"], 260), tmp_path / "tokenizer")
     path = write(tmp_path / "train.bin", [5, 7, 0, 8, 9, 6, 0, 4])
     named = DataSettings(packs=path, length=8, tokenizer=str(tmp_path / "tokenizer"))
@@ -63,13 +64,13 @@ def test_documents_end_with_the_eos_token_of_the_tokenizer_that_is_named(tmp_pat
 @pytest.mark.parametrize(
     ("dtype", "vocab_size"), [("uint16", 60), ("uint16", 50_257), ("uint32", 151_936)]
 )
-def test_a_file_itself_tells_its_dtype(tmp_path, dtype, vocab_size):
+def test_the_dtype_is_inferred_from_the_file(tmp_path, dtype, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
     packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 10)
     assert packs[3].input_ids.tolist() == tokens[30:40].tolist() and len(packs) == 100
 
 
-def test_the_fingerprint_changes_with_everything_that_changes_the_packs(tmp_path):
+def test_the_fingerprint_changes_with_the_packs(tmp_path):
     path = write(tmp_path / "train.bin", range(64))
     prints = [
         TokenBin(path, 8).fingerprint,

@@ -1,4 +1,4 @@
-"""Tokenizers that are learnt from a source: exact on every text, the same for the same texts, and loadable by AutoTokenizer."""
+"""Tokenizers trained on a source are exact, reproducible, and loadable by AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tokenizer(tokenizer_file: Path) -> Tokenizer:
 
 
 @given(st.text())
-def test_any_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_is_decoded_exactly(tokenizer: Tokenizer, text: str) -> None:
     assert (
         tokenizer.decode(
             tokenizer.encode(text, add_special_tokens=False).ids, skip_special_tokens=False
@@ -32,14 +32,14 @@ def test_any_text_comes_back_exactly(tokenizer: Tokenizer, text: str) -> None:
     )
 
 
-def test_the_same_texts_give_the_same_tokenizer_which_spares_tokens(
+def test_training_is_reproducible_and_compresses(
     tokenizer: Tokenizer, documents: list[str]
 ) -> None:
     assert train_tokenizer(documents[:10], VOCABULARY).to_str() == tokenizer.to_str()
     assert len(tokenizer.encode(documents[0]).ids) < 0.5 * len(documents[0].encode())
 
 
-def test_autotokenizer_loads_the_folder_and_encodes_alike(
+def test_autotokenizer_loads_the_folder_and_encodes_the_same(
     tokenizer: Tokenizer, tokenizer_file: Path
 ) -> None:
     loaded = AutoTokenizer.from_pretrained(tokenizer_file.parent)
@@ -50,15 +50,14 @@ def test_autotokenizer_loads_the_folder_and_encodes_alike(
     assert (loaded.eos_token_id, len(loaded)) == (0, VOCABULARY)
 
 
-def test_files_without_a_tokenizer_json_are_converted_as_the_message_says(
-    tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    (old := tmp_path / "old").mkdir()
+def test_the_message_about_old_files_converts_them(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    old = tmp_path / "old"
+    old.mkdir()
     tokenizer.model.save(str(old))
     (old / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
-    says = rf"AutoTokenizer\.from_pretrained\('{old}'\)\.save_pretrained\(FOLDER\)"
+    message = rf"AutoTokenizer\.from_pretrained\('{old}'\)\.save_pretrained\(FOLDER\)"
     for name in (old, old / "vocab.json"):
-        with pytest.raises(InputError, match=says):
+        with pytest.raises(InputError, match=message):
             load_tokenizer(str(name))
     AutoTokenizer.from_pretrained(old).save_pretrained(tmp_path / "new")
     text = "def area(self): return a , b  # Σ"
@@ -68,7 +67,7 @@ def test_files_without_a_tokenizer_json_are_converted_as_the_message_says(
     )
 
 
-def test_a_tokenizer_is_never_overwritten_and_has_room_for_words(
+def test_a_tokenizer_is_never_overwritten_and_needs_256_ids(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     source = tmp_path / "texts.jsonl"
@@ -86,6 +85,6 @@ def test_a_tokenizer_is_never_overwritten_and_has_room_for_words(
         )
         assert message in capsys.readouterr().err
     assert source.read_text() == '{"text": "words"}\n' and not (tmp_path / "new").exists()
-    asked = ["--vocabulary", "300", "--special", "<|x|>"]
-    assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *asked]) == 0
+    options = ["--vocabulary", "300", "--special", "<|x|>"]
+    assert main(["tokenizer", str(source), "--out", str(tmp_path / "new"), *options]) == 0
     assert Tokenizer.from_file(str(tmp_path / "new" / "tokenizer.json")).token_to_id("<|x|>") == 1

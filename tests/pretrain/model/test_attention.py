@@ -1,4 +1,4 @@
-"""Packed attention on a CPU: torch.compile, which backend is taken, what is refused."""
+"""Packed attention on a CPU: compilation, the choice of a backend, and rejected architectures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,11 @@ LONGROPE = {
 
 
 def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
-    """What the model gets for packs of documents of these lengths; every pack's rest is one more document."""
+    """Return model inputs for packs of documents of these lengths.
+
+    The rest of a pack is one more document. `spare` entries at the end of cu_seqlens repeat the
+    last.
+    """
     filled = list(
         itertools.chain.from_iterable(
             [*pack, LENGTH - sum(pack)] if sum(pack) < LENGTH else pack for pack in lengths
@@ -55,12 +59,12 @@ def packed(lengths: list[list[int]], spare: int) -> dict[str, Any]:
 def test_layers_compile_once_for_any_number_of_documents(
     name: str, flash_attention_4_on_a_cpu: SimpleNamespace, build_model: Callable
 ) -> None:
-    from torch._dynamo.testing import CompileCounterWithBackend  # half a second
+    from torch._dynamo.testing import CompileCounterWithBackend  # The import takes half a second.
 
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model, plain = (
-        build_model(backend=each, initializer_range=0.02).hf for each in (name, "packed_sdpa")
+        build_model(backend=name, initializer_range=0.02).hf for name in (name, "packed_sdpa")
     )
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
@@ -70,18 +74,18 @@ def test_layers_compile_once_for_any_number_of_documents(
         inputs = packed(lengths, spare)
         torch._dynamo.mark_dynamic(inputs["cu_seqlens"], 0)
         ids = torch.randint(VOCABULARY, (1, LENGTH))
-        logits, expected = (m(input_ids=ids, **inputs).logits for m in (model, plain))
+        logits, expected = (module(input_ids=ids, **inputs).logits for module in (model, plain))
         torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
-        for m, out in ((model, logits), (plain, expected)):
-            m.zero_grad()
-            out.square().sum().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+        for module, outputs in ((model, logits), (plain, expected)):
+            module.zero_grad()
+            outputs.square().sum().backward()
+        for parameter, reference in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5)
         compiled.append(counter.frame_count)
     assert compiled == [compiled[0]] * 4
 
 
-def test_the_operator_keeps_what_operators_promise(
+def test_flash_attention_passes_torchs_operator_checks(
     flash_attention_4_on_a_cpu: SimpleNamespace,
 ) -> None:
     q, k, v = (torch.randn(7, heads, 8, requires_grad=True) for heads in (4, 2, 2))
@@ -91,22 +95,22 @@ def test_the_operator_keeps_what_operators_promise(
     )
 
 
-def test_a_layer_that_does_not_say_where_documents_end_is_an_error() -> None:
+def test_attention_without_document_boundaries_raises() -> None:
     states = torch.randn(1, 2, LENGTH, 8)
     with pytest.raises(InputError, match="where documents end"):
         attention.packed_sdpa(torch.nn.Linear(1, 1), states, states, states, None)
 
 
-# ── Which backend ──
+# ── Choice of a backend ────────────────────────────────────────────────────────────────
 
 
-def test_auto_takes_a_document_at_a_time_on_a_cpu() -> None:
+def test_auto_takes_packed_documents_on_a_cpu() -> None:
     assert attention.choose("auto", "cpu", 128, torch.bfloat16).name == "packed_documents"
 
 
 @pytest.fixture
 def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """As a process sees one that has Transformer Engine and FlashAttention-4."""
+    """Make the process see an H200 with Transformer Engine and FlashAttention-4."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     monkeypatch.setattr(transformer_engine, "missing", lambda: None)
@@ -115,10 +119,13 @@ def on_an_h200(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def chosen(requested: Any = "auto", dim: int = 128, dtype: torch.dtype = torch.bfloat16) -> str:
+    """Return the name of the chosen backend without its prefix."""
     return attention.choose(requested, "cuda", dim, dtype).name.removeprefix("packed_")
 
 
-def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.MonkeyPatch) -> None:
+def test_auto_takes_the_fastest_supported_backend_on_an_h200(
+    on_an_h200: pytest.MonkeyPatch,
+) -> None:
     assert {chosen(dim=dim) for dim in (64, 128, 136, 192, 248, 256)} == {"fa4"}
     assert chosen(dtype=torch.float32) == "sdpa"
     on_an_h200.setattr(
@@ -129,56 +136,64 @@ def test_auto_takes_the_fastest_that_is_right_on_an_h200(on_an_h200: pytest.Monk
         chosen("flash_attn")
 
 
-def test_transformers_does_not_take_our_names_for_kernels_of_its_own() -> None:
-    ours = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
-    assert len(ours) == 4 and not any(
-        is_flash_attention_requested(requested_attention_implementation=name) for name in ours
+def test_transformers_does_not_mistake_our_names_for_flash_attention() -> None:
+    names = [name for name in AttentionInterface().valid_keys() if name.startswith("packed_")]
+    assert len(names) == 4 and not any(
+        is_flash_attention_requested(requested_attention_implementation=name) for name in names
     )
 
 
-# ── FlashAttention-4 ──
+# ── FlashAttention-4 ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)])
 @pytest.mark.parametrize("kind", ["contiguous", "transposed", "expanded"])
-def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
+def test_the_backward_in_parts_equals_the_backward_in_one_call(
     flash_attention_4_on_a_cpu: SimpleNamespace,
     heads: tuple[int, int],
     kind: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also of a gradient that is a view, and with the last slots empty. Longer documents go by the kernel's own way."""
-    (query, kv), tokens, generator = heads, 40, torch.Generator().manual_seed(0)
+    """The gradient may be a view, and the last documents may be empty.
+
+    Documents longer than `LONG` use the kernel's backward.
+    """
+    query_heads, kv_heads = heads
+    tokens = 40
+    generator = torch.Generator().manual_seed(0)
     ends = torch.tensor([0, 1, 17, 40, 40, 40], dtype=torch.int32)
     q, k, v = (
         torch.randn(tokens, n, 16, generator=generator, dtype=torch.float64)
-        for n in (query, kv, kv)
+        for n in (query_heads, kv_heads, kv_heads)
     )
     d_output = {
-        "contiguous": torch.randn(tokens, query, 16, generator=generator, dtype=torch.float64),
+        "contiguous": torch.randn(
+            tokens, query_heads, 16, generator=generator, dtype=torch.float64
+        ),
         "transposed": torch.randn(
-            query, 16, tokens, generator=generator, dtype=torch.float64
+            query_heads, 16, tokens, generator=generator, dtype=torch.float64
         ).permute(2, 0, 1),
         "expanded": torch.randn(1, 1, 1, generator=generator, dtype=torch.float64).expand(
-            tokens, query, 16
+            tokens, query_heads, 16
         ),
     }[kind]
     output, log_sums = attention.flash_forward(q, k, v, ends, tokens, 0.25)
     states = (d_output, q, k, v, output, log_sums, ends, tokens, 0.25)
-    apart, summed = attention.flash_backward_in_parts(*states), attention.flash_backward(*states)
-    monkeypatch.setattr(attention, "LONG", tokens * query // kv // 5 - 1)
+    parts = attention.flash_backward_in_parts(*states)
+    summed = attention.flash_backward(*states)
+    monkeypatch.setattr(attention, "LONG", tokens * query_heads // kv_heads // 5 - 1)
     expected = attention.flash_backward_in_parts(*states)
-    group = query // kv
-    assert [part.shape for part in apart[1:]] == [
-        (tokens, kv, group, 16) if group > 1 else k.shape
+    group = query_heads // kv_heads
+    assert [part.shape for part in parts[1:]] == [
+        (tokens, kv_heads, group, 16) if group > 1 else k.shape
     ] * 2
-    for found in (summed, [part.sum(2) if part.dim() == 4 else part for part in apart]):
-        for one, other in zip(found, expected, strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-            assert one.is_contiguous()
+    for gradients in (summed, [part.sum(2) if part.dim() == 4 else part for part in parts]):
+        for gradient, reference in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(gradient, reference, rtol=1e-12, atol=1e-12)
+            assert gradient.is_contiguous()
 
 
-# ── What is refused ──
+# ── Rejected architectures ─────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
@@ -208,7 +223,7 @@ def test_the_backward_of_heads_apart_is_that_of_all_in_one_call(
         ("phi3", SMALL | HEADS | LONGROPE, "longrope.*`data.length`"),
     ],
 )
-def test_an_architecture_that_packed_attention_cannot_serve_is_refused(
+def test_architectures_without_packed_attention_are_rejected(
     model_type: str, sizes: dict, message: str
 ) -> None:
     with torch.device("meta"):

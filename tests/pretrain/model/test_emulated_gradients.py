@@ -1,4 +1,4 @@
-"""Emulated weight gradients add up in FP32 main gradients, as the hardware's do, however many microbatches there are."""
+"""Emulated weight gradients of microbatches add up in FP32 main gradients, as in hardware."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ TOKENS, IN, OUT, MICROBATCHES = 128, 128, 256, 8
 
 @pytest.fixture
 def wgrads(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The products that weight gradients should be, in FP64, of the operands that reach each of them."""
+    """Return a list that collects the weight gradients of the actual operands, in FP64."""
     exact: list[Tensor] = []
-    honest = EmulatedGemm.factors
+    original = EmulatedGemm.factors
 
-    def noted(gemm: EmulatedGemm, kind: str, *operands: BothWays) -> list[Operand]:
-        left, right = honest(gemm, kind, *operands)
+    def record(gemm: EmulatedGemm, kind: str, *operands: BothWays) -> list[Operand]:
+        left, right = original(gemm, kind, *operands)
         if kind == "wgrad":
             scale = 1.0 if left.scale is None else left.scale.double() * right.scale.double()
             exact.append(left.values.double() @ right.values.double().t() * scale)
         return [left, right]
 
-    monkeypatch.setattr(EmulatedGemm, "factors", noted)
+    monkeypatch.setattr(EmulatedGemm, "factors", record)
     return exact
 
 
 @pytest.mark.parametrize("precision", QUANTIZED)
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", [nn.Linear, Conv1D])
-# a square sum takes a transposed product too, without an error
+# A square sum would accept a transposed product without an error.
 @pytest.mark.parametrize("out", [OUT, IN])
 def test_many_microbatches_add_up_to_one_sum_in_fp64(
     precision: str, weights: torch.dtype, kind: type[nn.Module], out: int, wgrads: list[Tensor]
@@ -60,7 +60,7 @@ def test_many_microbatches_add_up_to_one_sum_in_fp64(
         y.backward(torch.randn_like(y) + 0.5)
     assert len(wgrads) == MICROBATCHES
     expected = torch.stack(wgrads).sum(0)
-    found = linear.weight.main_grad if kind is nn.Linear else linear.weight.main_grad.t()
-    # rounded to BF16 each time it would be 2e-3
-    assert (found.double() - expected).norm() < 1e-6 * expected.norm()
+    total = linear.weight.main_grad if kind is nn.Linear else linear.weight.main_grad.t()
+    # If every sum were rounded to BF16, the error would be 2e-3.
+    assert (total.double() - expected).norm() < 1e-6 * expected.norm()
     assert linear.weight.grad is None

@@ -1,4 +1,4 @@
-"""Experts by grouped products: rows by expert for any loads, plain transformers' experts, and FP8 by a loop written here."""
+"""Grouped experts agree with plain transformers, and FP8 experts with a plain loop."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ KINDS = {
     "olmoe": {"num_experts": EXPERTS, "intermediate_size": 48},
     "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 48},
 }
-# The experts of each token, two different ones: often such that some experts are nobody's.
+# Two different experts for every token. Often some experts have no token.
 CHOSEN = st.lists(
     st.permutations(range(EXPERTS)).map(lambda order: order[:CHOICES]), min_size=1, max_size=40
 )
@@ -47,6 +47,7 @@ CHOSEN = st.lists(
 
 @cache
 def plain_model(kind: str) -> PreTrainedModel:
+    """Return a model of transformers with its own experts."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **SIZES | KINDS[kind])
     return AutoModelForCausalLM.from_config(config, experts_implementation="eager").train()
@@ -56,7 +57,7 @@ def plain_model(kind: str) -> PreTrainedModel:
 def in_precision(
     kind: str, name: str, **fp8_config: object
 ) -> tuple[PreTrainedModel, PrecisionContext]:
-    """A model of its own with the same weights, whose experts and linears are converted."""
+    """Return a copy of the plain model with converted experts and linears, and its context."""
     hf = AutoModelForCausalLM.from_config(plain_model(kind).config).train()
     hf.load_state_dict(plain_model(kind).state_dict())
     backend = emulation_of(name, **fp8_config) if name in QUANTIZED else None
@@ -71,7 +72,7 @@ def experts_of(hf: PreTrainedModel) -> nn.Module:
 
 
 def problem(chosen: list[list[int]], seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, choices, their weights, and the gradient of what comes out."""
+    """Return hidden states, chosen experts, their weights, and a gradient of the output."""
     generator = torch.Generator().manual_seed(seed)
     x, dy = (torch.randn(len(chosen), HIDDEN, generator=generator) for _ in range(2))
     return (
@@ -83,7 +84,7 @@ def problem(chosen: list[list[int]], seed: int = 0) -> tuple[Tensor, Tensor, Ten
 
 
 @given(chosen=CHOSEN, aligned=st.sampled_from([1, 16, 32]))
-def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(
+def test_every_choice_has_a_row_and_padding_rows_are_zero(
     chosen: list[list[int]], aligned: int
 ) -> None:
     x, indices, _, _ = problem(chosen)
@@ -92,7 +93,7 @@ def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(
     ends = groups.ends.tolist()
     assert all(end % aligned == 0 for end in ends) and ends[-1] == len(rows)
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
-        tokens = [token for token, each in enumerate(chosen) if expert in each]
+        tokens = [token for token, experts in enumerate(chosen) if expert in experts]
         assert groups.load[expert] == len(tokens)
         assert torch.equal(rows[begin : begin + len(tokens)], x[tokens])
         assert not rows[begin + len(tokens) : end].any()
@@ -102,11 +103,13 @@ def test_every_choice_gets_a_row_of_its_expert_and_all_other_rows_are_zero(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=20)
 @given(chosen=CHOSEN)
-def test_outputs_and_gradients_are_those_of_plain_experts(
+def test_outputs_and_gradients_equal_those_of_plain_experts(
     kind: str, chosen: list[list[int]]
 ) -> None:
-    plain, (grouped, _) = experts_of(plain_model(kind)), in_precision(kind, "fp32")
-    grouped, results = experts_of(grouped), []
+    plain = experts_of(plain_model(kind))
+    converted, _ = in_precision(kind, "fp32")
+    grouped = experts_of(converted)
+    results = []
     assert isinstance(grouped, GroupedExperts)
     for module in (plain, grouped):
         x, indices, weights, dy = problem(chosen)
@@ -116,12 +119,12 @@ def test_outputs_and_gradients_are_those_of_plain_experts(
         results.append(
             [y.detach(), x.grad, weights.grad, module.gate_up_proj.grad, module.down_proj.grad]
         )
-    for theirs, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "said"),
+    ("sizes", "message"),
     [
         ({"moe_intermediate_size": 20}, "multiples of 8"),
         ({"hidden_size": 36}, "multiples of 8"),
@@ -131,10 +134,10 @@ def test_outputs_and_gradients_are_those_of_plain_experts(
     ],
 )
 def test_unsupported_sizes_and_numbers_of_experts_are_rejected(
-    sizes: dict[str, int], said: str
+    sizes: dict[str, int], message: str
 ) -> None:
     config = AutoConfig.for_model("qwen3_moe", **SIZES | KINDS["qwen3_moe"] | sizes)
-    with pytest.raises(InputError, match=said):
+    with pytest.raises(InputError, match=message):
         check_architecture(build_on_meta(config), 32, LossSettings())
 
 
@@ -146,7 +149,7 @@ def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:
         parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
     for seed in range(2):
         x, chosen, weights, dy = (
-            each.detach() for each in problem([[0, 3], [1, 0], [3, 1]] * 5, seed)
+            tensor.detach() for tensor in problem([[0, 3], [1, 0], [3, 1]] * 5, seed)
         )
         before = experts.down_proj.main_grad.clone()
         experts(x.bfloat16(), chosen, weights.bfloat16()).backward(dy.bfloat16())
@@ -156,23 +159,25 @@ def test_gradients_in_bf16_add_up_in_fp32_over_microbatches() -> None:
     assert not experts.down_proj.main_grad[2].any() and experts.down_proj.main_grad[0].any()
 
 
-# ── FP8, emulated, and by a loop ──
+# ── Emulated FP8 and a loop ────────────────────────────────────────────────────────────
 
 
 def rounded(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
-    """Codes of x, FP32, and the one scale that they are to be multiplied by."""
+    """Return FP32 codes of x and their decoding scale."""
     scale = (torch.finfo(dtype).max / x.abs().amax().double()).float()
     return (x * scale).to(dtype).float(), scale.double().reciprocal().float()
 
 
 @settings(max_examples=40)
 @given(chosen=CHOSEN)
-def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(
+def test_emulated_fp8_equals_a_loop_with_one_scale_per_tensor(
     chosen: list[list[int]],
 ) -> None:
     hf, context = in_precision("olmoe", "current")
-    experts, (x, indices, _, _) = experts_of(hf), problem(chosen)
-    stack, groups = experts.gate_up_proj, arrange(indices, EXPERTS, 16)
+    experts = experts_of(hf)
+    x, indices, _, _ = problem(chosen)
+    stack = experts.gate_up_proj
+    groups = arrange(indices, EXPERTS, 16)
     rows = Dispatched.apply(x.detach(), groups).requires_grad_()
     experts.zero_grad()
     with context.forward(training=True):
@@ -180,29 +185,27 @@ def test_emulated_fp8_is_a_loop_over_experts_with_one_scale_a_tensor(
     dy = torch.randn_like(y).index_fill_(0, groups.empty, 0)
     y.backward(dy)
 
-    (x, of_x), (w, of_w), (g, of_g) = (
-        rounded(rows.detach()),
-        rounded(stack.detach()),
-        rounded(dy, torch.float8_e5m2),
-    )
+    x, x_scale = rounded(rows.detach())
+    w, w_scale = rounded(stack.detach())
+    g, g_scale = rounded(dy, torch.float8_e5m2)
     ends = groups.ends.tolist()
     for expert, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
         part = slice(begin, end)
         torch.testing.assert_close(
-            y[part], x[part] @ w[expert].t() * (of_x * of_w), rtol=1e-5, atol=1e-5
+            y[part], x[part] @ w[expert].t() * (x_scale * w_scale), rtol=1e-5, atol=1e-5
         )
         torch.testing.assert_close(
-            rows.grad[part], g[part] @ w[expert] * (of_g * of_w), rtol=1e-5, atol=1e-5
+            rows.grad[part], g[part] @ w[expert] * (g_scale * w_scale), rtol=1e-5, atol=1e-5
         )
         torch.testing.assert_close(
-            stack.grad[expert], g[part].t() @ x[part] * (of_g * of_x), rtol=1e-5, atol=1e-5
+            stack.grad[expert], g[part].t() @ x[part] * (g_scale * x_scale), rtol=1e-5, atol=1e-5
         )
 
 
 @settings(max_examples=20)
 @given(counts=st.lists(st.integers(0, 3), min_size=EXPERTS, max_size=EXPERTS).filter(any))
-def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int]) -> None:
-    """In a format whose scales are of blocks alone: blocks of tokens are an expert's own."""
+def test_an_expert_computes_the_same_alone_and_in_a_group(counts: list[int]) -> None:
+    """MXFP8 has no scale beyond blocks, and no block of tokens has rows of two experts."""
     gemm = emulation_of("mxfp8").gemm("experts", 64, 32)
     torch.manual_seed(0)
     ends = 32 * torch.tensor(counts).cumsum(0)
@@ -212,7 +215,7 @@ def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int
         torch.randn(EXPERTS, 32, 64),
     )
 
-    def three(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor | None = None) -> list[Tensor]:
+    def products(x: Tensor, dy: Tensor, weight: Tensor, ends: Tensor | None = None) -> list[Tensor]:
         weight = gemm.quantize("weight", weight)
         gradient = gemm.quantize("grad_output", dy)
         operand = gemm.quantize("input", x)
@@ -221,16 +224,16 @@ def test_an_expert_alone_computes_what_it_computes_among_others(counts: list[int
         (rows,) = gemm.restore(*gemm.save(operand))
         return [y, dx, gemm.matmul("wgrad", gradient, rows, torch.float32, ends=ends)]
 
-    of_all = three(x, dy, stack, ends.int())
+    together = products(x, dy, stack, ends.int())
     for expert, (begin, end) in enumerate(zip([0, *ends.tolist()], ends.tolist(), strict=False)):
-        ours = [of_all[0][begin:end], of_all[1][begin:end], of_all[2][expert]]
+        part = [together[0][begin:end], together[1][begin:end], together[2][expert]]
         if begin == end:
-            assert not ours[2].any()
+            assert not part[2].any()
         else:
-            assert all(map(torch.equal, ours, three(x[begin:end], dy[begin:end], stack[expert])))
+            assert all(map(torch.equal, part, products(x[begin:end], dy[begin:end], stack[expert])))
 
 
-def test_what_transformers_stacks_in_another_way_is_left_to_it() -> None:
+def test_experts_that_are_stacked_differently_are_not_replaced() -> None:
     config = AutoConfig.for_model(
         "gpt_oss", **SIZES | {"num_local_experts": EXPERTS, "intermediate_size": 48, "head_dim": 16}
     )

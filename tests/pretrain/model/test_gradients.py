@@ -145,7 +145,7 @@ def test_repeated_rows_of_a_bf16_table_are_summed_in_fp32(tied: bool) -> None:
     assert not torch.equal(gradient, gradient.to(BF16))
 
 
-def test_a_weight_may_have_uses_that_add_to_the_sum_and_others() -> None:
+def test_a_weight_may_have_uses_with_and_without_direct_sums() -> None:
     linear = nn.Linear(3, 2, bias=False)
     x = torch.randn(4, 3)
     attach_main_gradients(linear, FP32)

@@ -19,7 +19,7 @@ from pretrain.settings.recipe import LossSettings
 def problem(
     tokens: int, hidden: int, vocabulary: int, ignored: float, *, bias: bool = False
 ) -> tuple[Tensor, nn.Linear, Tensor]:
-    """Return random hidden states, a head, and labels of which a share is ignored."""
+    """Return random hidden states, a head, and labels with a share of ignored ones."""
     states = torch.randn(1, tokens, hidden, requires_grad=True)
     linear = nn.Linear(hidden, vocabulary, bias=bias)
     labels = torch.randint(vocabulary, (1, tokens)).masked_fill(

@@ -1,4 +1,4 @@
-"""Models from configs and folders: held to plain transformers, what FSDP2's first rank builds, sources that are refused."""
+"""Models from configs and folders agree with plain transformers. Unusable sources are rejected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from pretrain.model.packed import forward_backward, inputs_of
 from pretrain.model.wrapping import fuse
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-CPU, LENGTH = torch.device("cpu"), 32
+CPU = torch.device("cpu")
+LENGTH = 32
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -33,9 +34,10 @@ SMALL = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
-DOCUMENTS = [[5, 1, 26], [17, 9]]  # of two packs; the second has a tail of padding
+DOCUMENTS = [[5, 1, 26], [17, 9]]  # two packs, the second ends with padding
 CAPLESS = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
-UNLIKE = {  # models whose layers attend within a window, or are computed again
+# Models with sliding windows, recomputed layers or other particularities.
+VARIANTS = {
     "gemma3": {"kind": "gemma3_text", "sliding_window": 6, "head_dim": 8}
     | {"layer_types": ["sliding_attention", "full_attention"]},
     "mistral": {"kind": "mistral", "sliding_window": 6},
@@ -49,9 +51,9 @@ UNLIKE = {  # models whose layers attend within a window, or are computed again
         "resid_pdrop": 0.0,
         "scale_attn_by_inverse_layer_idx": True,
     },
-    # which names its attention's mask
+    # It passes the attention mask by name.
     "afmoe": {"kind": "afmoe", "head_dim": 8, "num_dense_layers": 2},
-    # Two whose scores and logits could be capped, and one that could have recurrent layers.
+    # Architectures that may cap scores and logits or have recurrent layers, with these options off.
     "gemma2": {"kind": "gemma2", "sliding_window": 6, "head_dim": 8} | CAPLESS,
     "vaultgemma": {"kind": "vaultgemma", "sliding_window": 6, "head_dim": 8} | CAPLESS,
     "granitemoehybrid": {"kind": "granitemoehybrid", "layer_types": ["attention"] * 2}
@@ -64,8 +66,8 @@ NOT_FUSED = ("gemma3", "gpt2", "afmoe", "gemma2", "vaultgemma", "granitemoehybri
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("backend", ["packed_sdpa", "packed_documents"])
-@pytest.mark.parametrize("name", UNLIKE)
-def test_packed_loss_and_gradients_are_those_of_separate_documents(
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packed_loss_and_gradients_equal_those_of_separate_documents(
     name: str,
     backend: str,
     fused: bool,
@@ -74,14 +76,14 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     plain_loss: Callable,
     random_packs: Callable,
 ) -> None:
-    packed = build_model(
-        backend=backend, **({} if name == "gpt2" else SMALL) | UNLIKE[name]
-    ).train()
+    sizes = {} if name == "gpt2" else SMALL
+    packed = build_model(backend=backend, **sizes | VARIANTS[name]).train()
     model.check_architecture(packed.hf, LENGTH, LossSettings())
     if fused:
         packed.fused = fuse(model.decoder_layers(packed.hf), {}, Arithmetic(packed.context))
         assert bool(packed.fused.left_out) == (name in NOT_FUSED)
-    microbatch = build_microbatch(packs := random_packs(DOCUMENTS, LENGTH), mask_boundaries=True)
+    packs = random_packs(DOCUMENTS, LENGTH)
+    microbatch = build_microbatch(packs, mask_boundaries=True)
     loss = packed(**inputs_of(microbatch, CPU))
     loss.backward()
 
@@ -89,20 +91,20 @@ def test_packed_loss_and_gradients_are_those_of_separate_documents(
     expected = plain_loss(plain, packs) * microbatch.valid_tokens
     expected.backward()
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
-    for ours, theirs in zip(packed.hf.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-4, atol=1e-5)
+    for parameter, reference in zip(packed.hf.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, reference.grad, rtol=1e-4, atol=1e-5)
 
 
-def test_layer_norms_in_bf16_on_a_cpu_have_the_gradients_of_fp32(
+def test_bf16_layer_norms_on_a_cpu_have_fp32_gradients(
     build_model: Callable, random_packs: Callable
 ) -> None:
-    """torch's own kernel would be a quarter off after so many rows."""
+    """The error of torch's own kernel would be 25 % after 4,096 rows."""
     microbatch = build_microbatch(random_packs([[16]] * 256, 16), mask_boundaries=True)
     gradients = []
     for dtype in (None, torch.bfloat16):
         packed = build_model("gpt2", embd_pdrop=0.0, resid_pdrop=0.0, cast_to=dtype).train()
         packed(**inputs_of(microbatch, CPU)).backward()
-        gradients.append({name: each.grad for name, each in packed.hf.named_parameters()})
+        gradients.append({name: parameter.grad for name, parameter in packed.hf.named_parameters()})
     exact, rounded = gradients
     norms = [name for name in exact if ".ln_" in name]
     assert len(norms) > 4
@@ -110,16 +112,21 @@ def test_layer_norms_in_bf16_on_a_cpu_have_the_gradients_of_fp32(
         assert (rounded[name] - exact[name]).norm() < 0.03 * exact[name].norm(), name
 
 
-SHORT = 12  # a pack of a step that is drawn
+SHORT = 12  # tokens of a drawn pack
 
 
 @st.composite
 def document_lengths(draw: st.DrawFn) -> list[int]:
-    """Of one pack: long ones, single tokens (which have nothing to predict), a tail of padding, or no document at all."""
-    left, lengths = draw(st.integers(0, SHORT)), []
-    while left:
-        lengths.append(draw(st.integers(1, left)))
-        left -= lengths[-1]
+    """Draw the documents of a pack.
+
+    Documents of one token have nothing to predict. The pack may end with padding or have no
+    document.
+    """
+    remaining = draw(st.integers(0, SHORT))
+    lengths = []
+    while remaining:
+        lengths.append(draw(st.integers(1, remaining)))
+        remaining -= lengths[-1]
     return lengths
 
 
@@ -130,7 +137,7 @@ microbatches = st.lists(
 
 @given(microbatches)
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
+def test_a_step_equals_one_plain_batch_for_any_microbatches(
     accelerator: Accelerator,
     build_model: Callable,
     plain_copy: Callable,
@@ -141,8 +148,10 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     parts = [random_packs(lengths, SHORT, seed) for seed, lengths in enumerate(drawn)]
     packs = [pack for part in parts for pack in part]
     built = [build_microbatch(part, mask_boundaries=True) for part in parts]
-    step = StepBatches(built, SHORT * len(packs), sum(each.valid_tokens for each in built), 0, 1.0)
-    loss = forward_backward(packed := build_model(), step, accelerator)
+    valid_tokens = sum(microbatch.valid_tokens for microbatch in built)
+    step = StepBatches(built, SHORT * len(packs), valid_tokens, 0, 1.0)
+    packed = build_model()
+    loss = forward_backward(packed, step, accelerator)
 
     plain = plain_copy(packed)
     expected = plain_loss(plain, packs)
@@ -150,53 +159,66 @@ def test_a_step_is_one_plain_batch_however_it_is_cut_into_microbatches(
     if expected.requires_grad:
         expected.backward()
     gradients = [
-        torch.zeros_like(each) if each.grad is None else each.grad for each in plain.parameters()
+        torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for parameter in plain.parameters()
     ]
-    # a gradient that nearly cancels is rounding beside it
-    scale = torch.stack([each.norm() for each in gradients]).norm()
+    # Gradients that almost cancel are compared with the norm of all gradients.
+    scale = torch.stack([gradient.norm() for gradient in gradients]).norm()
     for (name, parameter), gradient in zip(packed.hf.named_parameters(), gradients, strict=True):
         assert (parameter.grad - gradient).norm() <= 1e-5 * scale, name
 
 
-# ── Folders ──
+# ── Sources ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
 @pytest.mark.parametrize("kept", [torch.bfloat16, torch.float32])
-def test_under_fsdp2_only_the_first_rank_holds_the_weights(
+def test_under_fsdp2_only_the_first_rank_loads_weights(
     kind: str, kept: torch.dtype, tmp_path: Path
 ) -> None:
     changes = {"qwen3": SMALL | {"head_dim": 8}, "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4}}[
         kind
     ]
-    chosen = ModelSettings(
+    settings = ModelSettings(
         config={"model_type": kind, "vocab_size": 61, "tie_word_embeddings": True} | changes
     )
     torch.manual_seed(3)
-    drawn = AutoModelForCausalLM.from_config(model.load_config(chosen))
-    drawn.generation_config.temperature, drawn.generation_config.do_sample = 0.5, True
+    drawn = AutoModelForCausalLM.from_config(model.load_config(settings))
+    drawn.generation_config.temperature = 0.5
+    drawn.generation_config.do_sample = True
     drawn.save_pretrained(tmp_path / "model", max_shard_size="10KB")
-    chosen = ModelSettings(source=str(tmp_path / "model"))
+    settings = ModelSettings(source=str(tmp_path / "model"))
     options = {"seed": 7, "backend": "packed_sdpa"}
-    whole = model.build(chosen, model.load_config(chosen), weights=kept, device=CPU, **options)
+    expected = model.build(
+        settings, model.load_config(settings), weights=kept, device=CPU, **options
+    )
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
     )
     try:
         first = SimpleNamespace(is_main_process=True, device=CPU)
         hf, values = model.build_on_first_rank(
-            chosen, model.load_config(chosen), first, kept=kept, weights=torch.bfloat16, **options
+            settings,
+            model.load_config(settings),
+            first,
+            kept=kept,
+            weights=torch.bfloat16,
+            **options,
         )
     finally:
         torch.distributed.destroy_process_group()
-    assert list(values) == list(dict(hf.named_parameters())) == list(dict(whole.named_parameters()))
+    assert (
+        list(values) == list(dict(hf.named_parameters())) == list(dict(expected.named_parameters()))
+    )
     for name, parameter in hf.named_parameters():
         assert parameter.is_meta and parameter.dtype == torch.bfloat16 and parameter.requires_grad
         assert parameter.shape == values[name].shape and torch.equal(
-            values[name], whole.get_parameter(name)
+            values[name], expected.get_parameter(name)
         ), name
-    assert all(torch.equal(buffer, whole.get_buffer(name)) for name, buffer in hf.named_buffers())
-    assert hf.generation_config.to_dict() == whole.generation_config.to_dict()
+    assert all(
+        torch.equal(buffer, expected.get_buffer(name)) for name, buffer in hf.named_buffers()
+    )
+    assert hf.generation_config.to_dict() == expected.generation_config.to_dict()
     assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
 
 
@@ -223,7 +245,7 @@ def test_a_key_of_transformers_that_no_layer_reads_is_rejected(
         model.load_config(ModelSettings(config=SMALL | {"model_type": "llama", key: True}))
 
 
-def test_a_key_is_taken_by_the_name_that_most_architectures_have_for_it() -> None:
+def test_a_common_name_of_a_key_is_accepted() -> None:
     assert (
         model.load_config(
             ModelSettings(config={"model_type": "gpt2", "num_hidden_layers": 3})
@@ -232,8 +254,8 @@ def test_a_key_is_taken_by_the_name_that_most_architectures_have_for_it() -> Non
     )
 
 
-def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path: Path) -> None:
-    """As Qwen2.5's config.json lies on the hub, and as transformers 5 writes it."""
+def test_keys_set_over_a_source_also_change_derived_keys(tmp_path: Path) -> None:
+    """The source is like Qwen2.5's config.json on the hub, then as transformers 5 writes it."""
     stored = SMALL | {
         "model_type": "qwen2",
         "rope_theta": 1e6,
@@ -264,11 +286,11 @@ def test_keys_laid_over_a_source_count_with_all_that_follows_from_them(tmp_path:
         load(model_type="llama")
 
 
-# A kind of model, what its file says, the key that is set, and a file of transformers' with that key.
+# Architecture, values in the source's config.json, and the key that is set over them.
 KEYS = [
     ("phi", {"partial_rotary_factor": 0.25}, {"partial_rotary_factor": 1.0}),
     ("phi", {"partial_rotary_factor": 0.25}, {"rope_theta": 5e5}),
-    ("phi", {}, {"partial_rotary_factor": 0.5}),  # the class's default
+    ("phi", {}, {"partial_rotary_factor": 0.5}),  # default of the class
     ("glm", {}, {"partial_rotary_factor": 0.25}),
     ("phi3", {}, {"partial_rotary_factor": 0.5}),
     ("stablelm", {"rope_theta": 2e4}, {"partial_rotary_factor": 0.5}),
@@ -285,7 +307,7 @@ KEYS = [
 
 @pytest.mark.parametrize(("kind", "stored", "key"), KEYS)
 @pytest.mark.parametrize("written_by", ["hand", "transformers 5", "nobody"])
-def test_a_key_counts_as_if_it_stood_in_the_file(
+def test_a_key_counts_as_if_it_were_in_the_file(
     kind: str, stored: dict, key: dict, written_by: str, tmp_path: Path
 ) -> None:
     names = {"num_hidden_layers": "n_layer"} if kind == "gpt2" else {}
@@ -297,17 +319,17 @@ def test_a_key_counts_as_if_it_stood_in_the_file(
     source = {"source": str(tmp_path), "config": key}
     if written_by == "nobody":
         source = {"config": {"model_type": kind} | stored | older}
-    found = model.load_config(ModelSettings(**source))
+    config = model.load_config(ModelSettings(**source))
     for name, value in expected.to_dict().items():
         if not name.startswith("_"):
-            assert found.to_dict()[name] == value, name
+            assert config.to_dict()[name] == value, name
 
 
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [("gpt_neox", "rotary_pct", 0.5), ("gpt_neox", "rotary_emb_base", 5e3)],
 )
-def test_a_key_that_only_older_files_have_is_taken_or_refused(
+def test_a_key_of_older_files_is_accepted_or_rejected(
     kind: str, key: str, value: float, tmp_path: Path
 ) -> None:
     expected = AutoConfig.for_model(kind, **{key: value}).rope_parameters
@@ -331,18 +353,19 @@ def test_a_key_that_only_older_files_have_is_taken_or_refused(
         ("llama", "attn_implementation", "eager"),
     ],
 )
-def test_a_key_without_effect_is_refused_and_no_private_one_named(
-    kind: str, key: str, value: object
-) -> None:
+def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) -> None:
     with pytest.raises(
         InputError, match=rf"`model\.config\.{key}.*(no such key|has no effect)"
-    ) as refusal:
+    ) as error:
         model.load_config(ModelSettings(config={"model_type": kind, key: value}))
-    assert "`_" not in str(refusal.value).partition("did you mean")[2]
+    assert "`_" not in str(error.value).partition("did you mean")[2]
 
 
-def test_a_key_that_another_one_turns_off_is_refused_over_a_source_alone(tmp_path: Path) -> None:
-    """As Qwen2.5's file has it; `head_dim: null` stands for what follows from other keys."""
+def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
+    """Qwen2.5's file has a sliding window that is off.
+
+    A value of null means that it is derived from other keys.
+    """
     published = SMALL | {"sliding_window": 8, "use_sliding_window": False}
     model.load_config(ModelSettings(config=published | {"model_type": "qwen2"}))
     AutoConfig.for_model("qwen2", **published).save_pretrained(tmp_path)
@@ -356,22 +379,27 @@ def test_a_key_that_another_one_turns_off_is_refused_over_a_source_alone(tmp_pat
         model.load_config(ModelSettings(config=SMALL | {"model_type": kind, key: None}))
 
 
-def test_values_that_would_follow_from_a_key_are_named_as_kept(tmp_path: Path) -> None:
+def test_derived_values_that_a_source_keeps_are_named(tmp_path: Path) -> None:
     llama = AutoConfig.for_model(
         "llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=2
     )
     llama.save_pretrained(tmp_path)
 
-    def kept(**config: object) -> list[str]:
+    def kept_values(**config: object) -> list[str]:
         return model.kept_from_source(ModelSettings(source=str(tmp_path), config=config or None))
 
-    (line,) = kept(num_attention_heads=8)
+    (line,) = kept_values(num_attention_heads=8)
     assert line.endswith(": head_dim: 16, num_key_value_heads: 4")
-    assert kept(num_attention_heads=8, num_key_value_heads=8, head_dim=8) == []
-    assert kept() == kept(num_hidden_layers=1, rope_theta=5.0) == kept(hidden_size=64) == []
+    assert kept_values(num_attention_heads=8, num_key_value_heads=8, head_dim=8) == []
+    assert (
+        kept_values()
+        == kept_values(num_hidden_layers=1, rope_theta=5.0)
+        == kept_values(hidden_size=64)
+        == []
+    )
 
 
-def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
+def test_untrained_parameters_stay_untrained_from_a_source(
     build_model: Callable, tmp_path: Path
 ) -> None:
     built = build_model(
@@ -413,7 +441,7 @@ def test_what_an_architecture_does_not_train_is_not_trained_from_weights_either(
         ),
     ],
 )
-def test_weights_that_parity_would_stop_are_refused_with_the_cause(
+def test_nan_weights_and_untied_heads_are_rejected(
     change: Callable, message: str, build_model: Callable, tmp_path: Path
 ) -> None:
     build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)
@@ -432,9 +460,7 @@ def test_weights_that_parity_would_stop_are_refused_with_the_cause(
         )
 
 
-def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(
-    build_model: Callable, tmp_path: Path
-) -> None:
+def test_a_source_that_lacks_weights_is_rejected(build_model: Callable, tmp_path: Path) -> None:
     build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -451,14 +477,15 @@ def test_a_source_that_lacks_weights_is_refused_and_not_filled_up_at_random(
         )
 
 
-EXTRA = {  # what a source has more than its configuration says, and how the message makes room for it
+# Weights that the source has beyond its configuration, and the key that the message suggests.
+EXTRA = {
     "biases": ({"attention_bias": True}, {"attention_bias": False}, "attention_bias: true"),
     "layers": ({}, {"num_hidden_layers": 1}, "num_hidden_layers: 2"),
 }
 
 
 @pytest.mark.parametrize("extra", EXTRA)
-def test_weights_without_a_place_are_refused_with_the_key_that_fits(
+def test_surplus_weights_are_rejected_with_a_fitting_key(
     extra: str, build_model: Callable, tmp_path: Path
 ) -> None:
     written, read, key = EXTRA[extra]
@@ -477,7 +504,7 @@ def test_weights_without_a_place_are_refused_with_the_key_that_fits(
         )
 
 
-def test_buffers_and_tied_heads_that_older_files_hold_are_no_surplus(
+def test_buffers_and_tied_heads_of_older_files_are_accepted(
     build_model: Callable, tmp_path: Path
 ) -> None:
     build_model("llama", **SMALL, tie_word_embeddings=True).hf.save_pretrained(tmp_path)

@@ -1,7 +1,7 @@
-"""The audit, on models that keep their promise and on models that break it without a word.
+"""The audit accepts models that compute as requested and rejects models that silently do not.
 
-What is broken on purpose: modules that compute in another precision or not at all, and for every precision operands of another
-format. Values that nobody rounded, and scales that lose a bit or are those of other values, are faults of docs/faults.md.
+The tests break models on purpose: modules compute in another precision or not at all, and operands
+have the format of another precision. Faults of rounding and of scales are in docs/faults.md.
 """
 
 from __future__ import annotations
@@ -35,21 +35,24 @@ from pretrain.precision.scope import check_scope
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import ModelSettings
 from tests.pretrain.conftest import QUANTIZED, active_in
-from tests.pretrain.observe.test_operand_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import SmallModel
 from tests.pretrain.verify.small_runs import ARCHITECTURES, LLAMA, SmallRun, build_run
 
-FP32, BF16 = (active_in(name, "torch") for name in ("fp32", "bf16"))
-# q, k, v, o, gate, up, down; c_attn, c_proj, c_fc, c_proj; and the head
+FP32 = active_in("fp32", "torch")
+BF16 = active_in("bf16", "torch")
+# Linears by architecture: q, k, v, o, gate, up and down or c_attn, c_proj, c_fc and c_proj of two
+# layers, and the head.
 LINEARS = {"qwen3": 2 * 7 + 1, "gpt2": 2 * 4 + 1}
 
 
 def refusal(observe: Callable[..., object], *arguments: object) -> str:
+    """Return the message of the InputError that `observe` raises."""
     with pytest.raises(InputError) as error:
         observe(*arguments)
     return str(error.value)
 
 
-# ── Without quantization ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Without quantization ────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
@@ -74,7 +77,7 @@ def observe(packed: PackedLanguageModel, inputs: dict, active: ActivePrecision) 
         (torch.bfloat16, None, BF16, FP32),
     ],
 )
-def test_every_linear_is_listed_with_what_it_computes_in_and_refused_in_another_precision(
+def test_every_linear_is_listed_and_another_precision_is_rejected(
     kind: str,
     weights: torch.dtype,
     cast_to: Any,
@@ -102,14 +105,15 @@ def test_every_linear_is_listed_with_what_it_computes_in_and_refused_in_another_
     assert {module: vars(module).get("forward") for module in packed.modules()} == before
 
 
-def test_a_layer_without_working_copies_is_found(build_model: Callable, inputs: dict) -> None:
+def test_a_layer_that_computes_in_fp32_is_found(build_model: Callable, inputs: dict) -> None:
     packed = build_model(cast_to=torch.bfloat16)
     layer = packed.hf.base_model.layers[1]
-    del layer.forward  # the wrapper; the class's own forward comes back, on FP32 parameters
+    # Deletes the wrapper. The forward of the class then multiplies with the FP32 parameters.
+    del layer.forward
 
     def in_fp32(hidden: Tensor, *args: object, **kwargs: object) -> Tensor:
-        """What autocast, or a norm kept in FP32, makes of such a layer: it runs, in FP32, and nobody is told."""
-        rotary = tuple(each.float() for each in kwargs.pop("position_embeddings"))
+        """Run the layer in FP32 without an error, as autocast or an FP32 norm would."""
+        rotary = tuple(table.float() for table in kwargs.pop("position_embeddings"))
         return (
             type(layer)
             .forward(layer, hidden.float(), *args, position_embeddings=rotary, **kwargs)
@@ -125,14 +129,14 @@ def test_a_layer_without_working_copies_is_found(build_model: Callable, inputs: 
     )
 
 
-def test_linears_that_never_ran_and_stacked_experts_without_a_gradient_are_found(
+def test_unused_linears_and_experts_without_gradient_are_found(
     build_model: Callable, inputs: dict
 ) -> None:
     packed = build_model()
     mlp = packed.hf.base_model.layers[1].mlp
     mlp.experts = nn.ModuleList([nn.Module()])
     mlp.experts[0].scale = nn.Parameter(torch.ones(3))
-    observe(packed, inputs, FP32)  # no token need choose an expert of its own
+    observe(packed, inputs, FP32)  # A single expert may have no tokens.
     mlp.experts = nn.Module()
     mlp.experts.scale = nn.Parameter(torch.ones(3))
     assert "mlp.experts.scale among them" in refusal(observe, packed, inputs, FP32)
@@ -142,7 +146,7 @@ def test_linears_that_never_ran_and_stacked_experts_without_a_gradient_are_found
 
 
 @pytest.mark.parametrize("gemm", ["forward", "dgrad", "wgrad"])
-def test_a_fused_product_that_multiplies_in_fp32_or_never_is_found(
+def test_a_fused_product_in_fp32_or_without_dgrad_is_found(
     gemm: str, build_model: Callable, inputs: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     packed = build_model(cast_to=torch.bfloat16)
@@ -152,7 +156,7 @@ def test_a_fused_product_that_multiplies_in_fp32_or_never_is_found(
     matmul = TorchGemm.matmul
     assert {entry["effective"] for entry in observe(packed, inputs, BF16)} == {"bf16"}
 
-    def in_fp32_too(
+    def one_product_in_fp32(
         torch_gemm: TorchGemm, kind: str, left: Tensor, right: Tensor, *rest: Any, **options: Any
     ) -> Tensor:
         result = matmul(torch_gemm, kind, left, right, *rest, **options)
@@ -167,7 +171,7 @@ def test_a_fused_product_that_multiplies_in_fp32_or_never_is_found(
             return left.new_zeros(len(left), right.shape[1])
         return matmul(torch_gemm, kind, left, right, *rest, **options)
 
-    monkeypatch.setattr(TorchGemm, "matmul", in_fp32_too)
+    monkeypatch.setattr(TorchGemm, "matmul", one_product_in_fp32)
     message = refusal(observe, packed, inputs, BF16)
     assert (
         "14 of 15 modules" in message
@@ -177,12 +181,12 @@ def test_a_fused_product_that_multiplies_in_fp32_or_never_is_found(
     assert "q_proj (bf16, dgrad not run)" in refusal(observe, packed, inputs, BF16)
 
 
-# ── Quantized linears ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Quantized linears ───────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
-    """Builds a small model whose linears and head multiply in an emulated precision, ready to be audited."""
+    """Return a function that builds a small run whose linears and head are emulated."""
 
     def build(precision: str = "current", kind: str = "qwen3", **options: Any) -> SmallRun:
         return build_run(
@@ -195,17 +199,19 @@ def small(accelerator: Accelerator) -> Callable[..., SmallRun]:
 @pytest.mark.parametrize(
     ("precision", "kind"), [*((name, "qwen3") for name in QUANTIZED), ("current", "gpt2")]
 )
-def test_a_model_that_keeps_its_promise_passes(precision: str, kind: str, small: Callable) -> None:
+def test_a_model_that_computes_as_requested_passes(
+    precision: str, kind: str, small: Callable
+) -> None:
     entries = small(precision, kind).audit()
     assert len(entries) == LINEARS[kind]
-    assert {(each["requested"], each["effective"], each["backend"]) for each in entries} == {
+    assert {(entry["requested"], entry["effective"], entry["backend"]) for entry in entries} == {
         (precision, precision, "emulation")
     }
     assert all(entry["products"].keys() == {"forward", "dgrad", "wgrad"} for entry in entries)
 
 
 @pytest.mark.parametrize("main_gradients", [torch.float32, torch.bfloat16])
-def test_a_linear_that_was_skipped_and_a_norm_that_nothing_computes_with_are_found(
+def test_a_replaced_linear_and_a_norm_without_gradient_are_found(
     main_gradients: torch.dtype, small: Callable
 ) -> None:
     run = small()
@@ -223,16 +229,16 @@ def test_a_linear_that_was_skipped_and_a_norm_that_nothing_computes_with_are_fou
 
 
 def test_a_backward_in_bf16_is_found(small: Callable) -> None:
-    """Straight-through fake quantization: forward is right, and both gradients are products of BF16 operands."""
+    """Straight-through fake quantization has a correct forward but BF16 operands in backward."""
     run = small()
     module = run.layers[0].mlp.down_proj
     quantized = module.forward
 
-    def forward_only(x: Tensor) -> Tensor:
+    def quantize_forward_only(x: Tensor) -> Tensor:
         plain = F.linear(x, module.weight)
         return plain + (quantized(x) - plain).detach()
 
-    module.forward = forward_only
+    module.forward = quantize_forward_only
     message = refusal(run.audit)
     assert (
         "1 of 15" in message
@@ -246,8 +252,11 @@ def mixture(small: Callable) -> Callable:
     return partial(small, kind="qwen3_moe")
 
 
-def test_experts_and_routers_are_listed_as_what_they_are(mixture: Callable) -> None:
-    """Each of a layer's two grouped products by itself; the router, FP32 on a CPU, is no linear, which low precision takes."""
+def test_experts_and_routers_are_listed_with_their_precision(mixture: Callable) -> None:
+    """Both grouped products of a layer have an entry.
+
+    The router computes in FP32 on a CPU.
+    """
     entries = {
         entry["name"]: entry
         for entry in mixture(scope="linear", keep_bf16=("1.mlp.experts.down_proj",)).audit()
@@ -272,21 +281,21 @@ def test_experts_and_routers_are_listed_as_what_they_are(mixture: Callable) -> N
         "bf16",
         "torch",
     ) and "scope" in head["reason"]
-    for precision in ("bf16", "current"):  # afmoe's router holds a linear
-        assert "fp32" in [each["effective"] for each in mixture(precision, kind="afmoe").audit()]
+    for precision in ("bf16", "current"):  # The router of afmoe contains a linear.
+        assert "fp32" in [entry["effective"] for entry in mixture(precision, kind="afmoe").audit()]
 
 
 @pytest.mark.parametrize("scale", [1.0, 0.5])
-def test_experts_that_multiply_something_else_than_codes_are_found(
+def test_experts_that_multiply_unquantized_values_are_found(
     scale: float, mixture: Callable
 ) -> None:
     run = mixture("delayed")
-    experts = run.layers[0].mlp.experts
-    gemms = experts.stacks["down_proj"].gemms
+    module = run.layers[0].mlp.experts
+    gemms = module.stacks["down_proj"].gemms
     (gemm,) = gemms.values()
     if scale == 1.0:
         gemms[run.packed.context.backend] = TorchGemm(gemm.name)
-    else:  # one of them moves the codes of all off their grid
+    else:  # values off the grid
         quantize_along = gemm.quantize_along
         gemm.quantize_along = lambda *args: (operand := quantize_along(*args))._replace(
             values=operand.values * 1.03
@@ -294,7 +303,7 @@ def test_experts_that_multiply_something_else_than_codes_are_found(
     assert "mlp.experts.down_proj" in refusal(run.audit)
 
 
-def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(
+def test_layers_whose_shapes_do_not_fit_stay_in_bf16(
     small: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(ARCHITECTURES, "qwen3", LLAMA | {"intermediate_size": 200})
@@ -310,8 +319,8 @@ def test_shapes_that_a_recipe_cannot_take_are_kept_one_by_one(
 
 
 @pytest.mark.parametrize(("scope", "refused"), [("linear", True), ("linear+head", False)])
-def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, refused: bool) -> None:
-    """It would train in BF16 from beginning to end, under the name of a low precision."""
+def test_a_model_without_a_linear_that_fits_is_rejected(scope: str, refused: bool) -> None:
+    """Such a model would train in BF16 under the name of a low precision."""
     odd = {
         "hidden_size": 128,
         "intermediate_size": 100,
@@ -333,16 +342,16 @@ def test_a_model_of_which_a_recipe_can_take_no_linear_is_refused(scope: str, ref
         )
 
 
-# ── A forward in BF16 ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── A forward in BF16 ───────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize("kind", ["small", "mixture"])
-def test_a_phase_with_a_bf16_forward_multiplies_forward_in_bf16_and_backward_in_low_precision(
+def test_a_bf16_forward_quantizes_only_backward_products(
     kind: str, request: pytest.FixtureRequest
 ) -> None:
-    # Of this seed, the expert whose products are sampled has tokens with a label.
+    # With this seed, the expert whose products are sampled has tokens with a label.
     run = request.getfixturevalue(kind)("nvfp4_bf16_forward", seed=2)
-    # as a router is
+    # Routers are no linears and stay in BF16 or FP32.
     entries = [entry for entry in run.audit() if "no linear" not in (entry["reason"] or "")]
     assert {entry["effective"] for entry in entries} == {"nvfp4_bf16_forward"}
     fp4 = "e2m1 in blocks of 16"
@@ -355,27 +364,28 @@ def test_a_phase_with_a_bf16_forward_multiplies_forward_in_bf16_and_backward_in_
     run.confirm(entries)
     parity = run.parity()
     assert parity.failures == [] and parity.quantized_loss == parity.loss, (
-        "the forward is the BF16 model's"
+        "the forward equals that of the BF16 model"
     )
     assert len(parity.products) == 3 * len(entries)
 
 
-def test_a_phase_that_quantizes_its_forward_or_not_its_gradients_is_refused(
+def test_a_quantized_bf16_forward_or_plain_gradients_are_rejected(
     small: Callable, monkeypatch: Any
 ) -> None:
     run = small("nvfp4_bf16_forward")
-    entries, fp4 = run.audit(), "e2m1 in blocks of 16"
+    entries = run.audit()
+    fp4 = "e2m1 in blocks of 16"
     with monkeypatch.context() as patch:
         patch.setattr(run.packed.context.backend, "forward_in_bf16", False)
         assert f"forward {fp4} x {fp4}" in refusal(
             run.audit
         ) and f"forward {fp4} x {fp4}" in refusal(run.confirm, entries)
-    # operands that are no codes
+    # The observer sees operands without scales, i.e. no codes.
     monkeypatch.setattr(emulation, "watched", lambda names, gemm, scales: watched(names, gemm))
     assert "dgrad float32 x float32, wgrad float32 x float32" in refusal(run.audit)
 
 
-# ── Operands that are not what they are called ─────────────────────────────────────────────────────────────────────────────────
+# ── Operands of another format ───────────────────────────────────────────────────────────
 
 CASES = {name: (name, {}) for name in QUANTIZED} | {
     "mxfp8 hybrid": ("mxfp8", {"fp8_format": "HYBRID"}),
@@ -384,43 +394,47 @@ CASES = {name: (name, {}) for name in QUANTIZED} | {
 
 
 def faults_of(real: str, claimed: str, weight: float | None = None) -> dict[str, list[str]]:
-    """By linear, of two that compute as `real` says, after a step that teaches delayed scaling its scales; in a part of the
-    first one's weights, `weight`."""
-    (name, options), (called, its) = CASES[real], CASES[claimed]
-    run, observer = Watched(name, **options), ProductObserver(active_in(called, **its))
+    """Return the faults of two linears by name that compute as `real` while `claimed` is audited.
+
+    A step before the audited one sets the scales of delayed scaling. `weight` replaces a part of
+    the first linear's weights.
+    """
+    name, options = CASES[real]
+    claimed_name, claimed_options = CASES[claimed]
+    run = SmallModel(name, **options)
+    observer = ProductObserver(active_in(claimed_name, **claimed_options))
     if weight is not None:
         run.layers[0].weight.data[:100] = weight
     run.step()
-    run.x = 0.7 * run.x  # or a delayed scale would be that of the tensor itself
+    run.x = 0.7 * run.x  # Otherwise the delayed scale would equal the current scale.
     with observer.observing():
         run.step()
     assert all(
-        {product.gemm for product in made} == {"forward", "dgrad", "wgrad"}
-        for made in observer.products.values()
+        {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
+        for products in observer.products.values()
     )
     return observer.faults()
 
 
 @pytest.mark.parametrize("values", [None, 0.0, float("nan"), float("inf"), 1e-38])
 @pytest.mark.parametrize("case", CASES)
-def test_what_every_precision_makes_passes_and_what_is_no_number_is_left_to_others(
-    case: str, values: float | None
-) -> None:
-    """Empty and tiny values too; the health check finds what is no number."""
+def test_every_precision_passes_even_with_nonfinite_values(case: str, values: float | None) -> None:
+    """Empty and tiny values pass too. Values that are not finite are left to the health check."""
     assert faults_of(case, case, values) == {}
 
 
 @pytest.mark.parametrize("claimed", CASES)
 def test_operands_of_every_other_format_are_found(claimed: str) -> None:
-    """Of as many bits, of fewer and of more."""
+    """The other formats have fewer, the same or more bits."""
     formats = set(QUANTIZED) - {CASES[claimed][0]}
     if claimed == "delayed":
-        # its operands are delayed scaling's, by a scale that the history does not make
+        # Current scaling has the operands of delayed scaling with a scale that the history does not
+        # determine.
         formats -= {"current"}
     for real in sorted(formats):
         faults = faults_of(real, claimed)
         for linear in ("up", "down"):
-            # A delayed scale can be the one that the tensor itself would have: that of a weight that did not change.
+            # A delayed scale may equal the current one for a weight that did not change.
             wrong = {fault.split(":")[0] for fault in faults.get(linear, [])}
             assert wrong if real == "delayed" else len(wrong) == 6, (
                 f"{real} passes as {claimed}: {faults}"

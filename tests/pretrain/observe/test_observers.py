@@ -1,4 +1,4 @@
-"""The seam between a step and its observers: steps in which they are due, and their hooks."""
+"""A step enters the hooks of the observers that are due, in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ UPDATE = StepDecision()
 
 
 class Recorder(Observer):
-    """Record the hooks that are called, under a name."""
+    """Record the names of the hooks that are called."""
 
     def __init__(self, name: str, calls: list[str], due: bool = True) -> None:
         self.name, self.calls, self.is_due = name, calls, due
@@ -74,7 +74,7 @@ BF16 = active_in("bf16", "torch")
 TWO_PHASES = PrecisionSchedule([(5, active_in("nvfp4")), (None, BF16)], 20, unquantized=BF16)
 
 
-def test_new_steps_are_two_of_a_process_a_phase_and_after_a_rollback() -> None:
+def test_two_steps_are_new_at_start_phase_change_and_rollback() -> None:
     recorder = Recorder("a", [])
     observers = observers_of(TWO_PHASES, recorder, resumed_step=2)
     steps = steps_described(observers, recorder, range(3, 12))
@@ -86,8 +86,9 @@ def test_new_steps_are_two_of_a_process_a_phase_and_after_a_rollback() -> None:
     assert [step.number for step in steps if step.is_new] == [10, 11]
 
 
-def test_a_switch_during_the_run_begins_a_precision() -> None:
-    recorder, schedule = Recorder("a", []), PrecisionSchedule([(None, active_in("nvfp4"))], 9, BF16)
+def test_a_switch_during_the_run_starts_a_precision() -> None:
+    recorder = Recorder("a", [])
+    schedule = PrecisionSchedule([(None, active_in("nvfp4"))], 9, BF16)
     precision = SimpleNamespace(schedule=schedule)
     observers = Observers([recorder], precision, 0)
     assert not any(
@@ -100,19 +101,19 @@ def test_a_switch_during_the_run_begins_a_precision() -> None:
     assert not five.is_quantized
 
 
-@given(number=st.integers(1, 30), every=st.none() | st.integers(1, 5), begins=st.booleans())
-def test_operands_are_measured_where_a_precision_begins_and_every_n_steps(
-    number: int, every: int | None, begins: bool
+@given(number=st.integers(1, 30), every=st.none() | st.integers(1, 5), starts=st.booleans())
+def test_operands_are_measured_at_a_precisions_start_and_every_n_steps(
+    number: int, every: int | None, starts: bool
 ) -> None:
-    step = Step(number, is_quantized=True, starts_precision=begins, is_new=False)
-    expected = every is not None and (begins or number % every == 0)
+    step = Step(number, is_quantized=True, starts_precision=starts, is_new=False)
+    expected = every is not None and (starts or number % every == 0)
     assert step.measures_operands(every) == expected
     assert is_due(number, every) == (every is not None and number % every == 0)
-    plain = Step(number, is_quantized=False, starts_precision=begins, is_new=False)
+    plain = Step(number, is_quantized=False, starts_precision=starts, is_new=False)
     assert not plain.measures_operands(every)
 
 
-def test_hooks_are_entered_in_order_and_left_in_reverse() -> None:
+def test_hooks_are_entered_in_order_and_exited_in_reverse() -> None:
     calls: list[str] = []
     observers = observers_of(
         TWO_PHASES, Recorder("a", calls), Recorder("b", calls), Recorder("idle", calls, due=False)
@@ -138,7 +139,7 @@ def test_hooks_are_entered_in_order_and_left_in_reverse() -> None:
     assert calls == expected
 
 
-def test_a_step_without_observers_is_left_as_it_is() -> None:
+def test_a_step_without_observers_is_unchanged() -> None:
     watch = StepWatch(Step(3, True, False, False), [])
     with watch.whole_step(), watch.passes(BATCHES, 0), watch.first_microbatch():
         pass
@@ -148,8 +149,8 @@ def test_a_step_without_observers_is_left_as_it_is() -> None:
     assert not watch.separates_first_microbatch
 
 
-def test_an_observer_that_stops_a_step_undoes_those_around_it() -> None:
-    class Undone(Observer):
+def test_an_error_in_an_observer_exits_the_outer_observers() -> None:
+    class Outer(Observer):
         is_entered = False
 
         @contextmanager
@@ -160,14 +161,14 @@ def test_an_observer_that_stops_a_step_undoes_those_around_it() -> None:
             finally:
                 self.is_entered = False
 
-    class Stops(Observer):
+    class Failing(Observer):
         @contextmanager
         def passes(self, step, batches, place):
             yield
             raise ValueError
 
-    outer = Undone()
-    watch = StepWatch(Step(3, True, False, False), [outer, Stops()])
+    outer = Outer()
+    watch = StepWatch(Step(3, True, False, False), [outer, Failing()])
     with pytest.raises(ValueError), watch.passes(BATCHES, 0):
         assert outer.is_entered
     assert not outer.is_entered

@@ -1,4 +1,7 @@
-"""What is counted, against closed forms, torch's float8 casts and a plain loop over blocks; and that counting changes nothing."""
+"""Operand statistics agree with closed forms, torch's float8 casts and a loop over blocks.
+
+Measuring them changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from tests.pretrain.conftest import QUANTIZED, active_in, emulation_of
 ROLES = ("input", "weight", "grad_output")
 
 
-class Watched:
-    """Two linears, 256 -> 128 -> 256, in low precision for real."""
+class SmallModel:
+    """Two linears, 256 -> 128 -> 256, that compute in an emulated precision."""
 
     def __init__(self, recipe: str, **options) -> None:
         torch.manual_seed(0)
@@ -42,29 +45,31 @@ class Watched:
         return low
 
     def step(self, *, recompute: bool = False) -> list[Tensor]:
-        """Forward and backward; the output and the gradients of the two weights."""
+        """Run forward and backward. Return the output and the gradients of the two weights."""
         self.layers.zero_grad()
         with self.context.forward(training=True):
             y = self.context.checkpoint(self.layers, self.x) if recompute else self.layers(self.x)
         (y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum().backward()
         return [y.detach(), *(weight.grad.clone() for weight in self.layers.parameters())]
 
-    def watched_step(self, **how) -> tuple[list[Tensor], OperandStatistics]:
+    def observed_step(self, **options) -> tuple[list[Tensor], OperandStatistics]:
+        """Return the result of `step` and the statistics of its operands."""
         statistics = OperandStatistics(self.backend.active, self.context.state())
         with overridden(self.context, observers=[statistics]):
-            return self.step(**how), statistics
+            return self.step(**options), statistics
 
-    def records(self, **how) -> dict[tuple[str, str], dict]:
+    def records(self, **options) -> dict[tuple[str, str], dict]:
+        """Return the records of a step by layer and operand."""
         return {
             (record["layer"], record["operand"]): record
-            for record in self.watched_step(**how)[1].records()
+            for record in self.observed_step(**options)[1].records()
         }
 
 
 def record_of(
     recipe: str, x: Tensor, role: str = "input", *, parts: int = 1, scale: float = 1.0, **options
 ) -> dict:
-    """The record of x, shown to the statistics in so many parts."""
+    """Return the record of `x`, which the statistics see in `parts` parts."""
     scales = {
         "fp8/l/forward/scale": torch.full((3,), scale),
         "fp8/l/backward/scale": torch.full((2,), scale),
@@ -76,7 +81,7 @@ def record_of(
     return {key: value for key, value in record.items() if key not in ("layer", "operand")}
 
 
-def test_nvfp4_loses_blocks_whose_own_scale_is_zero():
+def test_nvfp4_loses_blocks_whose_scale_is_zero():
     x = torch.full((16, 32), 6.0)
     x[:, 16:] = 6.0 * 2.0**-20
     record = record_of("nvfp4", x)
@@ -88,8 +93,11 @@ def test_nvfp4_loses_blocks_whose_own_scale_is_zero():
 
 
 @pytest.mark.parametrize("role", ["input", "weight"])
-def test_of_a_mixture_each_experts_underflow_is_told(role):
-    """All share one scale, to which the first loses half of its values. As input the third has no rows."""
+def test_underflow_is_reported_per_expert(role):
+    """All experts share one scale, so that the first expert loses half of its values.
+
+    As an input, the third expert has no rows.
+    """
     x = torch.ones(64, 256)
     x[:16, 128:], x[32:48] = 1e-9, 0 if role == "weight" else 1e-9
     statistics = OperandStatistics(
@@ -110,7 +118,7 @@ def test_of_a_mixture_each_experts_underflow_is_told(role):
 )
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
 @pytest.mark.parametrize("role", ["input", "grad_output"])
-def test_any_tensor_loses_what_torchs_float8_casts_lose(recipe, role, seed, spread, scale, sparse):
+def test_losses_equal_those_of_torchs_float8_casts(recipe, role, seed, spread, scale, sparse):
     generator = torch.Generator().manual_seed(seed)
     x = (
         torch.randn(48, 32, generator=generator)
@@ -122,23 +130,22 @@ def test_any_tensor_loses_what_torchs_float8_casts_lose(recipe, role, seed, spre
         (torch.float8_e5m2, 57344) if role == "grad_output" else (torch.float8_e4m3fn, 448)
     )
     amax = x.abs().max().float()
-    used = (
-        2.0**scale
-        if recipe == "delayed"
-        else (torch.full_like(amax, maximum) / amax if amax else torch.tensor(1.0)).item()
-    )
-    scaled = x.float() * used
+    if recipe == "delayed":
+        expected_scale = 2.0**scale
+    else:
+        expected_scale = (torch.full_like(amax, maximum) / amax).item() if amax else 1.0
+    scaled = x.float() * expected_scale
     zeros = (scaled.clamp(-maximum, maximum).to(float8).float() == 0) & (x != 0)
     cut = scaled.abs() > maximum * (1 + 2.0**-4 / (1.75 if maximum == 448 else 0.875))
     assert record["amax"] == amax
-    assert record["scale"] == (pytest.approx(used, rel=1e-6) if amax else None)
+    assert record["scale"] == (pytest.approx(expected_scale, rel=1e-6) if amax else None)
     assert record["underflow"] == zeros.sum().item() / max((x != 0).sum().item(), 1)
     assert record["saturation"] == cut.sum().item() / x.numel()
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @pytest.mark.parametrize("role", ROLES)
-def test_zeros_and_what_is_not_finite_are_no_loss(recipe, role):
+def test_zeros_and_nonfinite_values_are_no_loss(recipe, role):
     zeros = record_of(recipe, torch.zeros(128, 128), role)
     assert zeros == {"amax": 0, "scale": None, "underflow": 0, "saturation": 0}
     x = torch.ones(128, 128)
@@ -149,8 +156,11 @@ def test_zeros_and_what_is_not_finite_are_no_loss(recipe, role):
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_sample_of_a_large_operand_tells_its_shares_and_its_amax_is_exact(recipe, role):
-    """One operand of 32 samples, in one part and in parts as the LM head takes its tokens."""
+def test_large_operands_are_sampled_but_their_amax_is_exact(recipe, role):
+    """The operand has 32 times the values of a sample.
+
+    It is passed in one part and, as in the head, in several.
+    """
     generator = torch.Generator().manual_seed(1)
     x = (torch.randn(4096, 256, generator=generator) * 8).bfloat16()
     x[3, 3] = 4 * x.abs().max()
@@ -170,25 +180,25 @@ def test_a_sample_of_a_large_operand_tells_its_shares_and_its_amax_is_exact(reci
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_watched_step_is_bit_for_bit_the_step_and_its_random_numbers_are_the_same(
-    recipe, recompute
-):
-    plain, watched = Watched(recipe), Watched(recipe)
+def test_an_observed_step_is_bit_for_bit_the_unobserved_step(recipe, recompute):
+    plain = SmallModel(recipe)
+    observed = SmallModel(recipe)
     for _ in range(3):
         torch.manual_seed(5)
         expected = plain.step(recompute=recompute)
         state = torch.get_rng_state()
         torch.manual_seed(5)
-        values, _ = watched.watched_step(recompute=recompute)
+        values, _ = observed.observed_step(recompute=recompute)
         assert all(torch.equal(a, b) for a, b in zip(expected, values, strict=True))
         assert torch.equal(state, torch.get_rng_state())
-        states = zip(plain.backend.state().values(), watched.backend.state().values(), strict=True)
+        states = zip(plain.backend.state().values(), observed.backend.state().values(), strict=True)
         assert all(torch.equal(a, b) for a, b in states)
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_every_operand_of_every_product_has_a_record_and_recomputing_changes_none(recipe):
-    kept, recomputed = Watched(recipe).records(), Watched(recipe).records(recompute=True)
+def test_every_operand_has_a_record_that_recomputing_keeps(recipe):
+    kept = SmallModel(recipe).records()
+    recomputed = SmallModel(recipe).records(recompute=True)
     assert set(kept) == {(layer, role) for layer in ("up", "down") for role in ROLES}
     for operand, record in kept.items():
         figures = {key: value for key, value in record.items() if key not in ("layer", "operand")}
@@ -197,14 +207,15 @@ def test_every_operand_of_every_product_has_a_record_and_recomputing_changes_non
         )
 
 
-def test_delayed_scales_are_those_in_force_and_current_ones_those_of_the_tensor():
-    delayed, current = Watched("delayed"), Watched("current")
+def test_delayed_scales_lag_a_step_and_current_scales_do_not():
+    delayed = SmallModel("delayed")
+    current = SmallModel("current")
     first = delayed.records()
-    assert all(record["scale"] == 1.0 for record in first.values())  # no step has been seen yet
+    assert all(record["scale"] == 1.0 for record in first.values())  # no history yet
     delayed.x = delayed.x * 4
     second = delayed.records()
     tensors = current.records()
-    # of the step before, in which x was smaller
+    # The delayed scale is that of the previous step, in which x was smaller.
     assert second["up", "input"]["scale"] == tensors["up", "input"]["scale"]
     assert second["up", "input"]["amax"] == 4 * tensors["up", "input"]["amax"]
     assert second["up", "input"]["saturation"] > 0 == tensors["up", "input"]["saturation"]
@@ -213,7 +224,7 @@ def test_delayed_scales_are_those_in_force_and_current_ones_those_of_the_tensor(
     )
 
 
-def test_a_summary_has_geometric_means_of_the_scales_and_the_worst_shares():
+def test_a_summary_has_mean_scales_and_the_worst_shares():
     def record(role, scale, underflow=0.0, saturation=0.0, amax=1.0):
         return {
             "operand": role,
@@ -228,11 +239,11 @@ def test_a_summary_has_geometric_means_of_the_scales_and_the_worst_shares():
         record("weight", 32.0, saturation=0.5),
         record("grad_output", 1024.0, 0.125),
     ]
-    dead = [record("input", 1.0, amax=0.0), record("weight", None, amax=0.0)]
+    zeros = [record("input", 1.0, amax=0.0), record("weight", None, amax=0.0)]
     expected = {
         "fp8/fwd_scale": 8.0,
         "fp8/bwd_scale": 1024.0,
         "fp8/underflow": 0.25,
         "fp8/saturation": 0.5,
     }
-    assert summary([*records, *dead]) == pytest.approx(expected)
+    assert summary([*records, *zeros]) == pytest.approx(expected)

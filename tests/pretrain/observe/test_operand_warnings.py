@@ -1,3 +1,5 @@
+"""Warnings about operands that lose many values to underflow or saturation."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -11,7 +13,8 @@ from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import QUANTIZED, active_in
 
 
-def watched(recipe: str) -> Callable[[int, list[dict]], str | None]:
+def warnings_of(recipe: str) -> Callable[[int, list[dict]], str | None]:
+    """Return a function that maps a step and its records to a warning or None."""
     precision = active_in(recipe).precision
     given: set[str] = set()
     return lambda step, records: warning_of(step, precision, records, given)
@@ -36,10 +39,10 @@ def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **
         ("nvfp4", operand("grad_output", underflow=0.8), "keep_bf16_layers"),
     ],
 )
-def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_remedy(
-    recipe, record, remedy
-):
-    message = watched(recipe)(400, [operand(), operand("weight"), operand("grad_output"), record])
+def test_a_warning_names_the_operand_its_share_and_the_remedy(recipe, record, remedy):
+    message = warnings_of(recipe)(
+        400, [operand(), operand("weight"), operand("grad_output"), record]
+    )
     assert (
         message.startswith("step 400: ")
         and f"model.layers.3.mlp.down_proj's {record['operand']}" in message
@@ -50,20 +53,19 @@ def test_a_loss_beyond_the_usual_is_said_with_the_operand_its_share_and_the_reme
     )
 
 
-def test_delayed_scales_are_not_judged_before_a_step_has_made_them():
+def test_initial_delayed_scales_cause_no_warning():
     first = [operand("grad_output", scale=1.0, underflow=1.0), operand(scale=1.0, saturation=0.5)]
-    assert watched("delayed")(1, first) is None
-    assert watched("current")(1, first) is not None
+    assert warnings_of("delayed")(1, first) is None
+    assert warnings_of("current")(1, first) is not None
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
 @given(shares=st.lists(st.floats(0, 1), min_size=1, max_size=12))
-def test_of_any_course_of_shares_there_is_one_warning_when_it_first_crosses_the_limit(
-    recipe, shares
-):
-    limit, health = PRECISIONS[recipe].underflow_limit, watched(recipe)
-    told = [
-        health(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)
+def test_the_first_share_above_the_limit_causes_one_warning(recipe, shares):
+    limit = PRECISIONS[recipe].underflow_limit
+    warn = warnings_of(recipe)
+    is_warned = [
+        warn(step, [operand(underflow=share)]) is not None for step, share in enumerate(shares)
     ]
     above = [share > limit for share in shares]
-    assert told == [is_above and not any(above[:step]) for step, is_above in enumerate(above)]
+    assert is_warned == [is_above and not any(above[:step]) for step, is_above in enumerate(above)]

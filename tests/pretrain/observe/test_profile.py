@@ -1,4 +1,4 @@
-"""`--profile` leaves a table and a trace of one step, and is refused where that step never comes."""
+"""`--profile` writes a table and a trace of step 5 and needs a run that reaches it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 
-def test_the_launcher_profiles_its_fifth_step(
+def test_profile_writes_a_table_and_a_trace(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
     run = train_here("--profile", "train.steps=6", "parity=off", recipe=small_recipe)
@@ -18,7 +18,7 @@ def test_the_launcher_profiles_its_fifth_step(
         assert json.load(file)["traceEvents"]
 
 
-def test_a_run_that_ends_before_that_step_is_refused(
+def test_profile_rejects_a_run_of_four_steps(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
     run = train_here("--profile", "train.steps=4", recipe=small_recipe)

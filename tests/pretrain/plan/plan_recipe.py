@@ -1,4 +1,4 @@
-"""The recipe and the model of the reference's runs, as far as a plan depends on them."""
+"""A recipe and a model with the figures of the reference runs, as far as a plan depends on them."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from pretrain.precision.schedule import Phase, PrecisionSchedule
 from pretrain.precision.settings import ActivePrecision
 from pretrain.settings.recipe import Recipe
 
-PACKS = 22_206  # of the reference's dataset
+PACKS = 22_206  # packs of the reference dataset
 
-flops_of = cache(ModelFlops.of)  # torch runs a forward to count
+flops_of = cache(ModelFlops.of)  # counting runs a forward
 
 
 def on_meta(config: dict[str, Any]) -> PreTrainedModel:
+    """Return a model without storage."""
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 
 
 def recipe(**changes: Any) -> Recipe:
+    """Return the recipe of the reference runs with `changes`."""
     values = {
         "name": "small",
         "model": {"source": "some/model"},
@@ -44,7 +46,7 @@ def schedule_of(
     until: float | None = None,
     packs: int = PACKS,
 ) -> PrecisionSchedule:
-    """Return the schedule of `recipe` in one precision, or in `active` until a step and then `later`."""
+    """Return the schedule of a recipe: `active` until a step or to the end, then `later`."""
     steps = steps_of(recipe.train, recipe.batch.tokens, packs, recipe.data.length)
     return PrecisionSchedule([(until, active), *later], steps)
 

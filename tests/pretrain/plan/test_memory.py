@@ -1,4 +1,4 @@
-"""The memory estimate against peaks that were measured on H200s, and against shapes where these decide it."""
+"""The memory estimate agrees with peaks measured on H200s and with exact sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.pretrain.plan.plan_recipe import QWEN3, flops_of, on_meta, recipe, sc
 
 EXACT = {"weights": "bf16_exact"}
 HEAD = {"fp8_config": {"scope": "linear+head"}}
-LAYER = 50_331_648  # weights of a layer's linears
-EVERY = 1_720_574_976
+LAYER = 50_331_648  # weights of one layer's linears
+PARAMETERS = 1_720_574_976  # of the model
 
 
 @pytest.fixture(scope="module")
@@ -27,28 +27,28 @@ def qwen3() -> PreTrainedModel:
     return on_meta(QWEN3)
 
 
-def plan(of: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> Plan:
-    """Of compiled layers, on a GPU with Transformer Engine."""
+def plan(model: PreTrainedModel, precision: str, devices: Devices, **changes: Any) -> Plan:
+    """Return the plan of compiled layers on a GPU with Transformer Engine."""
     active = active_in(
         precision,
         "transformer_engine" if precision in QUANTIZED else "torch",
         **changes.get("fp8_config", {}),
     )
-    wanted = recipe(**changes)
-    schedule = schedule_of(wanted, active)
-    return Plan(wanted, schedule, devices, flops_of(of), mean_squared=745.0)
+    settings = recipe(**changes)
+    schedule = schedule_of(settings, active)
+    return Plan(settings, schedule, devices, flops_of(model), mean_squared=745.0)
 
 
 def layers(
     model: PreTrainedModel, precision: str, devices: Devices, **changes: Any
 ) -> list[LayerMemory]:
-    """Of layers that are fused."""
-    asked = plan(model, precision, devices, **changes)
+    """Return the memory of fused layers."""
+    request = plan(model, precision, devices, **changes)
     return layers_of(
         model,
-        asked.flops,
-        asked.recipe,
-        asked.schedule.at(1),
+        request.flops,
+        request.recipe,
+        request.schedule.at(1),
         "cuda",
         "packed_fa4",
         devices.capability,
@@ -56,28 +56,33 @@ def layers(
 
 
 def fused(
-    of: PreTrainedModel, packs: int, precision: str, devices: Devices, **changes: Any
+    model: PreTrainedModel, packs: int, precision: str, devices: Devices, **changes: Any
 ) -> dict[str, int]:
-    kept = layers(of, precision, devices, **changes)
-    assert all(layer.fused for layer in kept)
-    return replace(plan(of, precision, devices, **changes), layers={precision: kept}).memory(packs)
+    """Return the memory of fused layers with `packs` packs in a microbatch, in bytes by part."""
+    model_layers = layers(model, precision, devices, **changes)
+    assert all(layer.fused for layer in model_layers)
+    return replace(
+        plan(model, precision, devices, **changes), layers={precision: model_layers}
+    ).memory(packs)
 
 
 def compiled(
-    of: PreTrainedModel,
+    model: PreTrainedModel,
     packs: int,
     precision: str = "bf16",
     devices: Devices | None = None,
     **changes: Any,
 ) -> dict:
-    return plan(of, precision, devices or Devices(), **changes).memory(packs)
+    """Return the memory of compiled layers with `packs` packs in a microbatch, in bytes by part."""
+    return plan(model, precision, devices or Devices(), **changes).memory(packs)
 
 
 def gib_of(parts: dict[str, int]) -> float:
     return sum(parts.values()) / GIB
 
 
-ZERO, FSDP2 = Devices(4, sharded=True, gathered=True), Devices(4, sharded=True)
+ZERO = Devices(4, sharded=True, gathered=True)
+FSDP2 = Devices(4, sharded=True)
 
 
 @pytest.mark.parametrize(
@@ -91,10 +96,13 @@ ZERO, FSDP2 = Devices(4, sharded=True, gathered=True), Devices(4, sharded=True)
         (ZERO, "delayed", "linear+head", 67.3),
     ],
 )
-def test_peaks_of_fused_layers_are_met(
+def test_estimates_of_fused_layers_match_measured_peaks(
     devices: Devices, precision: str, scope: str, gib: float, qwen3: PreTrainedModel
 ) -> None:
-    """Of exact BF16 weights, 8 packs of 4,096 at once: benchmarks/results/speed/h200_*.json."""
+    """Exact BF16 weights, 8 packs of 4,096 tokens in a microbatch.
+
+    The peaks are from benchmarks/results/speed/h200_*.json.
+    """
     assert gib_of(
         fused(qwen3, 8, precision, devices, **EXACT, fp8_config={"scope": scope})
     ) == pytest.approx(gib, rel=0.03)
@@ -108,10 +116,10 @@ def test_peaks_of_fused_layers_are_met(
         ("qwen2_5_14b", "linear+head", FSDP2, 135.07),
     ],
 )
-def test_peaks_of_large_models_in_shards_are_met(
+def test_estimates_of_large_sharded_models_match_measured_peaks(
     name: str, scope: str, devices: Devices, gib: float
 ) -> None:
-    """On four H200s: gathered once a step (zero.yaml), and for each use (fsdp2.yaml)."""
+    """Four H200s: weights are gathered once a step (zero.yaml) or for every use (fsdp2.yaml)."""
     model = on_meta(
         yaml.safe_load((ROOT / f"benchmarks/{name}.yaml").read_text())["model"]["config"]
     )
@@ -132,7 +140,7 @@ def test_peaks_of_large_models_in_shards_are_met(
         ("mxfp8", "bf16_exact", "bf16", 102.4),
     ],
 )
-def test_peaks_of_compiled_layers_are_met(
+def test_estimates_of_compiled_layers_match_measured_peaks(
     precision: str, weights: str, gradients: str, gib: float, qwen3: PreTrainedModel
 ) -> None:
     assert gib_of(
@@ -159,32 +167,45 @@ def test_weights_moments_and_gradients_are_exact(
         qwen3, 1, weights=weights, optimizer={"moments": moments, "gradients": gradients}
     )
     assert (parts["parameters"], parts["optimizer moments"] // 2, parts["gradients"]) == tuple(
-        EVERY * size for size in sizes
+        PARAMETERS * size for size in sizes
     )
-    assert parts.get("remainder bits", 0) == (2 * EVERY if weights == "bf16_exact" else 0)
+    assert parts.get("remainder bits", 0) == (2 * PARAMETERS if weights == "bf16_exact" else 0)
 
 
-def test_sharding_spreads_weights_and_moments_and_counts_what_is_gathered_and_summed_whole(
+def test_sharding_divides_weights_and_moments_and_adds_gathered_parts(
     qwen3: PreTrainedModel,
 ) -> None:
-    # the final norm, too small to matter, is among the layers
-    layer, head = 50_336_128, 151_936 * 2048
-    whole = compiled(qwen3, 8, devices=Devices(4), weights="fp32")
-    once, each = (compiled(qwen3, 8, devices=devices, weights="fp32") for devices in (ZERO, FSDP2))
-    for shard in (once, each):
-        assert all(shard[name] == whole[name] // 4 for name in ("parameters", "optimizer moments"))
-        assert shard["activations"] == whole["activations"] and "BF16 working copies" not in shard
-    assert (once["gathered weights"], once["gradients"]) == (2 * EVERY, 4 * EVERY + EVERY)
-    assert each["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
-    assert each["gradients"] == pytest.approx(4 * (layer + head) + EVERY, rel=1e-4)
+    # The final norm, which is too small to matter, is counted with the layers.
+    layer = 50_336_128
+    head = 151_936 * 2048
+    replicated = compiled(qwen3, 8, devices=Devices(4), weights="fp32")
+    zero = compiled(qwen3, 8, devices=ZERO, weights="fp32")
+    fsdp2 = compiled(qwen3, 8, devices=FSDP2, weights="fp32")
+    for shard in (zero, fsdp2):
+        assert all(
+            shard[name] == replicated[name] // 4 for name in ("parameters", "optimizer moments")
+        )
+        assert (
+            shard["activations"] == replicated["activations"] and "BF16 working copies" not in shard
+        )
+    assert (zero["gathered weights"], zero["gradients"]) == (
+        2 * PARAMETERS,
+        4 * PARAMETERS + PARAMETERS,
+    )
+    assert fsdp2["gathered weights"] == pytest.approx(2 * (3 * layer + head), rel=1e-4)
+    assert fsdp2["gradients"] == pytest.approx(4 * (layer + head) + PARAMETERS, rel=1e-4)
     two_replicas = compiled(qwen3, 1, devices=Devices(4, sharded=True, replicas=2), weights="fp32")
-    assert two_replicas["parameters"] == 4 * EVERY // 2
+    assert two_replicas["parameters"] == 4 * PARAMETERS // 2
 
 
-def test_layers_keep_what_their_formats_take(qwen3: PreTrainedModel) -> None:
-    """Hidden and queries 2,048 wide, 4,096 queries, keys and values, 12,288 gates and ups, 16 heads, two RMS norms."""
+def test_the_kept_bytes_of_a_token_follow_from_the_formats(qwen3: PreTrainedModel) -> None:
+    """Kept values of a token in a layer, by format.
+
+    Hidden states and queries have 2,048 values. Queries, keys and values have 4,096 together, gates
+    and ups 12,288. A layer has 16 heads and two RMS norms.
+    """
     shared = 2 * 2048 * 2 + 2 * 4096 + 2 * 2048 + 4 * 16 + 2 * 12_288 + 2 * 4
-    operands = 3 * 2048  # of three products; the fourth's is made again
+    operands = 3 * 2048  # Inputs of three products. The input of the fourth is recomputed.
     expected = {
         "bf16": shared + 2 * 2 * 2048,
         "delayed": shared + operands,
@@ -199,7 +220,7 @@ def test_layers_keep_what_their_formats_take(qwen3: PreTrainedModel) -> None:
         } == {kept}
 
 
-def test_layers_that_stay_in_bf16_are_counted_so_and_fp32_weights_are_copied_for_them_alone(
+def test_bf16_layers_are_counted_and_only_they_copy_fp32_weights(
     qwen3: PreTrainedModel,
 ) -> None:
     mixed = layers(
@@ -221,10 +242,10 @@ def test_layers_that_stay_in_bf16_are_counted_so_and_fp32_weights_are_copied_for
     ("precision", "layouts"),
     [("delayed", 1), ("current", 1), ("block", 2), ("mxfp8", 2), ("nvfp4", 2)],
 )
-def test_a_blackwell_holds_one_layout_of_what_has_one_scale(
+def test_blackwell_keeps_one_layout_of_tensor_scaled_weights(
     precision: str, layouts: int, qwen3: PreTrainedModel
 ) -> None:
-    """Its products read operands as they lie, in layers and in the head. With scales of blocks there are two layouts."""
+    """Blackwell's GEMMs read operands in either layout. Block-scaled weights need two layouts."""
     hopper, blackwell = (
         fused(qwen3, 1, precision, Devices(capability=capability), **EXACT, **HEAD)[
             "quantized weights"

@@ -1,4 +1,4 @@
-"""The plan's figures by hand, and what it refuses once data and model are known."""
+"""The figures of a plan, computed by hand, and its warnings."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ def qwen3() -> PreTrainedModel:
 
 def plan(
     model: PreTrainedModel,
-    changed: Recipe | None = None,
+    settings: Recipe | None = None,
     devices: Devices | None = None,
     **changes: Any,
 ) -> Plan:
-    wanted = changed or recipe()
+    settings = settings or recipe()
     values = {"packs": 22_206, "mean_squared": 745.0} | changes
     if "schedule" not in values:
-        values["schedule"] = schedule_of(wanted, active_in("bf16", "torch"), packs=values["packs"])
-    return Plan(wanted, devices=devices or Devices(), flops=flops_of(model), **values)
+        values["schedule"] = schedule_of(
+            settings, active_in("bf16", "torch"), packs=values["packs"]
+        )
+    return Plan(settings, devices=devices or Devices(), flops=flops_of(model), **values)
 
 
 def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> None:
@@ -44,34 +46,35 @@ def test_a_plan_shows_the_steps_of_each_precision(qwen3: PreTrainedModel) -> Non
         select_precision(name, LowPrecisionSettings(on_unsupported="emulate"), missing_on("cpu"))
         for name in ("nvfp4", "bf16")
     )
-    wanted = recipe(train={"steps": 100}, schedule={"warmup": 0})
-    whole = plan(qwen3, wanted, schedule=schedule_of(wanted, low, (None, high), until=0.5))
-    assert whole.steps == 100 and whole.emulated
-    assert "small: nvfp4 to 50 %, then bf16 compute" in render(whole)
-    assert "steps 51 to 100 in bf16" in render(whole)
-    assert "nvfp4 leaves the last 5 layers in bf16" in " ".join(render(whole).split())
+    settings = recipe(train={"steps": 100}, schedule={"warmup": 0})
+    run_plan = plan(qwen3, settings, schedule=schedule_of(settings, low, (None, high), until=0.5))
+    assert run_plan.steps == 100 and run_plan.emulated
+    assert "small: nvfp4 to 50 %, then bf16 compute" in render(run_plan)
+    assert "steps 51 to 100 in bf16" in render(run_plan)
+    assert "nvfp4 leaves the last 5 layers in bf16" in " ".join(render(run_plan).split())
 
 
-def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_in() -> None:
-    """Of 8 experts a token takes 2; what is in FP8 is twice as fast on an H100, and experts are where gradients are E4M3."""
+def test_a_mixture_counts_chosen_experts_at_the_speed_of_their_format() -> None:
+    """A token takes 2 of 8 experts. FP8 is twice as fast as BF16 on an H100.
+
+    Experts compute in FP8 only if gradients are E4M3.
+    """
     sizes = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
-    model, experts, made = (
-        on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes),
-        28 * 2 * 3 * 2048 * 768,
-        {},
-    )
+    model = on_meta(QWEN3 | {"model_type": "qwen3_moe"} | sizes)
+    experts = 28 * 2 * 3 * 2048 * 768
+    plans = {}
     for fp8_format in ("HYBRID", "E4M3"):
         active = active_in("delayed", "transformer_engine", fp8_format=fp8_format)
         layers = {
             "delayed": layers_of(model, flops_of(model), recipe(), active, "cuda", "packed_varlen")
         }
-        made[fp8_format] = plan(
+        plans[fp8_format] = plan(
             model,
             devices=Devices(name="NVIDIA H100 80GB HBM3"),
             schedule=schedule_of(recipe(), active),
             layers=layers,
         )
-    hybrid, e4m3 = made.values()
+    hybrid, e4m3 = plans.values()
     in_bf16 = 6 * experts / 989.5
     seconds = in_bf16 + (hybrid.flops_per_token - 6 * experts) / 1979.0
     assert hybrid.flops.expert_weights == experts and hybrid.flops.idle_weights == 3 * experts
@@ -84,23 +87,27 @@ def test_a_mixture_is_planned_with_the_experts_of_a_token_in_what_they_compute_i
     )
 
 
-def test_with_a_bf16_forward_a_third_of_the_flops_are_at_bf16s_peak(qwen3: PreTrainedModel) -> None:
+def test_with_a_bf16_forward_a_third_of_the_flops_run_in_bf16(qwen3: PreTrainedModel) -> None:
     active = active_in("delayed_bf16_forward", "transformer_engine")
     schedule = schedule_of(recipe(), active)
-    made = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
-    assert made.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
+    run_plan = plan(qwen3, recipe(), Devices(name="NVIDIA H100 80GB HBM3"), schedule=schedule)
+    assert run_plan.peak_tflops == pytest.approx(3 / (1 / 989.5 + 2 / 1979.0))
 
 
 @given(packs=st.integers(1, 300), devices=st.integers(1, 40))
-def test_microbatch_sizes_waste_no_place_that_another_size_would_not(
+def test_microbatch_sizes_have_minimal_padding(
     qwen3: PreTrainedModel, packs: int, devices: int
 ) -> None:
-    """Of each number of microbatches there is one size; where the devices divide the packs, it leaves no place empty."""
-    made = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
-    sizes, most = made.microbatch_sizes, made.packs_per_rank
-    assert sizes[0] == 1 and sizes[-1] == most
-    assert len({-(-most // size) for size in sizes}) == len(sizes)
-    assert packs % devices or all(most % size == 0 for size in sizes)
+    """There is one size for every number of microbatches.
+
+    If the devices divide the packs, no size needs padding.
+    """
+    run_plan = plan(qwen3, recipe(batch={"tokens": packs * 4096}), Devices(devices))
+    sizes = run_plan.microbatch_sizes
+    packs_per_rank = run_plan.packs_per_rank
+    assert sizes[0] == 1 and sizes[-1] == packs_per_rank
+    assert len({-(-packs_per_rank // size) for size in sizes}) == len(sizes)
+    assert packs % devices or all(packs_per_rank % size == 0 for size in sizes)
 
 
 def test_a_search_for_the_microbatch_stays_below_its_cap(qwen3: PreTrainedModel) -> None:
@@ -118,43 +125,43 @@ def test_a_search_for_the_microbatch_stays_below_its_cap(qwen3: PreTrainedModel)
 
 
 @given(most=st.integers(1, 40), devices=st.integers(1, 32))
-def test_a_microbatch_is_at_most_what_is_set_and_takes_no_more_turns(
+def test_a_microbatch_is_at_most_the_setting_with_as_few_passes(
     qwen3: PreTrainedModel, most: int, devices: int
 ) -> None:
-    made = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
-    turns = -(-made.packs_per_rank // most)
-    assert 1 <= made.microbatch <= min(most, made.packs_per_rank)
+    run_plan = plan(qwen3, recipe(batch={"tokens": 131_072, "microbatch": most}), Devices(devices))
+    passes = -(-run_plan.packs_per_rank // most)
+    assert 1 <= run_plan.microbatch <= min(most, run_plan.packs_per_rank)
     assert (
-        -(-made.packs_per_rank // made.microbatch) == turns
-        and made.microbatch * turns - made.packs_per_rank < turns
+        -(-run_plan.packs_per_rank // run_plan.microbatch) == passes
+        and run_plan.microbatch * passes - run_plan.packs_per_rank < passes
     )
 
 
-def test_a_run_that_decays_keeps_a_checkpoint_from_before_it_and_has_room_for_it(
+def test_a_run_that_decays_keeps_a_checkpoint_before_the_decay(
     qwen3: PreTrainedModel,
 ) -> None:
-    def kept(**changes: Any) -> tuple[int | None, int]:
+    def checkpoints(**changes: Any) -> tuple[int | None, int]:
         changed = Recipe.model_validate(recipe().model_dump(exclude_unset=True) | changes)
-        found = plan(qwen3, changed)
-        return found.before_decay, found.checkpoints_at_once
+        run_plan = plan(qwen3, changed)
+        return run_plan.before_decay, run_plan.checkpoints_at_once
 
     end = {"checkpoint": {"every": 500, "keep": 3}}
-    assert kept(**end) == (2221, 5), (
-        "2,776 steps, of which 555 decay: three kept, one from before, one that is written"
+    assert checkpoints(**end) == (2221, 5), (
+        "2,776 steps, of which 555 decay: three kept, one before the decay, one being written"
     )
-    assert kept(**end, schedule={"kind": "cosine"}) == (None, 4)
-    assert kept(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), (
-        "the first is saved after the decay has begun"
+    assert checkpoints(**end, schedule={"kind": "cosine"}) == (None, 4)
+    assert checkpoints(checkpoint={"every": 2500, "keep": 3}) == (2221, 2), (
+        "the first regular checkpoint is saved during the decay"
     )
     short = {"train": {"steps": 1000}, "schedule": {"kind": "cosine"}}
     for at_end, written in ((True, 2), (False, 1)):
         settings = {"every": 500, "keep": 3, "at_end": at_end}
-        assert kept(**short, checkpoint=settings) == (None, written), (
-            "the last step is saved at the end, if at all"
+        assert checkpoints(**short, checkpoint=settings) == (None, written), (
+            "the last step is saved only at the end"
         )
 
 
-def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(
+def test_the_rendered_plan_has_all_facts_in_100_columns(
     qwen3: PreTrainedModel,
 ) -> None:
     text = render(plan(qwen3, devices=Devices(name="NVIDIA H200", memory=140 * GIB)))
@@ -180,77 +187,90 @@ def test_the_rendered_plan_says_what_a_user_needs_in_a_hundred_columns(
         ({}, 1, "a step takes 32 packs, and the training data are 1"),
     ],
 )
-def test_settings_without_effect_are_warned_of(
+def test_settings_without_effect_cause_a_warning(
     qwen3: PreTrainedModel, changes: dict[str, Any], packs: int, warning: str | None
 ) -> None:
     warnings = plan(qwen3, recipe(**changes), packs=packs).warnings
     assert len(warnings) == bool(warning) and (warning or "") in "".join(warnings)
 
 
-def test_shards_are_gathered_once_a_step_where_the_memory_is_there_for_a_well_filled_device(
+def test_shards_are_gathered_once_a_step_if_memory_allows(
     qwen3: PreTrainedModel,
 ) -> None:
-    """6 bytes a parameter, less the groups in use. With `microbatch: auto` that may cost packs, but not below 8,192 tokens."""
+    """Gathered weights take 6 bytes per parameter, less the groups in use.
+
+    With `microbatch: auto` they may reduce the packs of a microbatch, but not below 8,192 tokens.
+    """
     for microbatch, packs in ((8, 8), ("auto", 2)):
-        asked = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
+        settings = recipe(batch={"tokens": 131_072, "microbatch": microbatch})
         shards = [
-            plan(qwen3, asked, Devices(4, sharded=True, gathered=way)).takes(packs)
-            for way in (True, False)
+            plan(qwen3, settings, Devices(4, sharded=True, gathered=gathered)).takes(packs)
+            for gathered in (True, False)
         ]
         assert 7.3 * GIB < shards[0] - shards[1] < 7.5 * GIB
         for memory, fits in ((shards[0] / 0.91, True), (shards[0] / 0.93, False)):
             assert (
                 spend_spare_memory(
-                    plan(qwen3, asked, Devices(4, sharded=True, memory=int(memory)))
+                    plan(qwen3, settings, Devices(4, sharded=True, memory=int(memory)))
                 ).devices.gathered
                 is fits
             )
 
 
-# ── What memory that is left over is spent on ──
+# ── Use of spare memory ────────────────────────────────────────────────────────────────
 
 H200 = int(139.8 * GIB)
 
 
 @pytest.fixture(scope="module")
 def in_fp8(qwen3: PreTrainedModel) -> Plan:
-    """Of Qwen3-1.7B in FP8, head and all, on an H200: 8 packs of 4,096 at once."""
-    wanted = recipe(
+    """Return the plan of Qwen3-1.7B with an FP8 head on an H200.
+
+    A microbatch has 8 packs of 4,096 tokens.
+    """
+    settings = recipe(
         precision="delayed",
         weights="bf16_exact",
         fp8_config={"scope": "linear+head"},
         train={"steps": 10},
     )
     active = active_in("delayed", "transformer_engine", scope="linear+head")
-    layers = layers_of(qwen3, flops_of(qwen3), wanted, active, "cuda", "packed_fa4")
+    layers = layers_of(qwen3, flops_of(qwen3), settings, active, "cuda", "packed_fa4")
     devices = Devices(name="NVIDIA H200", memory=H200)
-    schedule = schedule_of(wanted, active)
-    return Plan(wanted, schedule, devices, flops_of(qwen3), 745.0, {"delayed": layers})
+    schedule = schedule_of(settings, active)
+    return Plan(settings, schedule, devices, flops_of(qwen3), 745.0, {"delayed": layers})
 
 
-def on(plan: Plan, memory: int = H200) -> Plan:
+def with_memory(plan: Plan, memory: int = H200) -> Plan:
+    """Return the plan for a device with `memory` bytes, after its spare memory is used."""
     return spend_spare_memory(replace(plan, devices=replace(plan.devices, memory=memory)))
 
 
-def test_an_h200_has_room_for_queries_and_keys_and_takes_the_usual_chunks(in_fp8: Plan) -> None:
-    """28 layers' queries, keys and values of 4,096 values in BF16."""
-    made = on(in_fp8)
-    assert (made.chunk, made.loss.tokens_at_once, made.keeps_rotated) == (None, 4096, True)
-    assert made.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
+def test_an_h200_keeps_rotated_queries_with_chunks_of_4096(in_fp8: Plan) -> None:
+    """Queries, keys and values have 4,096 values per token and layer in BF16."""
+    run_plan = with_memory(in_fp8)
+    assert (run_plan.chunk, run_plan.loss.tokens_at_once, run_plan.keeps_rotated) == (
+        None,
+        4096,
+        True,
+    )
+    assert run_plan.takes(8) - in_fp8.takes(8) == 28 * 2 * 4096 * 32_768
 
 
 @given(
     words=st.sampled_from([65, 8192, 32_000, 50_257, 65_537, 128_256]),
     packs=st.sampled_from([1, 2, 8]),
 )
-def test_with_few_words_a_chunk_has_more_tokens(in_fp8: Plan, words: int, packs: int) -> None:
+def test_a_small_vocabulary_gets_larger_chunks(in_fp8: Plan, words: int, packs: int) -> None:
     shape = replace(in_fp8.flops.shape, vocabulary=words)
-    few = in_fp8.recipe.model_copy(
+    settings = in_fp8.recipe.model_copy(
         update={"batch": in_fp8.recipe.batch.model_copy(update={"microbatch": packs})}
     )
-    small = replace(in_fp8, recipe=few, flops=replace(in_fp8.flops, shape=shape))
-    chunk, tokens = on(small).loss.tokens_at_once, packs * small.recipe.data.length
+    small = replace(in_fp8, recipe=settings, flops=replace(in_fp8.flops, shape=shape))
+    chunk = with_memory(small).loss.tokens_at_once
+    tokens = packs * small.recipe.data.length
     assert 4096 <= chunk <= max(tokens, 4096)
     assert chunk == 4096 or chunk * words <= 2**29
-    assert chunk * 2 > tokens or chunk * 2 * words > 2**29  # no longer one would do
-    assert on(small, small.takes(packs)).chunk is None
+    # Twice the size would be larger than the microbatch or the limit.
+    assert chunk * 2 > tokens or chunk * 2 * words > 2**29
+    assert with_memory(small, small.takes(packs)).chunk is None

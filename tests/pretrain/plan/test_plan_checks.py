@@ -1,4 +1,4 @@
-"""Every setting that does not go with another one, or with the number of devices; and how long a horizon is."""
+"""Settings that exclude each other are rejected, and a horizon is converted to steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.pretrain.plan.plan_recipe import recipe
 @given(
     tokens=st.integers(1, 10**12), packs_per_step=st.integers(1, 512), packs=st.integers(1, 10**6)
 )
-def test_a_horizon_in_tokens_is_reached_in_its_last_step(
+def test_the_last_step_reaches_a_horizon_in_tokens(
     tokens: int, packs_per_step: int, packs: int
 ) -> None:
     per_step = packs_per_step * 128
@@ -27,7 +27,7 @@ def test_a_horizon_in_tokens_is_reached_in_its_last_step(
     assert epochs == math.ceil(2 * packs / packs_per_step)
 
 
-def test_a_stream_needs_a_horizon_that_does_not_count_packs_and_a_disk_for_four_parts() -> None:
+def test_a_stream_needs_steps_or_tokens_and_disk_for_four_parts() -> None:
     data = {
         "packs": "packs",
         "length": 4096,

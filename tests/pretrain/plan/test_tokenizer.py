@@ -1,5 +1,7 @@
-"""What a model from scratch takes from the tokenizer of its data, what of a recipe stays as it is, and that an exported folder
-encodes text as packs do."""
+"""A new model takes its vocabulary and special tokens from the tokenizer of its data.
+
+An exported folder encodes text as the packs do.
+"""
 
 from __future__ import annotations
 
@@ -34,34 +36,35 @@ DEMO = {
 }
 
 
-def completed(tokenizer: dict, **config: object) -> dict:
+def completed_config(tokenizer: dict, **config: object) -> dict:
+    """Return a config with the tokens of the tokenizer."""
     return tokens_of(tokenizer, config, LlamaConfig())
 
 
 @given(st.integers(1, 200_000))
 def test_the_vocabulary_rounds_up_to_a_multiple_of_128(size: int) -> None:
-    vocabulary = completed(DEMO | {"vocab_size": size})["vocab_size"]
+    vocabulary = completed_config(DEMO | {"vocab_size": size})["vocab_size"]
     assert vocabulary % 128 == 0 and size <= vocabulary < size + 128
 
 
-def test_a_recipe_that_sets_its_tokens_stays_the_same_training() -> None:
+def test_tokens_that_a_recipe_sets_are_kept() -> None:
     before = load_recipe(ROOT / "recipes/smoke.yaml").model
-    after = completed(DEMO, **before.config)
+    after = completed_config(DEMO, **before.config)
     assert after | {"bos_token_id": None} == before.config | {"bos_token_id": None}
 
 
-def test_special_tokens_may_be_set_to_none_or_among_several_and_not_to_others() -> None:
-    assert completed(DEMO, pad_token_id=None)["pad_token_id"] is None
-    assert completed(DEMO, eos_token_id=[0, 7])["eos_token_id"] == [0, 7]
+def test_special_tokens_may_be_null_or_a_list_but_not_other_tokens() -> None:
+    assert completed_config(DEMO, pad_token_id=None)["pad_token_id"] is None
+    assert completed_config(DEMO, eos_token_id=[0, 7])["eos_token_id"] == [0, 7]
     for key in ("eos_token_id", "pad_token_id"):
         with pytest.raises(InputError, match=f"model.config.{key}: 7`"):
-            completed(DEMO, **{key: 7})
+            completed_config(DEMO, **{key: 7})
 
 
 @pytest.mark.parametrize("kind", ["cwm", "modernbert-decoder", "glm", "llama"])
 @pytest.mark.parametrize("special", [{}, {"eos_id": 7}])
-def test_a_token_that_the_tokenizer_lacks_is_never_refused(kind: str, special: dict) -> None:
-    """cwm and modernbert-decoder take no null for BOS, and glm's EOS has a default in its place."""
+def test_a_token_that_the_tokenizer_lacks_is_accepted(kind: str, special: dict) -> None:
+    """cwm and modernbert-decoder take no null for BOS. glm has a default for EOS."""
     absent = {"name": "t", "vocab_size": 4096, "bos_id": None, "eos_id": None, "pad_id": None}
     default = load_config(ModelSettings(config={"model_type": kind}))
     values = tokens_of(absent | special, {"model_type": kind}, default)
@@ -72,19 +75,19 @@ def test_a_token_that_the_tokenizer_lacks_is_never_refused(kind: str, special: d
         assert loaded.bos_token_id == (None if accepts_null else 7)
 
 
-# ── What an exported folder encodes ─────────────────────────────────────────────────────────────
+# ── Exported folders ──────────────────────────────────────────────────────────────────────────
 
 TEXTS = ["Hello world 12345", "  Hello", "a </s> b", "a<|endoftext|> b", "caf\u00e9 cafe\u0301\n\n"]
 
 
 def byte_level(folder: Path) -> None:
     """Write a byte-level BPE that keeps runs of digits together."""
-    learnt = train_tokenizer(["Hello world 12345 the quick 12345 brown fox, Hello"] * 5, 320)
-    save_tokenizer(learnt, folder)
+    tokenizer = train_tokenizer(["Hello world 12345 the quick 12345 brown fox, Hello"] * 5, 320)
+    save_tokenizer(tokenizer, folder)
 
 
 def sentencepiece(folder: Path) -> None:
-    """Write a tokenizer as Llama 2 has it: blanks are U+2581, one is put before each text."""
+    """Write a tokenizer like that of Llama 2, with U+2581 for blanks and before every text."""
     pieces = [
         "<unk>",
         "<s>",
@@ -97,7 +100,8 @@ def sentencepiece(folder: Path) -> None:
     tokenizer = Tokenizer(
         models.BPE(vocabulary, [("l", "l")], unk_token="<unk>", byte_fallback=True)
     )
-    prepend, replace = normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")
+    prepend = normalizers.Prepend("\u2581")
+    replace = normalizers.Replace(" ", "\u2581")
     tokenizer.normalizer = normalizers.Sequence([prepend, replace])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -120,8 +124,11 @@ def sentencepiece(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
 
 
-def loaded(folder: Path, kind: str, **config: Any) -> PreTrainedTokenizerBase:
-    """The run's tokenizer for a model of this kind, with these values in its tokenizer_config.json."""
+def load_for(folder: Path, kind: str, **config: Any) -> PreTrainedTokenizerBase:
+    """Load a run's tokenizer for a model of `kind`.
+
+    `config` replaces values in tokenizer_config.json.
+    """
     file = folder / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | config))
     load_text_tokenizer.cache_clear()
@@ -147,19 +154,22 @@ def test_an_exported_folder_encodes_as_packs_do(
 ) -> None:
     write(tmp_path / "given")
     auto_map = {"AutoTokenizer": ["code.OfTheRepository", None]}
-    special = {"pad_token": "<pad>", "auto_map": auto_map}  # tokenizer.json has no such token
-    ours = loaded(tmp_path / "given", kind, tokenizer_class=tokenizer_class, **special)
+    special = {"pad_token": "<pad>", "auto_map": auto_map}  # tokenizer.json lacks this token
+    run_tokenizer = load_for(tmp_path / "given", kind, tokenizer_class=tokenizer_class, **special)
     config = load_config(ModelSettings(config={"model_type": kind}))
     config.save_pretrained(tmp_path / "final")
-    ours.save_pretrained(tmp_path / "final")
+    run_tokenizer.save_pretrained(tmp_path / "final")
     packs, final = (load_text_tokenizer(str(tmp_path / name)) for name in ("given", "final"))
     exported = AutoTokenizer.from_pretrained(tmp_path / "final")
     for text in TEXTS:
         ids = packs.tokenizer.encode(text, add_special_tokens=False).ids
         assert exported.encode(text, add_special_tokens=False) == ids
-        assert encoded_prompt(ours, text, config)["input_ids"].tolist() == [ids]
+        assert encoded_prompt(run_tokenizer, text, config)["input_ids"].tolist() == [ids]
     assert final.describe() | {"name": ""} == packs.describe() | {"name": ""}
-    assert exported.eos_token == ours.eos_token and exported.chat_template == ours.chat_template
+    assert (
+        exported.eos_token == run_tokenizer.eos_token
+        and exported.chat_template == run_tokenizer.chat_template
+    )
 
 
 @pytest.mark.parametrize(
@@ -171,18 +181,18 @@ def test_an_exported_folder_encodes_as_packs_do(
         (byte_level, "qwen3", {"split_special_tokens": True}),
     ],
 )
-def test_a_folder_that_would_encode_otherwise_is_refused(
+def test_a_folder_that_would_encode_differently_is_rejected(
     write: Any, kind: str, config: dict, tmp_path: Path
 ) -> None:
-    """AutoTokenizer takes Qwen2Tokenizer for qwen2 whatever the folder says."""
+    """AutoTokenizer ignores the folder and loads Qwen2Tokenizer for qwen2."""
     write(tmp_path / "given")
     with pytest.raises(InputError, match=r"AutoTokenizer .* otherwise; .*save_pretrained\(NEW\)"):
-        loaded(tmp_path / "given", kind, **config)
+        load_for(tmp_path / "given", kind, **config)
 
 
-def test_a_tokenizer_saved_as_the_refusal_says_is_taken(tmp_path: Path) -> None:
+def test_a_tokenizer_saved_as_the_error_says_is_accepted(tmp_path: Path) -> None:
     byte_level(tmp_path / "given")
     transformers.Qwen2Tokenizer.from_pretrained(tmp_path / "given").save_pretrained(
         tmp_path / "new"
     )
-    assert loaded(tmp_path / "new", "qwen2").encode("Hello")
+    assert load_for(tmp_path / "new", "qwen2").encode("Hello")

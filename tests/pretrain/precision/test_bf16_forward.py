@@ -1,4 +1,4 @@
-"""A phase with `forward: bf16`: BF16 forwards, gradients of the quantized product, one state."""
+"""A phase with `forward: bf16` has BF16 forwards, quantized gradients and shared state."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from tests.pretrain.precision.test_emulation import IN, OUT, operands, run
 
 
 def linear_in_both_phases(precision: str) -> list[LinearState]:
-    """Return a layer in a precision, and in the precision's phase with a BF16 forward.
-
-    Both are of one model.
-    """
+    """Return a layer of one model in a precision and in its phase with a BF16 forward."""
     settings = LowPrecisionSettings(backend="emulation")
     names = [precision, f"{precision}{PLAIN_FORWARD}"]
     actives = [select_precision(name, settings, missing_on("cpu")) for name in names]
@@ -33,17 +30,20 @@ def linear_in_both_phases(precision: str) -> list[LinearState]:
 
 
 def second_microbatch(linear: LinearState, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return output and gradients of a microbatch, after one that gave delayed scaling its scales."""
+    """Return output and gradients of a second microbatch.
+
+    The first one sets the scales of delayed scaling.
+    """
     linear.context.forget()
     for _ in range(2):
-        torch.manual_seed(1)  # of stochastic rounding
+        torch.manual_seed(1)  # for stochastic rounding
         with linear.context.forward(training=True):
             results = run(linear, *tensors)
     return results
 
 
 @pytest.mark.parametrize("precision", QUANTIZED)
-def test_gradients_and_histories_are_those_of_the_quantized_phase(precision: str) -> None:
+def test_gradients_and_histories_equal_those_of_the_quantized_phase(precision: str) -> None:
     results = []
     states = []
     for linear in linear_in_both_phases(precision):
@@ -53,11 +53,11 @@ def test_gradients_and_histories_are_those_of_the_quantized_phase(precision: str
     assert torch.equal(y, F.linear(*operands()[:3]))
     assert not torch.equal(quantized_y, y)
     assert all(map(torch.equal, gradients, quantized_gradients))
-    assert all(map(torch.equal, *states)), "histories go on from one phase in the other"
-    assert len(states[0]) == (4 if precision == "delayed" else 0), "a checkpoint has them once"
+    assert all(map(torch.equal, *states)), "the phases share their histories"
+    assert len(states[0]) == (4 if precision == "delayed" else 0), "a checkpoint stores them once"
 
 
-# The scales of delayed scaling would differ too.
+# Without delayed scaling, whose scales would differ too.
 @pytest.mark.parametrize("precision", [name for name in QUANTIZED if name != "delayed"])
 def test_backward_uses_the_cached_weight_and_forward_the_current_one(precision: str) -> None:
     """The first microbatch of a step quantizes the weight. Evaluation leaves the cache alone."""

@@ -1,4 +1,4 @@
-"""Delayed scaling's histories and scales against a plain loop of Transformer Engine's rule, over steps."""
+"""Histories and scales of delayed scaling agree with a plain loop over steps."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ def output(linear: LinearState, x: Tensor, weight: Tensor, *, first: bool) -> Te
 
 
 class PlainHistory:
-    """One tensor's amaxes, newest noted in `[0]`, and its scale: the rule of delayed_scaling.cu, one number at a time."""
+    """The amaxes of one tensor, the newest in `[0]`, and its scale.
+
+    It follows the rule of delayed_scaling.cu in scalar steps.
+    """
 
     def __init__(self, length: int, *rule: Any) -> None:
-        self.amaxes, self.scale, self.rule = [0.0] * length, 1.0, rule
+        self.amaxes = [0.0] * length
+        self.scale = 1.0
+        self.rule = rule
 
     def note(self, values: Tensor) -> None:
         self.amaxes[0] = max(self.amaxes[0], values.abs().max().item())
@@ -40,7 +45,7 @@ class PlainHistory:
 
 
 def amax_histories(emulation: EmulationEngine, name: str) -> list[tuple[list[float], float]]:
-    """Of input, weight and grad_output of the product called `name`: the history and the scale."""
+    """Return history and scale of input, weight and grad_output of the product called `name`."""
     state = emulation.state()
     columns = [(f"fp8/{name}/forward", 0), (f"fp8/{name}/forward", 1), (f"fp8/{name}/backward", 0)]
     return [
@@ -54,7 +59,7 @@ def amax_histories(emulation: EmulationEngine, name: str) -> list[tuple[list[flo
     ("length", "margin", "algorithm"),
     [(4, 0, "max"), (4, 2, "most_recent"), (1, 1, "max"), (2, 0, "max")],
 )
-def test_histories_and_scales_are_those_of_a_plain_loop(
+def test_histories_and_scales_equal_those_of_a_plain_loop(
     fp8_format: str, length: int, margin: int, algorithm: str
 ) -> None:
     emulation = emulation_of(
@@ -72,11 +77,11 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
 
     torch.manual_seed(0)
     weight = torch.randn(SIZE, SIZE).bfloat16()
-    for microbatch in range(12):  # steps of three
+    for microbatch in range(12):  # steps of three microbatches
         first = microbatch % 3 == 0
         if first:
             weight = weight * 1.5
-            kept = tensor.quantize(weight, torch.tensor(plain_w.scale), E4M3).dequantize()
+            quantized_w = tensor.quantize(weight, torch.tensor(plain_w.scale), E4M3).dequantize()
             plain_w.note(weight)
         x = (torch.randn(TOKENS, SIZE) * 3.0 ** (microbatch % 5)).bfloat16().requires_grad_()
         grad = (torch.randn(TOKENS, SIZE) * 0.1 ** (microbatch % 4)).bfloat16()
@@ -89,9 +94,11 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
         quantized_x = tensor.quantize(x.detach(), torch.tensor(plain_x.scale), E4M3).dequantize()
         quantized_g = tensor.quantize(grad, torch.tensor(plain_g.scale), gradient_grid).dequantize()
         torch.testing.assert_close(
-            y.detach(), (quantized_x @ kept.t()).bfloat16(), rtol=2**-7, atol=1e-3
+            y.detach(), (quantized_x @ quantized_w.t()).bfloat16(), rtol=2**-7, atol=1e-3
         )
-        torch.testing.assert_close(x.grad, (quantized_g @ kept).bfloat16(), rtol=2**-7, atol=1e-3)
+        torch.testing.assert_close(
+            x.grad, (quantized_g @ quantized_w).bfloat16(), rtol=2**-7, atol=1e-3
+        )
 
         plain_x.note(x.detach())
         plain_g.note(grad)
@@ -102,8 +109,8 @@ def test_histories_and_scales_are_those_of_a_plain_loop(
     assert amax_histories(emulation, "idle") == [([0.0] * length, 1.0)] * 3
 
 
-def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() -> None:
-    """As the LM head is called: a chunk of tokens at a time, each chunk's backward run inside of the forward."""
+def test_calls_in_one_forward_count_once_with_their_largest_value() -> None:
+    """The LM head is called once per chunk of tokens, with its backward inside the forward."""
     emulation = emulation_of("delayed", amax_history_len=3)
     head, layer = (linear_of(emulation, SIZE, SIZE, name=name) for name in ("head", "layer"))
     weight = torch.eye(SIZE).bfloat16()
@@ -113,10 +120,10 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
             y = output(layer, x, weight, first=True)
             for number, size in enumerate((2.0, 4.0, 3.0)):
                 chunk = (size * y.detach()).requires_grad_()
-                with emulation.forward():  # nested: the outermost one counts
+                with emulation.forward():  # nested in the outer forward, which counts
                     logits = output(head, chunk, weight, first=number == 0)
                 logits.backward(torch.full_like(logits, size / 2))
-        # noted; the model's own backward is still to come
+        # The amax is recorded, although the model's backward has not run yet.
         assert amax_histories(emulation, "head")[2][0][0] == 2.0
         y.backward(torch.ones_like(y))
     assert amax_histories(emulation, "head")[0] == ([0.0, 4.0, 4.0], 448 / 4)
@@ -124,17 +131,17 @@ def test_several_calls_in_one_forward_count_once_and_by_their_largest_value() ->
     assert amax_histories(emulation, "layer")[2] == ([0.0, 1.0, 1.0], 57344.0)
 
 
-def test_gradient_scales_stay_as_they_are_until_the_backward_has_ended() -> None:
+def test_gradient_scales_are_constant_until_the_backward_ends() -> None:
     emulation = emulation_of("delayed")
     linear = linear_of(emulation, SIZE, SIZE)
-    seen = []
+    scales = []
     x = torch.ones(TOKENS, SIZE).bfloat16().requires_grad_()
-    x.register_hook(lambda _: seen.append(amax_histories(emulation, "layer")[2][1]))
+    x.register_hook(lambda _: scales.append(amax_histories(emulation, "layer")[2][1]))
     with emulation.forward():
         y = output(linear, x, torch.eye(SIZE).bfloat16(), first=True)
         y = output(linear, y, x[:SIZE], first=False)
     y.sum().backward()
-    assert seen == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
+    assert scales == [1.0] and amax_histories(emulation, "layer")[2][1] == 57344.0
 
 
 def run_out_of_memory(_: Tensor) -> None:
@@ -143,9 +150,10 @@ def run_out_of_memory(_: Tensor) -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("factor", [1000.0, 1e24, math.inf, math.nan])
-def test_a_pass_outside_of_training_leaves_no_trace(factor: float, fails: bool) -> None:
+def test_a_pass_outside_of_training_keeps_the_state(factor: float, fails: bool) -> None:
     torch.manual_seed(0)
-    weight, values = torch.randn(SIZE, SIZE).bfloat16(), torch.randn(TOKENS, SIZE).bfloat16()
+    weight = torch.randn(SIZE, SIZE).bfloat16()
+    values = torch.randn(TOKENS, SIZE).bfloat16()
 
     def step(linear: LinearState, factor: float = 1.0, *, fails: bool = False) -> Tensor:
         x = (values * factor).requires_grad_()
@@ -167,4 +175,4 @@ def test_a_pass_outside_of_training_leaves_no_trace(factor: float, fails: bool) 
             with suppress(torch.OutOfMemoryError), context.preserving_state():
                 step(linear, factor, fails=fails)
         runs.append([step(linear), step(linear), *context.state().values()])
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*runs, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))

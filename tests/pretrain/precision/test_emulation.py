@@ -1,4 +1,7 @@
-"""Emulated products against plain ones of separately quantized operands, in FP64; recomputed layers."""
+"""Emulated products equal FP64 products of the operands, which are quantized separately.
+
+Recomputed layers compute the same.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from foundation.overrides import overridden
 from pretrain.precision.product import LinearState
 from pretrain.precision.quantizers import E2M1, E4M3, E5M2, blocks, tensor
 from tests.pretrain.conftest import QUANTIZED, emulation_of, linear_of, to_nearest
-from tests.pretrain.observe.test_operand_statistics import Watched
+from tests.pretrain.observe.test_operand_statistics import SmallModel
 
 TOKENS, IN, OUT = 256, 128, 384
 
@@ -21,11 +24,14 @@ TOKENS, IN, OUT = 256, 128, 384
 def operands(
     tokens: int = TOKENS, in_features: int = IN, out_features: int = OUT
 ) -> tuple[Tensor, ...]:
-    """x, weight, bias, and the gradient of the product, of magnitudes that differ from block to block."""
+    """Return x, weight, bias and gradient of the product.
+
+    Their magnitudes differ between blocks.
+    """
     torch.manual_seed(0)
+    shapes = ((tokens, in_features), (out_features, in_features), (tokens, out_features))
     x, weight, grad = (
-        torch.randn(shape) * torch.exp2(torch.randint(-3, 4, shape).float())
-        for shape in ((tokens, in_features), (out_features, in_features), (tokens, out_features))
+        torch.randn(shape) * torch.exp2(torch.randint(-3, 4, shape).float()) for shape in shapes
     )
     return (
         x.bfloat16(),
@@ -51,8 +57,11 @@ def run(
 
 
 def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
-    """x -> its values after quantization along its last dimension, of a recipe whose operands are all treated alike."""
-    if recipe == "delayed":  # the first forward and backward have scales of one
+    """Return a function that quantizes and dequantizes x along its last dimension.
+
+    It supports the recipes with the same quantization for all operands.
+    """
+    if recipe == "delayed":  # The first forward and backward use scales of one.
         return lambda x: tensor.quantize(x, torch.ones(()), format).dequantize()
     if recipe == "current":
         return lambda x: tensor.quantize_by_amax(x, None, format).dequantize()
@@ -64,16 +73,19 @@ def fp8(recipe: str, format: Any, two_dimensional: bool = False) -> Any:
 
 
 def fp4(transform: bool = False, square: bool = False) -> Any:
+    """Return a function that quantizes x to NVFP4 and dequantizes it."""
     return lambda x: blocks.quantize_nvfp4(
         blocks.hadamard(x) if transform else x, two_dimensional=square
     ).dequantize()
 
 
 def mxfp4(transform: bool = False) -> Any:
+    """Return a function that quantizes x to MXFP4 and dequantizes it."""
     return lambda x: blocks.quantize_mx(blocks.hadamard(x) if transform else x, E2M1).dequantize()
 
 
-# What forward, dgrad and wgrad multiply: six functions, each along the last dimension of what it is given.
+# Options, and the functions that quantize the left and right operands of forward, dgrad and wgrad
+# along their last dimension.
 CASES = {
     "delayed": ({}, [fp8("delayed", g) for g in (E4M3, E4M3, E5M2, E4M3, E5M2, E4M3)]),
     "delayed E4M3": ({"fp8_format": "E4M3"}, [fp8("delayed", E4M3)] * 6),
@@ -103,13 +115,19 @@ CASES = {
 }
 
 
-def close(ours: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
-    """Whether `ours` is left right^T + bias rounded to BF16, give or take the order in which FP32 adds."""
-    left, right = left.double(), right.double()
-    exact, magnitude = left @ right.t(), left.abs() @ right.abs().t()
+def close(actual: Tensor, left: Tensor, right: Tensor, bias: Tensor | None = None) -> bool:
+    """Return whether `actual` is left right^T + bias, rounded to BF16.
+
+    The tolerance allows for the order of FP32 sums.
+    """
+    left = left.double()
+    right = right.double()
+    exact = left @ right.t()
+    magnitude = left.abs() @ right.abs().t()
     if bias is not None:
-        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
-    return bool(((ours.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-21 * magnitude).all())
+        exact = exact + bias.double()
+        magnitude = magnitude + bias.double().abs()
+    return bool(((actual.double() - exact).abs() <= 2**-8 * exact.abs() + 2**-21 * magnitude).all())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -128,11 +146,11 @@ def test_output_and_gradients_are_products_of_the_dequantized_operands(
     assert close(y, x_out(x), w_out(weight), bias)
     assert close(grad_x, g_in(grad), w_in(weight.t()))
     assert close(grad_weight, g_w(grad.t()), x_w(x.t()))
-    if with_bias:  # of the gradient as it came
+    if with_bias:  # The bias's gradient is a sum of unquantized gradients.
         assert torch.equal(grad_bias[0], grad.float().sum(0).bfloat16())
 
 
-def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> None:
+def test_stochastic_rounding_depends_on_the_seed_for_gradients_only() -> None:
     emulation = emulation_of("nvfp4")
     linear = linear_of(emulation, IN, OUT)
     x, weight, _, grad = operands()
@@ -144,10 +162,8 @@ def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> No
     assert torch.equal(runs[0][0], runs[2][0])
     assert not torch.equal(runs[0][1], runs[2][1]) and not torch.equal(runs[0][2], runs[2][2])
     torch.manual_seed(1)
-    (along_features, along_tokens) = (
-        torch.rand(grad.shape),
-        torch.rand_like(grad.t(), dtype=torch.float32),
-    )
+    along_features = torch.rand(grad.shape)
+    along_tokens = torch.rand_like(grad.t(), dtype=torch.float32)
     quantized = blocks.quantize_nvfp4(
         grad, two_dimensional=False, uniform=along_features
     ).dequantize()
@@ -159,20 +175,22 @@ def test_stochastic_rounding_follows_the_seed_and_touches_gradients_only() -> No
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
+def test_recomputing_a_layer_changes_no_bit_of_gradients_or_state(
     recipe: str,
 ) -> None:
     results = []
     for recompute in (False, True):
-        run, figures = Watched(recipe), []
-        x, layer = run.x.requires_grad_(), run.layers
-        again = run.context.checkpoint if recompute else nn.Module.__call__
-        for microbatch in range(5):  # two steps of two, and one more
+        run = SmallModel(recipe)
+        figures = []
+        x = run.x.requires_grad_()
+        layer = run.layers
+        call = run.context.checkpoint if recompute else nn.Module.__call__
+        for microbatch in range(5):  # two steps of two microbatches and one more microbatch
             run.context.first_microbatch = microbatch % 2 == 0
             torch.manual_seed(microbatch)
-            scaled = x * 2.0**microbatch  # so that scales change from one to the next
+            scaled = x * 2.0**microbatch  # scales change between microbatches
             with run.context.forward(training=True):
-                y = again(layer, again(layer, scaled))
+                y = call(layer, call(layer, scaled))
             y.float().square().mean().backward()
             figures += [
                 y.detach(),
@@ -184,12 +202,13 @@ def test_a_recomputed_layer_leaves_the_bits_of_gradients_and_state_as_they_were(
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_what_is_recomputed_takes_the_weights_that_the_forward_has_quantized() -> None:
-    run, seen = Watched("current"), Counter()
-    with overridden(run.context, observers=[lambda name, role, x: seen.update([role])]):
+def test_recomputation_uses_the_weights_quantized_in_forward() -> None:
+    run = SmallModel("current")
+    roles = Counter()
+    with overridden(run.context, observers=[lambda name, role, x: roles.update([role])]):
         run.x.requires_grad_()
         run.step(recompute=True)
-    assert seen == {"input": 2 * 2, "weight": 2, "grad_output": 2}
+    assert roles == {"input": 2 * 2, "weight": 2, "grad_output": 2}
     assert run.context.first_microbatch
 
 
@@ -202,11 +221,12 @@ ROLES_AND_AXES = [
 
 
 @pytest.mark.parametrize("recipe", QUANTIZED)
-def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_one(
+def test_transposed_views_and_compiled_quantizers_have_the_same_codes(
     recipe: str,
 ) -> None:
     torch._dynamo.reset()
-    active, x = emulation_of(recipe, **to_nearest(recipe)).active, operands(256, 384)[0]
+    active = emulation_of(recipe, **to_nearest(recipe)).active
+    x = operands(256, 384)[0]
     scale = torch.tensor(3.0) if active.precision.keeps_history else None
     for role, along in ROLES_AND_AXES:
         quantize = active.precision.quantizer(active.settings, role, along)
@@ -215,7 +235,8 @@ def test_a_transposed_view_and_a_compiled_quantizer_have_the_codes_of_the_plain_
         assert torch.equal(view.codes, expected.codes) and torch.equal(
             view.dequantize(), expected.dequantize()
         )
-        if along == "features" or role == "grad_output":  # each axis once, as tracing takes long
+        # one role per axis, because tracing is slow
+        if along == "features" or role == "grad_output":
             compiled = torch.compile(
                 lambda x, quantize=quantize: quantize(x, scale, None).operand,
                 fullgraph=True,

@@ -1,4 +1,4 @@
-"""`fp8_config.keep_bf16`: which linears its patterns mean, and patterns that mean none or all."""
+"""Patterns of `fp8_config.keep_bf16`: the linears that they match, and invalid patterns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def active(*patterns: str, precision: str = "delayed", **fp8_config: Any) -> Act
 
 
 @pytest.mark.parametrize(
-    ("pattern", "meant"),
+    ("pattern", "matches"),
     [
         ("layers.1.*", {"model.layers.1.mlp.down_proj"}),
         ("down_proj", {"model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj"}),
@@ -47,39 +47,45 @@ def active(*patterns: str, precision: str = "delayed", **fp8_config: Any) -> Act
         ("Down_Proj", set()),
     ],
 )
-def test_a_pattern_is_held_against_each_end_after_a_dot(pattern: str, meant: set[str]) -> None:
+def test_a_pattern_matches_the_end_of_a_name_after_a_dot(pattern: str, matches: set[str]) -> None:
     names = ("model.layers.1.mlp.down_proj", "model.layers.11.mlp.down_proj", "lm_head")
-    assert {name for name in names if is_called(name, pattern)} == meant
+    assert {name for name in names if is_called(name, pattern)} == matches
 
 
-def test_what_is_kept_says_by_which_pattern(hf: PreTrainedModel) -> None:
+def test_a_kept_linear_names_its_pattern(hf: PreTrainedModel) -> None:
     layers = list(model.decoder_layers(hf).values())
-    asked = active("down_proj", "layers.0.*", scope="linear+head", keep_bf16_layers={"last": 1})
-    decisions = decide(hf, layers, asked)
+    settings = active("down_proj", "layers.0.*", scope="linear+head", keep_bf16_layers={"last": 1})
+    decisions = decide(hf, layers, settings)
     reasons = {
-        name.removeprefix("model.layers."): each.reason
-        for name, each in decisions.items()
-        if each.reason
+        name.removeprefix("model.layers."): decision.reason
+        for name, decision in decisions.items()
+        if decision.reason
     }
-    assert len(reasons) == 7 + 7 + 10  # two whole layers, and down_proj of the others
+    assert len(reasons) == 7 + 7 + 10  # two layers and down_proj of the remaining ten
     assert reasons["0.mlp.down_proj"] == reasons["5.mlp.down_proj"] == "keep_bf16: down_proj"
     assert (
         reasons["0.self_attn.q_proj"] == "keep_bf16: layers.0.*"
         and reasons["11.mlp.up_proj"] == "keep_bf16_layers"
     )
-    assert {each.requested for each in decisions.values() if each.reason is None} == {"delayed"}
+    assert {decision.requested for decision in decisions.values() if decision.reason is None} == {
+        "delayed"
+    }
 
 
-def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -> None:
+def test_nvfp4_keeps_its_last_layers_by_default(hf: PreTrainedModel) -> None:
     layers = list(model.decoder_layers(hf).values())
     kept = {
-        name: each.reason
-        for name, each in decide(hf, layers, active(precision="nvfp4")).items()
+        name: decision.reason
+        for name, decision in decide(hf, layers, active(precision="nvfp4")).items()
         if name != "lm_head"
     }
-    of_last = {name for name in kept if name.startswith(("model.layers.10.", "model.layers.11."))}
-    assert {name for name, reason in kept.items() if reason} == of_last, "15 % of 12, rounded up"
-    assert {kept[name] for name in of_last} == {"keep_bf16_layers, by default the last 2 of 12"}
+    last_layers = {
+        name for name in kept if name.startswith(("model.layers.10.", "model.layers.11."))
+    }
+    assert {name for name, reason in kept.items() if reason} == last_layers, (
+        "15 % of 12, rounded up"
+    )
+    assert {kept[name] for name in last_layers} == {"keep_bf16_layers, by default the last 2 of 12"}
 
 
 @pytest.mark.parametrize(
@@ -89,14 +95,15 @@ def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -
             "phimoe",
             {"num_local_experts": 16, "num_experts_per_tok": 2},
             {"mlp.router"},
-        ),  # a class of linears with its own forward
-        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}, {"mlp.gate.wg"}),  # a linear within
+        ),  # a subclass of Linear with another forward
+        # The router contains a linear.
+        ("hunyuan_v1_moe", {"num_experts": 16, "moe_topk": 2}, {"mlp.gate.wg"}),
         (
             "jetmoe",
             {"num_local_experts": 16, "kv_channels": 32},
             {"mlp.router.layer", "self_attention.experts.router.layer"},
         ),
-        # What records its logits is the whole block, whose other linears are no router.
+        # The block that records the logits has other linears, which are no routers.
         (
             "doge",
             {
@@ -109,24 +116,24 @@ def test_nvfp4_keeps_its_last_layers_unless_told_how_many(hf: PreTrainedModel) -
         ),
     ],
 )
-def test_a_router_stays_unquantized_whatever_it_consists_of_and_nothing_beside_it(
+def test_only_the_router_stays_unquantized(
     kind: str, sizes: dict[str, int], routers: set[str]
 ) -> None:
     config = {**QWEN3, "model_type": kind, "num_hidden_layers": 1, **sizes}
-    if kind == "jetmoe":  # which has another key for it
+    if kind == "jetmoe":  # jetmoe calls this key kv_channels.
         del config["head_dim"]
     hf = model.build_on_meta(model.load_config(ModelSettings(config=config)))
     decisions = decide(hf, list(model.decoder_layers(hf).values()), active())
     kept = {
         name
-        for name, each in decisions.items()
-        if each.reason and not name.endswith((".gate_up_proj", ".down_proj"))
+        for name, decision in decisions.items()
+        if decision.reason and not name.endswith((".gate_up_proj", ".down_proj"))
     }
     assert kept == {"lm_head", *(f"model.layers.0.{name}" for name in routers)}
 
 
 @given(layers=st.integers(1, 200), first=st.integers(0, 3))
-def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, first: int) -> None:
+def test_nvfp4_keeps_15_percent_rounded_up_but_not_all_layers(layers: int, first: int) -> None:
     kept = active(precision="nvfp4", keep_bf16_layers={"first": first}).kept_layers(layers)
     assert kept == (first, max(0, min(-(-15 * layers // 100), layers - first - 1)))
     assert active(keep_bf16_layers={"first": first}).kept_layers(layers) == (first, 0), (
@@ -139,21 +146,22 @@ def test_the_share_that_nvfp4_keeps_is_rounded_up_and_never_all(layers: int, fir
 
 
 @pytest.mark.parametrize(
-    ("patterns", "said"),
+    ("patterns", "message"),
     [
         (["layers.12.*"], "'layers.12.*' matches no linear of Qwen3ForCausalLM"),
         (["down_proj", "dwon_proj"], "'dwon_proj' matches no linear of Qwen3ForCausalLM"),
         (
             ["layers.*"],
-            "`precision: delayed`: no linear of Qwen3ForCausalLM can compute in it (keep_bf16: layers.*; scope linear",
+            "`precision: delayed`: no linear of Qwen3ForCausalLM can compute in it "
+            "(keep_bf16: layers.*; scope linear",
         ),
     ],
 )
-def test_patterns_that_mean_nothing_or_all_are_refused(
-    hf: PreTrainedModel, patterns: list[str], said: str
+def test_patterns_that_match_no_or_all_linears_are_rejected(
+    hf: PreTrainedModel, patterns: list[str], message: str
 ) -> None:
     layers = list(model.decoder_layers(hf).values())
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(InputError) as error:
         check_scope(hf, layers, active(*patterns))
-    assert said in str(refused.value) and "`fp8_config" in str(refused.value)
+    assert message in str(error.value) and "`fp8_config" in str(error.value)
     check_scope(hf, layers, active("down_proj"))

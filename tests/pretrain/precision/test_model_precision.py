@@ -1,4 +1,4 @@
-"""The present precision of a model: a change, a change for a while, and what products read of it."""
+"""The precision of a model can be changed permanently or temporarily."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pretrain.precision.selection import make_engines
 from tests.pretrain.conftest import active_in
 
 
-def test_the_backend_that_products_read_determines_the_precision() -> None:
+def test_the_backend_of_products_determines_the_precision() -> None:
     precisions = [
         active_in("delayed_bf16_forward"),
         active_in("delayed"),

@@ -1,4 +1,4 @@
-"""`precision` as a schedule: which ones are allowed, their labels, and the precision of each step."""
+"""Schedules of precisions: valid ones, their labels, and the precision of every step."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ MINIMAL = {
 
 
 @pytest.fixture
-def loaded(tmp_path: Path) -> Any:
-    """A recipe with these overrides, as a command line gives them."""
+def load(tmp_path: Path) -> Any:
+    """Return a function that loads a recipe with overrides from the command line."""
     path = tmp_path / "r.yaml"
     path.write_text(yaml.safe_dump(MINIMAL))
     return lambda *overrides: load_recipe(path, overrides)
 
 
 @pytest.mark.parametrize("last", ["{use: bf16}", "{use: bf16, until: null}"])
-def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
-    recipe = loaded(f"precision=[{{until: 0.8, use: nvfp4}}, {last}]")
+def test_a_schedule_has_a_label_and_a_folder(load: Any, last: str) -> None:
+    recipe = load(f"precision=[{{until: 0.8, use: nvfp4}}, {last}]")
     assert phases_of(recipe.precision) == [(0.8, "nvfp4"), (None, "bf16")]
     assert phases_of(resolved(recipe)["precision"]) == phases_of(recipe.precision)
     assert (
@@ -69,28 +69,29 @@ def test_a_schedule_has_a_label_and_a_folder(loaded: Any, last: str) -> None:
             "[{until: 30, use: nvfp4}, {use: nvfp4, forward: bf16}]",
             "nvfp4 to step 30, then nvfp4_bf16_forward",
         ),
-        # from the first step to the last
+        # all steps
         ("[{use: delayed, forward: bf16}]", "delayed_bf16_forward"),
     ],
 )
-def test_a_phase_with_a_bf16_forward_has_its_own_name_and_its_precisions_options(
-    loaded: Any, text: str, name: str
+def test_a_bf16_forward_has_a_name_and_its_precisions_options(
+    load: Any, text: str, name: str
 ) -> None:
-    recipe = loaded(f"precision={text}")
+    recipe = load(f"precision={text}")
     phases = phases_of(recipe.precision)
     assert label(recipe.precision) == label(resolved(recipe)["precision"]) == name and is_quantized(
         recipe.precision
     )
     *_, (_, last) = phases
-    precision, own = precision_called(last), last.removesuffix(PLAIN_FORWARD)
+    precision = precision_called(last)
+    quantized = last.removesuffix(PLAIN_FORWARD)
     assert (precision.name, precision.plain_forward, precision.options) == (
         last,
         True,
-        precision_called(own).options,
+        precision_called(quantized).options,
     )
     decided = with_precision(recipe, {})
     assert (
-        decided.fp8_config == recipe.fp8_config.resolved(own)
+        decided.fp8_config == recipe.fp8_config.resolved(quantized)
         and phases_of(resolved(decided)["precision"]) == phases
     )
 
@@ -105,7 +106,7 @@ def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
             last_steps(untils, 100)
 
 
-# ── The precision of each step ──────────────────────────────────────────────────────────────────────────────────────────────
+# ── The precision of a step ────────────────────────────────────────────────────────────
 
 
 @given(data=st.data())
@@ -148,7 +149,7 @@ def test_a_switch_to_bf16_is_labelled_with_its_step_and_can_be_undone() -> None:
     assert planned.switched_to_bf16_after(100).spans == planned.spans, "after the last step"
 
 
-def test_the_precision_that_the_gap_compares_with_is_listed_once() -> None:
+def test_the_reference_precision_of_the_gap_is_listed_once() -> None:
     low = PrecisionSchedule([(None, NVFP4)], 10, unquantized=BF16)
     assert low.precisions() == [NVFP4] and low.precisions(and_unquantized=True) == [NVFP4, BF16]
     both = PrecisionSchedule([(5, NVFP4), (None, BF16)], 10, unquantized=BF16)
@@ -164,38 +165,39 @@ def test_a_longer_horizon_moves_shares_and_not_steps() -> None:
         assert [span.last for span in PrecisionSchedule(phases, steps).spans] == ends
 
 
-def test_a_horizon_that_leaves_a_phase_without_a_step_is_refused() -> None:
+def test_a_horizon_that_leaves_a_phase_without_a_step_is_rejected() -> None:
     schedule = PrecisionSchedule([(50, NVFP4), (None, BF16)], 50)
     with pytest.raises(InputError, match="phase 1 of 2 would end with step 50"):
         schedule.at(1)
 
 
-# ── Its options ───────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Options ────────────────────────────────────────────────────────────────────────────
 
 
-def decided(
+def decide_options(
     precision: list[dict[str, Any]], environment: dict[str, str] | None = None, **fp8_config: Any
 ) -> Recipe:
+    """Return a recipe with the options from its fp8_config and the environment."""
     recipe = Recipe.model_validate(MINIMAL | {"precision": precision, "fp8_config": fp8_config})
     return with_precision(recipe, environment or {})
 
 
-def test_the_one_low_precision_of_a_schedule_has_its_options_and_those_of_its_file() -> None:
-    file = {
+def test_a_low_precision_of_a_schedule_gets_options_of_the_file() -> None:
+    environment = {
         "ACCELERATE_MIXED_PRECISION": "fp8",
         "ACCELERATE_FP8_RECIPE": "delayed",
         "ACCELERATE_FP8_MARGIN": "2",
     }
-    recipe = decided(
-        [{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], dict(file), amax_history_len=4
+    recipe = decide_options(
+        [{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], dict(environment), amax_history_len=4
     )
     assert (
         recipe.fp8_config.margin,
         recipe.fp8_config.amax_history_len,
         recipe.fp8_config.fp8_format,
     ) == (2, 4, "HYBRID")
-    other = decided(
-        [{"until": 0.5, "use": "mxfp8"}, {"use": "delayed"}], dict(file), amax_history_len=4
+    other = decide_options(
+        [{"until": 0.5, "use": "mxfp8"}, {"use": "delayed"}], dict(environment), amax_history_len=4
     )
     assert (
         other.fp8_config.margin,
@@ -204,8 +206,8 @@ def test_the_one_low_precision_of_a_schedule_has_its_options_and_those_of_its_fi
     ) == (None, 4, None)
 
 
-def test_an_option_that_no_phase_takes_is_refused() -> None:
+def test_an_option_that_no_phase_takes_is_rejected() -> None:
     with pytest.raises(
         InputError, match=r"disable_rht: True.* and `precision: delayed`, a phase of the schedule"
     ):
-        decided([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)
+        decide_options([{"until": 0.5, "use": "delayed"}, {"use": "bf16"}], disable_rht=True)

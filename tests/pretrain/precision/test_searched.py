@@ -1,4 +1,4 @@
-"""Products by searched algorithms: what is taken, and what is left to others."""
+"""Products by searched algorithms, and unsupported products, which fall back to torch."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from torch import Tensor
 from pretrain.precision import searched
 from pretrain.precision.searched import ALIGNMENT, Factor, Problem, problem_of, same_as_first
 
-BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+BF16 = torch.bfloat16
+FP32 = torch.float32
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 def aligned(*shape: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
-    """A tensor that begins `offset` elements after a multiple of ALIGNMENT bytes."""
+    """Return a tensor that starts `offset` elements after a multiple of ALIGNMENT bytes."""
     size = torch.Size(shape).numel()
     storage = torch.zeros(size + 2 * ALIGNMENT, dtype=dtype)
     begin = -storage.data_ptr() % ALIGNMENT // dtype.itemsize + offset
@@ -35,26 +38,25 @@ def factor(*shape: int, dtype: torch.dtype = BF16) -> Factor:
     sizes=st.tuples(*[st.integers(1, 6).map(lambda n: 8 * n)] * 3),
     transposed=st.tuples(st.booleans(), st.booleans()),
 )
-def test_a_product_of_whole_sixteens_is_taken_as_it_lies(
+def test_products_with_sizes_of_multiples_of_16_are_supported(
     sizes: tuple[int, int, int], transposed: tuple[bool, bool]
 ):
     m, n, k = sizes
-    a, b = (
-        factor(*((m, k) if transposed[0] else (k, m))),
-        factor(*((k, n) if transposed[1] else (n, k))),
-    )
+    a = factor(*((m, k) if transposed[0] else (k, m)))
+    b = factor(*((k, n) if transposed[1] else (n, k)))
     expected = Problem(m, n, k, (BF16, BF16, BF16), transposed, False, False)
-    taken = problem_of(a, b, transposed, None, None, fast_accumulation=True)
-    assert taken == (expected if all(size % 16 == 0 for size in sizes) else None)
+    problem = problem_of(a, b, transposed, None, None, fast_accumulation=True)
+    assert problem == (expected if all(size % 16 == 0 for size in sizes) else None)
 
 
 @given(
     types=st.tuples(*[st.sampled_from([E4M3, E5M2])] * 2), fast=st.booleans(), adds=st.booleans()
 )
-def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
+def test_codes_are_supported_along_the_summed_dimension(
     types: tuple[torch.dtype, torch.dtype], fast: bool, adds: bool
 ):
-    a, b = factor(64, 16, dtype=types[0]), factor(32, 16, dtype=types[1])
+    a = factor(64, 16, dtype=types[0])
+    b = factor(32, 16, dtype=types[1])
     residual = aligned(32, 64) if adds else None
     expected = Problem(64, 32, 16, (*types, BF16), (True, False), fast, adds)
     assert problem_of(a, b, (True, False), residual, None, fast_accumulation=fast) == expected
@@ -65,37 +67,36 @@ def test_codes_of_both_formats_are_taken_along_the_summed_dimension(
 @pytest.mark.parametrize(
     ("left", "right", "residual"),
     [
-        (factor(64, 16), factor(32, 48), None),  # another inner size
+        (factor(64, 16), factor(32, 48), None),  # different inner sizes
         (factor(64, 16), factor(32, 16, dtype=E4M3), None),
-        # where the heuristic supposes more
+        # The heuristic assumes a larger alignment.
         (factor(64, 16), Factor(aligned(32, 16, offset=8), BF16, None), None),
         (factor(64, 16), Factor(aligned(16, 32).t(), BF16, None), None),
         (factor(64, 16), factor(32, 16), aligned(32, 64, offset=8)),
     ],
 )
-def test_what_cublaslt_would_not_take_as_it_lies_is_left(
+def test_operands_that_cublaslt_does_not_take_fall_back(
     left: Factor, right: Factor, residual: Tensor | None
 ):
     assert problem_of(left, right, (True, False), residual, None, fast_accumulation=False) is None
 
 
-def test_a_sum_that_a_product_is_added_to_lies_whole():
-    """A gradient of weights: both factors lie along the tokens."""
-    x, dy = factor(16, 64), factor(16, 32)
-    taken = problem_of(
+def test_a_sum_that_a_product_is_added_to_is_contiguous():
+    """In a weight gradient, both factors are laid out along the tokens."""
+    x = factor(16, 64)
+    dy = factor(16, 32)
+    problem = problem_of(
         x, dy, (False, True), None, aligned(32, 64, dtype=FP32), fast_accumulation=False
     )
-    assert taken == Problem(64, 32, 16, (BF16, BF16, FP32), (False, True), False, False)
+    assert problem == Problem(64, 32, 16, (BF16, BF16, FP32), (False, True), False, False)
     for total in (aligned(64, 32, dtype=FP32).t(), aligned(32, 64, dtype=FP32, offset=4)):
         assert problem_of(x, dy, (False, True), None, total, fast_accumulation=False) is None
 
 
-def test_tensors_that_are_on_no_gpu_are_left_to_torch():
-    x, weight, residual = (
-        aligned(32, 16).normal_(),
-        aligned(64, 16).normal_(),
-        aligned(32, 64).normal_(),
-    )
+def test_cpu_tensors_are_multiplied_by_torch():
+    x = aligned(32, 16).normal_()
+    weight = aligned(64, 16).normal_()
+    residual = aligned(32, 64).normal_()
     before = residual.clone()
     assert searched.multiply(weight, x) is None
     assert torch.equal(searched.linear(x, weight), F.linear(x, weight))
@@ -103,10 +104,14 @@ def test_tensors_that_are_on_no_gpu_are_left_to_torch():
     assert torch.equal(residual, before)
 
 
-def writing(d: Tensor, *writes: Tensor | None) -> list[Callable[[], int]]:
-    """Algorithms, each of which writes one of these into `d`, or does not run."""
+def writing(d: Tensor, *results: Tensor | None) -> list[Callable[[], int]]:
+    """Return algorithms that write these results into `d`.
+
+    An algorithm with None does not run.
+    """
     return [
-        lambda each=each: 1 if each is None else int(d.copy_(each).numel() == 0) for each in writes
+        lambda result=result: 1 if result is None else int(d.copy_(result).numel() == 0)
+        for result in results
     ]
 
 
@@ -116,17 +121,20 @@ def test_only_algorithms_with_the_bits_of_the_first_are_compared(dtype: torch.dt
     y = torch.randn(32, 16).to(dtype)
     other = y.clone()
     other[3, 5] = torch.nextafter(y[3, 5], torch.tensor(torch.inf, dtype=dtype))
-    d, added = torch.empty_like(y), torch.randn(32, 16).to(dtype) if adds else None
+    d = torch.empty_like(y)
+    added = torch.randn(32, 16).to(dtype) if adds else None
     assert same_as_first(writing(d, None, y, other, None, y.clone()), d, added) == ([1, 4], True)
     assert same_as_first(writing(d, None, None), d, added) == ([], False)
 
 
 @pytest.mark.parametrize("empty", [0.0, -0.0, 1.5])
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_products_of_zeros_and_what_is_not_finite_decide_nothing(dtype: torch.dtype, empty: float):
-    """Any algorithm would leave zeros or the sum that was there, and NaN."""
-    added, d = torch.full((32, 16), empty, dtype=dtype), torch.empty(32, 16, dtype=dtype)
-    nothing, product = torch.zeros_like(added), torch.randn(32, 16).to(dtype)
+def test_products_that_are_zero_or_not_finite_do_not_decide(dtype: torch.dtype, empty: float):
+    """Any algorithm would leave zeros, the previous sum, or NaN."""
+    added = torch.full((32, 16), empty, dtype=dtype)
+    d = torch.empty(32, 16, dtype=dtype)
+    nothing = torch.zeros_like(added)
+    product = torch.randn(32, 16).to(dtype)
     assert not same_as_first(writing(d, nothing, nothing), d, None)[1]
     assert not same_as_first(writing(d, added + nothing), d, added)[1]
     assert same_as_first(writing(d, added + product), d, added)[1]

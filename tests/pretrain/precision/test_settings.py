@@ -1,4 +1,4 @@
-"""The precisions that there are, the keys of `fp8_config` that each takes, and what a run gets on a device that has it or not."""
+"""All precisions, their keys of `fp8_config`, and the selection of a precision on a device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.pretrain.conftest import QUANTIZED
 
 ON_TE = [name for name in QUANTIZED if PRECISIONS[name].te_available]
 
-# ── The precisions ──────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Precisions ─────────────────────────────────────────────────────────────────────────
 
 
 A100, L40S, H200, B200, RTX_5090 = (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)
@@ -27,13 +27,13 @@ HAVE = {
     "delayed": {L40S, H200, B200, RTX_5090},
     "current": {L40S, H200, B200, RTX_5090},
     "block": {H200, B200, RTX_5090},
-    "mxfp8": {B200},  # not all of its products exist for consumer Blackwell
+    "mxfp8": {B200},  # Consumer Blackwell lacks some of the products.
     "nvfp4": {B200, RTX_5090},
 }
 
 
 @pytest.mark.parametrize("name", HAVE)
-def test_a_precision_runs_on_the_gpus_that_transformer_engine_supports_it_on(name: str) -> None:
+def test_a_precision_runs_on_the_gpus_that_transformer_engine_supports(name: str) -> None:
     hardware = PRECISIONS[name].hardware
     gpus = (A100, L40S, H200, B200, RTX_5090)
     assert {gpu for gpu in gpus if hardware.missing(gpu) is None} == HAVE[name]
@@ -41,37 +41,43 @@ def test_a_precision_runs_on_the_gpus_that_transformer_engine_supports_it_on(nam
 
 
 def names_in(path: Path) -> list[str]:
-    """Where a module knows a precision by its name, which `weights` and dtypes share with the unquantized ones."""
-    found = []
+    """Return the places at which a module names a precision.
+
+    Names that `weights` and dtypes share with unquantized precisions count only in comparisons,
+    subscripts and matches of a precision.
+    """
+    places = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        by_name = isinstance(node, ast.Constant) and node.value in QUANTIZED
+        is_name = isinstance(node, ast.Constant) and node.value in QUANTIZED
         if (
             isinstance(node, ast.Compare | ast.Subscript | ast.Match)
             and "precision" in ast.unparse(node).lower()
         ):
             constants = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-            by_name = not constants.isdisjoint(PRECISIONS)
-        if by_name:
-            found.append(
+            is_name = not constants.isdisjoint(PRECISIONS)
+        if is_name:
+            places.append(
                 f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node).splitlines()[0]}"
             )
-    return found
+    return places
 
 
-def test_nothing_but_a_format_file_knows_a_precision_by_its_name() -> None:
+def test_only_format_files_name_a_precision() -> None:
     folders = (
         *ROOT.glob("pretrain/**/*.py"),
         *ROOT.glob("packing/*.py"),
         ROOT / "train_accelerate.py",
     )
-    knowing = {"unquantized", *PRECISIONS}
-    assert [place for path in folders if path.stem not in knowing for place in names_in(path)] == []
+    format_files = {"unquantized", *PRECISIONS}
+    assert [
+        place for path in folders if path.stem not in format_files for place in names_in(path)
+    ] == []
     assert names_in(ROOT / "pretrain/precision/formats/current.py"), (
-        "the search finds names where there are some"
+        "the search finds the names in a format file"
     )
 
 
-# ── `fp8_config` ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── `fp8_config` ───────────────────────────────────────────────────────────────────────
 
 VALUES = {
     "fp8_format": ["HYBRID", "E4M3"],
@@ -98,10 +104,11 @@ NAMES = st.sampled_from(sorted(PRECISIONS))
 
 
 @given(SETTINGS, NAMES)
-def test_resolved_settings_state_every_option_that_the_precision_takes_and_no_other(
+def test_resolved_settings_have_exactly_the_options_of_the_precision(
     settings: LowPrecisionSettings, name: str
 ):
-    resolved, defaults = settings.resolved(name), PRECISIONS[name].options
+    resolved = settings.resolved(name)
+    defaults = PRECISIONS[name].options
     for key in OPTIONS:
         chosen = getattr(settings, key)
         expected = (defaults[key] if chosen is None else chosen) if key in defaults else None
@@ -111,11 +118,11 @@ def test_resolved_settings_state_every_option_that_the_precision_takes_and_no_ot
     assert LowPrecisionSettings.model_validate(resolved.model_dump(mode="json")) == resolved
 
 
-# ── What a run gets ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Selection ──────────────────────────────────────────────────────────────────────────
 
 
 def gpu(capability: tuple[int, int]) -> Missing:
-    """A machine with such a GPU and Transformer Engine."""
+    """Return the check of a machine with such a GPU and Transformer Engine."""
 
     def missing(precision: Precision) -> str | None:
         need = precision.hardware.missing(capability)
@@ -132,7 +139,7 @@ def select(name: str, missing: Missing, **fp8_config: Any) -> ActivePrecision:
 
 
 @pytest.mark.parametrize("name", ON_TE)
-def test_a_device_that_has_it_runs_it_on_transformer_engine_and_a_cpu_only_emulates_it(
+def test_a_supported_gpu_uses_transformer_engine_and_a_cpu_emulates(
     name: str,
 ) -> None:
     active = select(name, gpu(B200))
@@ -154,7 +161,7 @@ def test_a_device_that_has_it_runs_it_on_transformer_engine_and_a_cpu_only_emula
     ) and "needs a GPU" in emulated.notice
 
 
-def test_the_refusal_names_remedies_and_what_does_run_there() -> None:
+def test_the_error_names_remedies_and_supported_precisions() -> None:
     with pytest.raises(
         InputError,
         match=r"nvfp4` needs .*10\.0.*in delayed, or .* here: fp32, bf16, delayed, current, block",
@@ -173,7 +180,7 @@ def test_the_refusal_names_remedies_and_what_does_run_there() -> None:
         ("current", CPU, "bf16", "torch"),
     ],
 )
-def test_fallback_is_to_delayed_scaling_where_the_device_has_that_and_else_to_bf16(
+def test_fallback_is_delayed_scaling_if_supported_and_else_bf16(
     name: str, missing: Missing, effective: str, backend: str
 ) -> None:
     active = select(name, missing, on_unsupported="fallback", scope="linear+head")

@@ -1,6 +1,6 @@
-"""Transformer Engine without a GPU: which recipe object it gets, lent parameters, whose GEMM is whose, and why it is unavailable.
+"""Transformer Engine without a GPU: its recipe objects, and the reason why it is unavailable.
 
-Recipes are built by Transformer Engine's own file. What needs its kernels is in tests/gpu.
+Recipes are built by Transformer Engine's own file. Tests of its kernels are in tests/gpu.
 """
 
 from __future__ import annotations
@@ -33,14 +33,20 @@ Install = Callable[..., ModuleType]
 
 @pytest.fixture
 def te_recipes(monkeypatch: pytest.MonkeyPatch, references: Path) -> Install:
-    """Puts Transformer Engine's recipe module where it is imported from, its text `changed`."""
+    """Return a function that installs Transformer Engine's recipe module.
 
-    def install(*changed: str) -> ModuleType:
+    The arguments of `str.replace` may change its source.
+    """
+
+    def install(*replacement: str) -> ModuleType:
         source = references / "transformer_engine" / "common" / "recipe" / "__init__.py"
         module = ModuleType("transformer_engine.common.recipe")
         monkeypatch.setitem(sys.modules, module.__name__, module)
         text = source.read_text(encoding="utf-8")
-        exec(compile(text.replace(*changed) if changed else text, source, "exec"), module.__dict__)
+        exec(
+            compile(text.replace(*replacement) if replacement else text, source, "exec"),
+            module.__dict__,
+        )
         return module
 
     return install
@@ -51,11 +57,11 @@ def resolved(name: str, **options: Any) -> LowPrecisionSettings:
 
 
 @pytest.mark.parametrize("name", ON_TE)
-def test_without_options_te_recipes_are_its_defaults(te_recipes: Install, name: str) -> None:
+def test_without_options_te_recipes_have_te_defaults(te_recipes: Install, name: str) -> None:
     default = getattr(te_recipes(), PRECISIONS[name].te_recipe)()
-    ours = build_te_recipe(PRECISIONS[name], resolved(name))
-    assert type(ours) is type(default) and repr(ours) == repr(default)
-    assert {key: repr(value) for key, value in vars(ours).items()} == {
+    recipe = build_te_recipe(PRECISIONS[name], resolved(name))
+    assert type(recipe) is type(default) and repr(recipe) == repr(default)
+    assert {key: repr(value) for key, value in vars(recipe).items()} == {
         key: repr(value) for key, value in vars(default).items()
     }
 
@@ -109,7 +115,7 @@ def test_a_variable_that_changes_the_defaults_is_named(
         ),
     ],
 )
-def test_an_option_reaches_what_the_quantizers_read(
+def test_an_option_reaches_the_quantizers(
     te_recipes: Install, name: str, options: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     te_recipes()
@@ -126,7 +132,7 @@ def test_an_option_that_the_installed_version_drops_is_named(te_recipes: Install
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a CUDA device")
 @pytest.mark.parametrize("name", ON_TE)
-def test_without_a_gpu_the_reason_is_the_gpu_and_the_library_is_not_touched(name: str) -> None:
+def test_without_a_gpu_the_library_is_not_imported(name: str) -> None:
     loaded = {module for module in sys.modules if module.startswith("transformer_engine")}
     assert unavailable_because(PRECISIONS[name]) == "a CUDA device"
     assert {module for module in sys.modules if module.startswith("transformer_engine")} == loaded

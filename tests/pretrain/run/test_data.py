@@ -1,4 +1,4 @@
-"""A run's data: prepared when first asked for, and refused where the model means other tokens by the same numbers."""
+"""A run's data are prepared on first use and rejected if they do not fit the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pretrain.settings.recipe import ModelSettings
 
 @pytest.fixture
 def settings(words: Path, tmp_path: Path) -> DataSettings:
-    """Packs that are not there yet, and what to make them from: 40 documents of very different length."""
+    """Return settings for packs to be prepared from 40 documents of very different lengths."""
     rng = np.random.default_rng(0)
     texts = [
         " ".join(f"w{word}" for word in rng.integers(60, size=size))
@@ -43,14 +43,14 @@ def data(settings: DataSettings) -> Data:
     return open_data(settings, is_main_process=False)
 
 
-def test_mean_squared_is_what_plain_python_counts(data: Data) -> None:
+def test_mean_squared_equals_a_plain_sum(data: Data) -> None:
     sums = [
         sum(int(n) ** 2 for n in data.train[index].lengths) / 16 for index in range(len(data.train))
     ]
     assert data.mean_squared == pytest.approx(sum(sums) / len(sums), rel=1e-12)
 
 
-def test_another_tokenizer_with_as_many_words_is_refused(
+def test_another_tokenizer_with_the_same_size_is_rejected(
     data: Data, settings: DataSettings, words: Path, tmp_path: Path
 ) -> None:
     file = shutil.copytree(words, tmp_path / "model") / "tokenizer.json"
@@ -69,7 +69,7 @@ def test_another_tokenizer_with_as_many_words_is_refused(
         with_tokens(other, settings, None, needed=True)
 
 
-def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> None:
+def test_packs_without_a_tokenizer_are_accepted(small_packs: Path) -> None:
     data = open_data(DataSettings(packs=small_packs, length=32), is_main_process=True)
     assert data.tokenizer == {}
     check_tokens(data, 61, None)
@@ -78,18 +78,16 @@ def test_packs_that_do_not_know_their_vocabulary_are_read(small_packs: Path) -> 
 
 
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(
-    split: str, tmp_path: Path
-) -> None:
-    """On a device the table would be read beyond its end, which ends the process."""
+def test_a_document_longer_than_the_position_table_is_rejected(split: str, tmp_path: Path) -> None:
+    """A GPU would read beyond the table's end and abort the process."""
     with PackWriter(tmp_path / "packs", 16) as writer:
-        for which in ("train", "held_out"):
+        for written_split in ("train", "held_out"):
             writer.add(
-                which,
+                written_split,
                 Pack(
                     np.zeros(16, np.uint32),
                     np.array([10, 6], np.int32),
-                    54 if which == split else 16,
+                    54 if written_split == split else 16,
                 ),
             )
         writer.finish(settings={}, statistics={}, tokenizer=None)
@@ -122,7 +120,7 @@ def test_a_document_that_goes_on_beyond_a_table_of_positions_is_refused(
     ],
 )
 @pytest.mark.parametrize("split", ["train", "held_out"])
-def test_packs_of_which_no_token_has_a_loss_are_refused(
+def test_packs_without_a_label_are_rejected(
     split: str,
     lengths: list[int],
     trained: list[int] | None,
@@ -130,9 +128,11 @@ def test_packs_of_which_no_token_has_a_loss_are_refused(
     labels: bool,
     tmp_path: Path,
 ) -> None:
-    whole = np.array([4], dtype=np.int32)
+    one_document = np.array([4], dtype=np.int32)
     mask = None if trained is None else np.array(trained, bool)
-    good = Pack(np.ones(4, np.uint32), whole, trained=None if mask is None else np.ones(4, bool))
+    good = Pack(
+        np.ones(4, np.uint32), one_document, trained=None if mask is None else np.ones(4, bool)
+    )
     with PackWriter(tmp_path / "packs", 4) as writer:
         writer.add("held_out" if split == "train" else "train", good)
         writer.add(

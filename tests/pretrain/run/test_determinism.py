@@ -1,4 +1,7 @@
-"""`deterministic: true`: what a compiled graph serves. Bits that repeat on a GPU: tests/gpu."""
+"""`deterministic: true` compiles a graph per input shape.
+
+Bit-identical repetitions on a GPU are tested in tests/gpu.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ from pretrain.settings.recipe import ModelSettings
 
 
 @pytest.fixture(autouse=True)
-def as_before() -> Iterator[None]:
-    """What is set for a whole process is taken back."""
+def restore_torch_settings() -> Iterator[None]:
+    """Restore the deterministic settings of the process."""
     fills = torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
@@ -26,12 +29,13 @@ def as_before() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("repeats", [False, True])
-def test_a_compiled_norm_has_a_graph_for_each_number_of_tokens_where_bits_are_to_repeat(
+def test_a_deterministic_norm_has_a_graph_per_number_of_tokens(
     repeats: bool, build_model: Callable[..., PackedLanguageModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One graph for all would cut its sums as the first number of tokens that this process saw suggests."""
+    """A shared graph would split its sums for the number of tokens that comes first."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
-    packed, settings = build_model("qwen3"), ModelSettings(config={"model_type": "qwen3"})
+    packed = build_model("qwen3")
+    settings = ModelSettings(config={"model_type": "qwen3"})
     if repeats:
         monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         compute_in_a_fixed_order()

@@ -1,4 +1,4 @@
-"""`python -m pretrain doctor` on a machine without a GPU: its table."""
+"""`python -m pretrain doctor` on a machine without a GPU prints a table."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from tests.pretrain.compare.made_runs import rows_of
 
 
 @pytest.mark.long
-def test_a_precision_has_a_row_with_its_speed_and_what_the_device_lacks(
+def test_a_precision_has_a_row_with_speed_and_obstacle(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """By a trainer that is started as users start it: nothing is forked."""
+    """The doctor starts a trainer as a user does, without a forked process."""
     assert commands.main(["doctor", "--precisions", "nvfp4"]) == 0
     (row,) = rows_of(capsys.readouterr().out)["nvfp4"]
     assert row[0] == "emulation" and "compute capability 10.0" in row[-1]

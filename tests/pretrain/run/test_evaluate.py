@@ -1,4 +1,4 @@
-"""Held-out loss against a plain forward of every document, and samples against plain generation."""
+"""Held-out loss and samples agree with plain transformers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ def held_out(small_packs: Path) -> Packs:
 
 @pytest.fixture
 def tokenizer(words: Path) -> PreTrainedTokenizerBase:
-    """A word for each id of the tiny models' vocabulary; no padding token, as GPT-2 has none."""
+    """Return a tokenizer with a word for every id of the tiny models, without a padding token."""
     return AutoTokenizer.from_pretrained(words)
 
 
 def evaluate(
     packed: torch.nn.Module, packs: Packs, accelerator: Accelerator, microbatch: int = 3
 ) -> dict[str, float]:
+    """Return the held-out figures of a model."""
     job = SimpleNamespace(
         data=SimpleNamespace(held_out=packs),
         recipe=SimpleNamespace(evaluate=SimpleNamespace(packs=None)),
@@ -56,7 +57,7 @@ def evaluate(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-# 10 packs: those of 3 and 16 are filled up with padding
+# 10 packs do not fill microbatches of 3 and 16, which are padded.
 @pytest.mark.parametrize("microbatch", [1, 3, 10, 16])
 def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
     kind: str,
@@ -80,7 +81,7 @@ def test_held_out_loss_is_the_plain_mean_for_any_microbatch(
 
 
 @pytest.mark.parametrize("penalty", [None, "non_max_sum"])
-def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
+def test_the_figures_of_several_sources_are_means_over_tokens(
     penalty: str | None,
     small_packs: Path,
     held_out: Packs,
@@ -91,22 +92,25 @@ def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
     packed = build_model()
     loss = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
     packed.hf.set_output_embeddings(LossHead.replacing(packed.hf.get_output_embeddings(), loss))
-    mixed = evaluate(
-        packed, MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0)), accelerator
-    )
-    each = {name: evaluate(packed, packs, accelerator) for name, packs in parts.items()}
-    tokens = sum(found["held_out_tokens"] for found in each.values())
+    packs_of_both = MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0))
+    mixed = evaluate(packed, packs_of_both, accelerator)
+    by_source = {name: evaluate(packed, packs, accelerator) for name, packs in parts.items()}
+    tokens = sum(figures["held_out_tokens"] for figures in by_source.values())
     assert (
         mixed["held_out_tokens"]
         == tokens
-        > each["b"]["held_out_tokens"]
-        > each["a"]["held_out_tokens"]
+        > by_source["b"]["held_out_tokens"]
+        > by_source["a"]["held_out_tokens"]
     )
     assert [mixed[f"held_out_loss/{name}"] for name in parts] == [
-        found["held_out_loss"] for found in each.values()
+        figures["held_out_loss"] for figures in by_source.values()
     ]
-    for key in ("held_out_loss", "held_out_penalty") if penalty else ("held_out_loss",):
-        mean = sum(found[key] * found["held_out_tokens"] for found in each.values()) / tokens
+    keys = ("held_out_loss", "held_out_penalty") if penalty else ("held_out_loss",)
+    for key in keys:
+        mean = (
+            sum(figures[key] * figures["held_out_tokens"] for figures in by_source.values())
+            / tokens
+        )
         assert mixed[key] == pytest.approx(mean, rel=1e-12)
     assert mixed["held_out_perplexity"] == pytest.approx(
         math.exp(mixed["held_out_loss"]), rel=1e-12
@@ -115,7 +119,7 @@ def test_the_figures_of_several_sources_are_those_of_all_their_tokens(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_evaluation_leaves_mode_weights_and_gradients_alone(
+def test_evaluation_keeps_mode_weights_and_gradients(
     training: bool, held_out: Packs, accelerator: Accelerator, build_model: Callable
 ) -> None:
     packed = build_model().train(training)
@@ -129,11 +133,11 @@ def test_evaluation_leaves_mode_weights_and_gradients_alone(
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
-def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
+def test_samples_equal_those_of_plain_transformers(
     kind: str, tokenizer: PreTrainedTokenizerBase, build_model: Callable, plain_copy: Callable
 ) -> None:
     packed = build_model(kind)
-    ours = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, temperature=0.7, top_p=0.9)
+    text = sample(packed.hf, tokenizer, "w3 w4 w5", tokens=12, seed=5, temperature=0.7, top_p=0.9)
     plain = plain_copy(packed)
     torch.manual_seed(5)
     prompt = tokenizer("w3 w4 w5", return_tensors="pt", return_token_type_ids=False)
@@ -147,29 +151,29 @@ def test_samples_are_what_plain_transformers_generates_from_the_same_seed(
             top_k=0,
             pad_token_id=60,
         )
-    assert ours == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
+    assert text == tokenizer.decode(ids[0, 3:], skip_special_tokens=True)
 
 
-def test_a_temperature_of_zero_takes_the_likeliest_token_within_the_positions(
+def test_temperature_zero_takes_the_likeliest_token(
     tokenizer: PreTrainedTokenizerBase, build_model: Callable
 ) -> None:
     hf = build_model("gpt2", n_positions=8).hf
-    heats = ((1, 0.0), (2, 1e-6))
-    cold = [
-        sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=heat, top_p=0.9)
-        for seed, heat in heats
+    seeds_and_temperatures = ((1, 0.0), (2, 1e-6))
+    greedy = [
+        sample(hf, tokenizer, "w1 w2", tokens=60, seed=seed, temperature=temperature, top_p=0.9)
+        for seed, temperature in seeds_and_temperatures
     ]
     assert (
-        cold[0]
-        == cold[1]
+        greedy[0]
+        == greedy[1]
         == sample(hf, tokenizer, "w1 w2", tokens=60, seed=3, temperature=1.0, top_p=1e-6)
     )
-    assert len(cold[0].split()) <= 6
+    assert len(greedy[0].split()) <= 6
     with pytest.raises(InputError, match=r"the model .*8 positions"):
         sample(hf, tokenizer, " ".join(["w1"] * 8), tokens=1, seed=0, temperature=1.0, top_p=1.0)
 
 
-def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() -> None:
+def test_the_best_evaluation_is_the_first_lowest_of_the_same_packs() -> None:
     def best(*records: tuple[int, float | None, int]) -> int | None:
         best = best_evaluation(
             {"step": step, "held_out_loss": loss, "held_out_tokens": tokens}
@@ -179,11 +183,13 @@ def test_the_best_evaluation_is_the_first_of_the_lowest_over_as_many_tokens() ->
 
     assert best() is None
     assert best((5, 3.0, 9), (10, 2.0, 9), (15, 2.0, 9), (20, None, 9), (25, 2.5, 9)) == 10
-    assert best((5, 1.0, 9), (10, 2.0, 8), (15, 3.0, 8)) == 10, "other held-out packs begin anew"
+    assert best((5, 1.0, 9), (10, 2.0, 8), (15, 3.0, 8)) == 10, (
+        "other held-out packs start a new comparison"
+    )
 
 
 def folder_of(rank: int, machines: int) -> tuple[str, bool]:
-    """The folder in which this rank packs a text, and whether it exists at the end."""
+    """Return this rank's folder for the packs of a corpus, and whether it exists at the end."""
     with ExitStack() as stack:
         processes = SimpleNamespace(process_index=rank, is_local_main_process=rank < machines)
         folder = packing_folder(recipe(), processes, stack)
@@ -194,7 +200,7 @@ def folder_of(rank: int, machines: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("machines", [1, 2])
-def test_the_ranks_of_a_machine_pack_a_text_in_one_folder(machines: int) -> None:
+def test_the_ranks_of_a_machine_share_one_packing_folder(machines: int) -> None:
     folders = in_ranks(folder_of, machines)
     assert len({folder for folder, _ in folders}) == machines
     assert not any(exists for _, exists in folders)

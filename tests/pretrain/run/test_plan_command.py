@@ -1,4 +1,4 @@
-"""`python -m pretrain plan` as a user starts it, in this process and on its CPU."""
+"""`python -m pretrain plan` in this process, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from pretrain.__main__ import main
 from pretrain.settings.config import load_recipe
 from tests.conftest import ROOT, write_recipe
 
-Planned = Callable[..., tuple[int, str, str]]
+RunPlan = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> Iterator[Planned]:
-    """Exit status, stdout and stderr."""
+def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> Iterator[RunPlan]:
+    """Return a function that runs the command and returns exit status, stdout and stderr."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
 
     def run(*arguments: str) -> tuple[int, str, str]:
@@ -34,7 +34,7 @@ def plan(small_recipe: dict[str, Any], tmp_path: Path, capsys, monkeypatch) -> I
 
 
 def row(out: str, on: str) -> dict[str, str]:
-    """The table's row of a device, by column."""
+    """Return the table's row of a device by column."""
     header, *lines = [
         [cell.strip() for cell in line.strip("|").split("|")]
         for line in out.splitlines()
@@ -43,14 +43,14 @@ def row(out: str, on: str) -> dict[str, str]:
     return next(dict(zip(header, line, strict=True)) for line in lines if line[0] == on)
 
 
-def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> None:
+def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: RunPlan) -> None:
     status, out, err = plan(
         "data.packs=/no/such", "train.tokens=1000000", "--on", "8xB200", "--mfu", "0.4"
     )
     assert (status, err) == (0, "") and "3,907 steps = 1.00 M tokens" in " ".join(out.split())
     assert "no packs are prepared here" in " ".join(out.split())
     assert row(out, "8 x B200")["microbatch"] == "1 x 1 pack", (
-        "the recipe's two are more than a device gets"
+        "a device gets fewer packs than the recipe's microbatch of two"
     )
     assert " = 1.00 epochs" in plan("train={epochs: 1}")[1]
 
@@ -64,28 +64,29 @@ def test_a_plan_needs_no_packs_and_counts_steps_and_epochs(plan: Planned) -> Non
         ("4xH200", "precision=delayed", True),
     ],
 )
-def test_qwen2_5_14b_fits_as_its_recipe_says(
-    on: str, settings: str, fits: bool, plan: Planned
+def test_qwen2_5_14b_fits_where_its_recipe_says(
+    on: str, settings: str, fits: bool, plan: RunPlan
 ) -> None:
     recipe = load_recipe(ROOT / "recipes/qwen2_5_14b_openmath.yaml")
     shape = yaml.safe_load((ROOT / "benchmarks/qwen2_5_14b.yaml").read_text())["model"]["config"]
-    same = {
+    overrides = {
         "weights": recipe.weights,
         "batch.tokens": recipe.batch.tokens,
         "data.length": recipe.data.length,
     }
-    same |= {"model.gradient_checkpointing": recipe.model.gradient_checkpointing}
-    values = [f"{key}={value}" for key, value in same.items()] + ["data.packs=/no/such"]
+    overrides |= {"model.gradient_checkpointing": recipe.model.gradient_checkpointing}
+    values = [f"{key}={value}" for key, value in overrides.items()] + ["data.packs=/no/such"]
     values += [f"model.config={json.dumps(shape)}", "batch.microbatch=auto", *settings.split()]
     _, out, err = plan(*values, "--on", on)
     microbatch = row(out, on.replace("x", " x "))["microbatch"]
     assert err == "" and ("does not fit" not in microbatch) == fits
 
 
-def test_a_plan_that_does_not_fit_shows_no_speed(plan: Planned) -> None:
+def test_a_plan_that_does_not_fit_shows_no_speed(plan: RunPlan) -> None:
     vocabulary = "model.config.vocab_size=40000000"
     _, out, err = plan(vocabulary, "batch.microbatch=2", "--on", "RTX 4090", "--on", "H200")
-    small, large = row(out, "1 x RTX 4090"), row(out, "1 x H200")
+    small = row(out, "1 x RTX 4090")
+    large = row(out, "1 x H200")
     assert err == "" and small["microbatch"].endswith("does not fit")
     assert small["of each"] == "23.5 GiB"
     assert small["tokens/s"] == small["time"] == "–" != large["time"]
@@ -93,7 +94,7 @@ def test_a_plan_that_does_not_fit_shows_no_speed(plan: Planned) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("arguments", "message"),
     [
         (("--on", "Q9"), "--on Q9"),
         (("--mfu", "1.2"), "--mfu: "),
@@ -101,15 +102,15 @@ def test_a_plan_that_does_not_fit_shows_no_speed(plan: Planned) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_planned_is_one_message(
-    arguments: tuple[str, ...], named: str, plan: Planned
+def test_a_plan_that_is_impossible_prints_one_error(
+    arguments: tuple[str, ...], message: str, plan: RunPlan
 ) -> None:
     status, out, err = plan(*arguments)
     assert (status, out, err.count("error: ")) == (2, "", 1), err
-    assert named in err
+    assert message in err
 
 
-def test_devices_whose_experts_stay_in_bf16_are_named(plan: Planned) -> None:
+def test_devices_whose_experts_stay_in_bf16_are_named(plan: RunPlan) -> None:
     config = {
         "model_type": "qwen3_moe",
         "num_experts": 4,

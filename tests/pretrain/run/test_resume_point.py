@@ -1,4 +1,4 @@
-"""The checkpoint that a run continues from: found, compared with the recipe, and judged."""
+"""Finding, comparing and validating the checkpoint that a run resumes from."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def job_of(
     run_dir: Path = Path("run"),
     **identity: Any,
 ) -> Any:
-    """Return the parts of a job that decide where it resumes."""
+    """Return a stand-in for a job with the attributes that decide where it resumes."""
     recipe = SimpleNamespace(
         schedule=ScheduleSettings(kind=schedule),
         optimizer=OptimizerSettings(),
@@ -74,9 +74,10 @@ def job_of(
     )
 
 
-def found_at(
+def checkpoint_at(
     step: int, steps: int = 12, *, is_branch: bool = False, in_run_folder: bool = True
 ) -> ResumePoint:
+    """Return a found checkpoint of `step`."""
     path = Path(f"run/checkpoints/step-{step:08d}")
     return ResumePoint(path, record_of(step, steps), is_branch, in_run_folder)
 
@@ -94,15 +95,16 @@ def save(folder: Path, *steps: int) -> list[Path]:
 def find(
     run_dir: Path, requested: str = "auto", branch_from: Path | None = None
 ) -> ResumePoint | None:
+    """Find the checkpoint of a run folder."""
     return find_checkpoint(Checkpoints(run_dir / "checkpoints", keep=10), requested, branch_from)
 
 
 def test_auto_finds_the_newest_intact_checkpoint(tmp_path: Path) -> None:
     assert find(tmp_path) is None
     _, middle, newest = save(tmp_path, 4, 8, 12)
-    found = find(tmp_path)
-    assert found.path == newest and found.step == 12
-    assert found.in_run_folder and not found.is_branch
+    checkpoint = find(tmp_path)
+    assert checkpoint.path == newest and checkpoint.step == 12
+    assert checkpoint.in_run_folder and not checkpoint.is_branch
     flip(max(newest.glob("*.safetensors")))
     assert find(tmp_path).path == middle
 
@@ -111,8 +113,8 @@ def test_a_run_folder_to_resume_means_its_newest_checkpoint(tmp_path: Path) -> N
     first, last = save(tmp_path / "other", 4, 8)
     run_dir = tmp_path / "run"
     for requested, path in ((tmp_path / "other", last), (first, first)):
-        found = find(run_dir, str(requested))
-        assert found.path == path and not found.in_run_folder and not found.is_branch
+        checkpoint = find(run_dir, str(requested))
+        assert checkpoint.path == path and not checkpoint.in_run_folder and not checkpoint.is_branch
     with pytest.raises(InputError, match="this is no complete checkpoint"):
         find(run_dir, str(tmp_path / "nowhere"))
 
@@ -122,9 +124,9 @@ def test_a_run_branches_only_without_a_checkpoint_of_its_own(tmp_path: Path) -> 
     run_dir = tmp_path / "run"
     branch = find(run_dir, branch_from=trunk)
     assert branch.path == trunk and branch.is_branch and not branch.in_run_folder
-    (own,) = save(run_dir, 6)
+    (newest,) = save(run_dir, 6)
     resumed = find(run_dir, branch_from=trunk)
-    assert resumed.path == own and not resumed.is_branch
+    assert resumed.path == newest and not resumed.is_branch
 
 
 def test_damaged_checkpoints_alone_are_refused(tmp_path: Path) -> None:
@@ -187,10 +189,11 @@ def test_tuples_equal_the_lists_that_json_makes_of_them() -> None:
 @pytest.mark.parametrize(
     ("step", "job", "may_move"),
     [
-        (12, job_of(12, schedule="cosine"), True),  # the same number of steps
+        (12, job_of(12, schedule="cosine"), True),  # the same horizon
         (12, job_of(24), True),
-        (12, job_of(24, precision_changes=True), False),  # phases of precision
-        (9, job_of(24, schedule="wsd"), True),  # of 12 steps, the last two decay
+        # The precision changes at a share of the horizon.
+        (12, job_of(24, precision_changes=True), False),
+        (9, job_of(24, schedule="wsd"), True),  # the last two of 12 steps decay
         (12, job_of(24, schedule="wsd"), False),
         (4, job_of(24, schedule="cosine"), False),
         (0, job_of(24, schedule="cosine"), True),
@@ -210,9 +213,9 @@ SEED_CHANGED = {"seed": (0, 1)}
 
 @pytest.mark.parametrize("in_run_folder", [True, False])
 def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None:
-    found = found_at(12, in_run_folder=in_run_folder)
+    checkpoint = checkpoint_at(12, in_run_folder=in_run_folder)
     with pytest.raises(InputError) as error:
-        require_same_training(found, SEED_CHANGED, job_of(), [])
+        require_same_training(checkpoint, SEED_CHANGED, job_of(), [])
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
     assert ("Set another `run_dir`" if in_run_folder else "Omit --resume") in message
@@ -221,33 +224,33 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
     early, newest = save(tmp_path, 4, 12)
-    found = ResumePoint(newest, record_of(12), in_run_folder=True)
+    checkpoint = ResumePoint(newest, record_of(12), in_run_folder=True)
     job = job_of(24, schedule="wsd")
     with pytest.raises(InputError, match=f"with --resume, which {early} is"):
-        require_same_training(found, HORIZON_CHANGED, job, [newest, early])
+        require_same_training(checkpoint, HORIZON_CHANGED, job, [newest, early])
     with pytest.raises(InputError, match=r"with --resume\.$"):
-        require_same_training(found, HORIZON_CHANGED, job, [newest])
+        require_same_training(checkpoint, HORIZON_CHANGED, job, [newest])
 
 
 @pytest.mark.parametrize(
-    ("found", "changes"),
+    ("checkpoint", "changes"),
     [
-        (found_at(12), {}),
-        (found_at(12, is_branch=True), SEED_CHANGED),
-        (found_at(30, 30), {"train.steps": (30, 24)}),  # past the horizon
+        (checkpoint_at(12), {}),
+        (checkpoint_at(12, is_branch=True), SEED_CHANGED),
+        (checkpoint_at(30, 30), {"train.steps": (30, 24)}),  # past the horizon
     ],
 )
 def test_these_checkpoints_are_not_refused_for_their_changes(
-    found: ResumePoint, changes: Changes
+    checkpoint: ResumePoint, changes: Changes
 ) -> None:
-    require_same_training(found, changes, job_of(24), [])
+    require_same_training(checkpoint, changes, job_of(24), [])
 
 
 @pytest.mark.parametrize(
     ("step", "in_run_folder", "message"),
     [
         (11, True, None),
-        (12, True, None),  # its run has ended
+        (12, True, None),  # the run is complete
         (12, False, "is from step 12, and `train` ends the run at 12; lengthen it$"),
         (13, True, "ends the run at 12; lengthen it, or set another `run_dir`"),
     ],
@@ -263,7 +266,7 @@ def test_a_checkpoint_must_leave_steps_to_train(
         require_steps_to_train(source, job_of())
 
 
-def test_a_horizon_in_tokens_needs_steps_of_one_size() -> None:
+def test_a_horizon_in_tokens_needs_steps_of_equal_size() -> None:
     record = record_of(4)
     record["progress"]["tokens"] = 4 * 2048
     source = ResumePoint(Path("step"), record)
@@ -307,15 +310,15 @@ def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) 
 
 
 def test_a_resumed_run_remembers_what_has_changed() -> None:
-    own = with_changes(found_at(4), SEED_CHANGED, job_of())
+    own = with_changes(checkpoint_at(4), SEED_CHANGED, job_of())
     assert own.notes == ["the recipe has changed: seed: saved 0, now 1"]
     assert own.past == {"changed": [{"step": 4, "was": {"seed": 0}}], "left_out": 2}
-    unchanged = with_changes(found_at(4), {}, job_of())
+    unchanged = with_changes(checkpoint_at(4), {}, job_of())
     assert unchanged.notes == [] and unchanged.past["changed"] == []
 
 
 def test_a_branch_starts_with_an_empty_past() -> None:
-    found = found_at(4, steps=8, is_branch=True, in_run_folder=False)
+    found = checkpoint_at(4, steps=8, is_branch=True, in_run_folder=False)
     changes = {"seed": (0, 1), "train.begin_with": (None, "x")}
     branch = with_changes(found, changes, job_of())
     assert branch.notes == ["the recipe has changed: seed: saved 0, now 1"]
@@ -326,17 +329,17 @@ def test_a_branch_starts_with_an_empty_past() -> None:
 
 def test_options_that_a_new_precision_brings_have_no_note() -> None:
     changes = {"fp8_config.margin": (None, 0), "precision": ("bf16", "delayed")}
-    point = with_changes(found_at(4), changes, job_of())
+    point = with_changes(checkpoint_at(4), changes, job_of())
     assert point.notes == ['the recipe has changed: precision: saved "bf16", now "delayed"']
     assert point.past["changed"] == [
         {"step": 4, "was": {"fp8_config.margin": None, "precision": "bf16"}}
     ]
-    alone = with_changes(found_at(4), {"fp8_config.margin": (None, 0)}, job_of())
+    alone = with_changes(checkpoint_at(4), {"fp8_config.margin": (None, 0)}, job_of())
     assert alone.notes == ["the recipe has changed: fp8_config.margin: saved null, now 0"]
 
 
 def test_a_moved_horizon_is_noted() -> None:
-    point = with_changes(found_at(4, steps=8), {}, job_of(24))
+    point = with_changes(checkpoint_at(4, steps=8), {}, job_of(24))
     assert point.notes[0].startswith("the horizon moves from step 8 to 24; constant: ")
     assert point.health.rollbacks == 1 and point.health.switched_after == 3
 
@@ -362,7 +365,7 @@ def test_packs_continue_where_the_checkpoints_ended(
     job = job_of()
     job.recipe.data.length = length
     job.plan.packs_per_step = packs_per_step
-    # Checkpoints of earlier versions have no place.
+    # Checkpoints of earlier versions lack `place`.
     for place in ({"place": 6 * tokens // length}, {}):
         progress = {"step": 5, "left_out": 1, "shift": 0, **place}
         record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}

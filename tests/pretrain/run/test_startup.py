@@ -1,4 +1,4 @@
-"""The search for a microbatch, on models that run out of memory where they are told to."""
+"""The search for a microbatch, with models that run out of memory."""
 
 from __future__ import annotations
 
@@ -17,25 +17,30 @@ LENGTH = 8
 
 
 class SmallDevice(nn.Module):
-    """A model on a device with memory for `packs` packs; what is too much fails as CUDA's allocator does, forward or backward."""
+    """A model on a device with memory for `packs` packs.
+
+    Larger batches raise CUDA's out-of-memory error, in forward or in backward.
+    """
 
     def __init__(self, packed: nn.Module, packs: int, fails_in: str = "forward") -> None:
         super().__init__()
-        self.packed, self.packs, self.fails_in = packed, packs, fails_in
+        self.packed = packed
+        self.packs = packs
+        self.fails_in = fails_in
         self.sharding = None
         self.tried: list[int] = []
 
     def discard_partial_gradients(self) -> None:
         """Do nothing, as without FSDP2."""
 
-    def forward(self, input_ids: Tensor, **others: object) -> Tensor:
+    def forward(self, input_ids: Tensor, **inputs: object) -> Tensor:
         packs = input_ids.shape[1] // LENGTH
         self.tried.append(packs)
         if packs <= self.packs:
-            return self.packed(input_ids, **others)
+            return self.packed(input_ids, **inputs)
         if self.fails_in == "forward":
             run_out_of_memory()
-        loss = self.packed(input_ids, **others)
+        loss = self.packed(input_ids, **inputs)
         loss.register_hook(run_out_of_memory)
         return loss
 
@@ -52,7 +57,10 @@ def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
 
 
 def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int:
-    """On a device of which each trial takes `used` of 100 bytes, or fails."""
+    """Return the largest size that fits a device with 100 bytes.
+
+    Every trial takes `used` bytes.
+    """
     return largest_that_fits(
         model,
         accelerator,
@@ -65,19 +73,19 @@ def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, use
 
 
 @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-def test_a_size_that_runs_out_of_memory_is_not_taken(
+def test_a_size_that_runs_out_of_memory_is_not_chosen(
     fails_in: str, accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
     model = SmallDevice(build_model(), packs=3, fails_in=fails_in)
     attach_main_gradients(model, torch.float32)
     assert find(model.eval(), accelerator, make_batch) == 2
-    assert model.tried.count(1) == 2, "once more with gradients in memory"
+    assert model.tried.count(1) == 2, "tried again with gradients in memory"
     assert all(module.training for module in model.modules())
     for name, parameter in model.named_parameters():
         assert parameter.grad is None and not was_reached(parameter), name
 
 
-def test_where_nothing_fits_there_is_no_largest(
+def test_the_largest_size_is_zero_if_nothing_fits(
     accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
     assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) == 0
@@ -85,7 +93,7 @@ def test_where_nothing_fits_there_is_no_largest(
 
 
 @pytest.mark.parametrize(
-    ("whatever", "a_pack", "bent", "expected", "most_trials"),
+    ("constant", "linear", "quadratic", "expected", "most_trials"),
     [
         (10, 10, 0, 8, 4),
         (60, 3, 0, 12, 4),
@@ -95,27 +103,35 @@ def test_where_nothing_fits_there_is_no_largest(
         (10, 5, 0.5, 8, 5),
     ],
 )
-def test_a_microbatch_grows_to_the_largest_that_fits_and_never_far_beyond(
-    whatever: int, a_pack: int, bent: float, expected: int, most_trials: int
+def test_a_microbatch_grows_to_the_largest_that_fits(
+    constant: int, linear: int, quadratic: float, expected: int, most_trials: int
 ) -> None:
-    """Memory of 100, of which each trial takes `whatever`, and its packs theirs."""
+    """A trial takes constant + linear * packs + quadratic * packs ** 2 of 100 bytes.
+
+    Without a quadratic part, no size beyond the limit is tried.
+    """
     tried: list[float] = []
 
     def most_used(packs: float) -> int:
         tried.append(packs)
-        return int(whatever + a_pack * packs + bent * packs**2)
+        return int(constant + linear * packs + quadratic * packs**2)
 
     assert grow([1, 2, 3, 4, 6, 8, 12, 24], 100, most_used) == expected
     assert tried[:2] == [0.5, 1] and len(tried) <= most_trials and len(set(tried)) == len(tried)
-    if not bent and expected:
-        assert max(tried) == expected, "nothing was tried that does not fit"
+    if not quadratic and expected:
+        assert max(tried) == expected, "every tried size fits"
 
 
-def test_growth_begins_with_as_many_tokens_as_the_precision_takes(
+def test_growth_starts_with_a_size_that_the_precision_takes(
     accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
-    """On a device whose memory holds a model's tokens and nothing else: of half a pack, 48 tokens are no multiple of 32."""
-    packed, tokens, length = build_model(max_position_embeddings=96), [], 96
+    """Half a pack has 48 tokens, which is not a multiple of 32, so that 64 are tried.
+
+    The device's memory holds only the tokens of the model's input.
+    """
+    length = 96
+    packed = build_model(max_position_embeddings=length)
+    tokens: list[int] = []
     packed.register_forward_pre_hook(
         lambda _, args, inputs: tokens.append(inputs["input_ids"].numel()), with_kwargs=True
     )

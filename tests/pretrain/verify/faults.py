@@ -1,6 +1,7 @@
-"""Faults that have happened somewhere, each made on purpose in a small run: what parity and the audit are to catch.
+"""Deliberate faults in a small run, which the audit and parity have to catch.
 
-A fault is entered around a run that has been built, and undone when it is left. `applies` says where it can be made.
+Every fault reproduces a mistake that happened in some training code. A fault is entered around a
+run that has been built and undone on exit. `applies` says whether a run can have the fault.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ from pretrain.verify import parity
 from tests.pretrain.verify.small_runs import LENGTH, SmallRun
 
 Patch = pytest.MonkeyPatch
-Make = Callable[[SmallRun, Patch], None]  # changes a run, or through the patch what it is made of
+Make = Callable[[SmallRun, Patch], None]  # changes a run or patches the code behind it
 Inputs = dict[str, Any]
 Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
 class Fault:
-    """`recompute`: the run recomputes its layers. `weights`: the ways to store weights in which it is made. `kind` of model and
-    `loss`: of the run."""
+    """A deliberate fault, with the options of the run that it is made in.
+
+    `what` is the fault's row in the table of docs/faults.md. `make` introduces the fault.
+    `recompute` enables activation checkpointing. `weights` lists the ways of storing weights to
+    try. `kind` is the model's architecture and `loss` the loss settings.
+    """
 
     what: str
     make: Make
@@ -53,11 +58,12 @@ class Fault:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What `build_run` takes for it."""
+        """Arguments of `build_run` for a run that has this fault."""
         return {"kind": self.kind, "recompute": self.recompute, "loss": self.loss}
 
     @contextmanager
     def entered(self, run: SmallRun) -> Iterator[None]:
+        """Introduce the fault into `run` and undo it on exit."""
         with pytest.MonkeyPatch.context() as patch:
             self.make(run, patch)
             yield
@@ -69,11 +75,13 @@ FAULTS: list[Fault] = []
 def fault(
     what: str, applies: Callable[[SmallRun], bool] = lambda run: True, **options: Any
 ) -> Callable[[Make], Make]:
-    def registered(make: Make) -> Make:
+    """Return a decorator that appends a fault to `FAULTS`."""
+
+    def register(make: Make) -> Make:
         FAULTS.append(Fault(what, make, applies, **options))
         return make
 
-    return registered
+    return register
 
 
 def quantized(run: SmallRun) -> bool:
@@ -100,10 +108,12 @@ def stochastic(run: SmallRun) -> bool:
     return emulated(run) and run.active.settings.disable_stochastic_rounding is False
 
 
-# ── What goes into the model ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Inputs of the model ─────────────────────────────────────────────────────────────────
 
 
 def changing_inputs(change: Callable[[Inputs], Inputs]) -> Make:
+    """Return a fault that updates the keyword arguments of the model's forward with `change`."""
+
     def make(run: SmallRun, patch: Patch) -> None:
         run.packed.register_forward_pre_hook(
             lambda module, args, inputs: (args, inputs | change(inputs)), with_kwargs=True
@@ -112,7 +122,7 @@ def changing_inputs(change: Callable[[Inputs], Inputs]) -> Make:
     return make
 
 
-@fault("documents of a pack see each other")
+@fault("documents of a pack attend to each other")
 @changing_inputs
 def documents_leak(inputs: Inputs) -> Inputs:
     ids = inputs["input_ids"]
@@ -139,11 +149,11 @@ def targets_cross(run: SmallRun, patch: Patch) -> None:
     )
 
 
-@fault("a document's last token has to predict the next one's first, in the model")
+@fault("a document's last token is trained to predict the next document's first")
 @changing_inputs
 def labels_shifted_again(inputs: Inputs) -> Inputs:
     labels, ids = inputs["labels"], inputs["input_ids"]
-    # the token before it has a label: it ends a document
+    # A token without label whose predecessor has one is the last of its document.
     after = torch.cat([labels[:, :1], labels[:, :-1]], dim=1)
     return {"labels": torch.where((labels == IGNORE) & (after != IGNORE), ids.roll(-1, 1), labels)}
 
@@ -153,10 +163,11 @@ fault("labels are shifted twice")(
 )
 
 
-@fault("positions run on through a pack")
+@fault("positions continue across the documents of a pack")
 @changing_inputs
 def positions_run_on(inputs: Inputs) -> Inputs:
-    # Rotation knows differences only, which a constant more leaves as they are: so the count also goes at another speed.
+    # RoPE depends on differences of positions only, so that a constant offset would change nothing.
+    # Halving the positions changes the differences too.
     ids = inputs["input_ids"]
     return {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None] % LENGTH // 2}
 
@@ -169,20 +180,20 @@ def tokens_dropped(inputs: Inputs) -> Inputs:
     return {"labels": labels}
 
 
-@fault("one pack is taken twice, and another never")
+@fault("one pack is trained twice and another is skipped")
 def pack_twice(run: SmallRun, patch: Patch) -> None:
-    first, _, *others = run.step.microbatches
-    run.step = replace(run.step, microbatches=[first, first, *others])
+    first, _, *rest = run.step.microbatches
+    run.step = replace(run.step, microbatches=[first, first, *rest])
 
 
 @fault("the labels of a step's third microbatch are shifted twice")
 def third_microbatch_shifted(run: SmallRun, patch: Patch) -> None:
-    first, second, third, *others = run.step.microbatches
+    first, second, third, *rest = run.step.microbatches
     third = replace(third, labels=third.labels.roll(-1, 1))
-    run.step = replace(run.step, microbatches=[first, second, third, *others])
+    run.step = replace(run.step, microbatches=[first, second, third, *rest])
 
 
-# ── The model ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── The model ───────────────────────────────────────────────────────────────────────────
 
 
 @fault(
@@ -194,7 +205,7 @@ def head_untied(run: SmallRun, patch: Patch) -> None:
 
 
 @fault(
-    "attention's scores have another scale",
+    "attention scores have the wrong scale",
     lambda run: hasattr(next(iter(run.layers)), "self_attn"),
 )
 def attention_scale(run: SmallRun, patch: Patch) -> None:
@@ -202,7 +213,7 @@ def attention_scale(run: SmallRun, patch: Patch) -> None:
 
 
 def in_torch(run: SmallRun) -> bool:
-    """Fused, by torch's own operations."""
+    """Return whether the run has fused layers that use torch operations."""
     return (
         run.packed.fused is not None
         and run.packed.fused.arithmetic.implementation
@@ -214,9 +225,10 @@ def rotates(run: SmallRun) -> bool:
     return hasattr(run.packed.hf.base_model, "rotary_emb")
 
 
-@fault("one layer rotates by another base", rotates)
+@fault("one layer uses another RoPE base", rotates)
 def another_base(run: SmallRun, patch: Patch) -> None:
-    forward, config = run.layers[1].forward, run.packed.hf.config
+    forward = run.layers[1].forward
+    config = run.packed.hf.config
     half = config.head_dim // 2
     frequencies = 500_000.0 ** (-torch.arange(half, device=run.accelerator.device) / half)
 
@@ -225,31 +237,32 @@ def another_base(run: SmallRun, patch: Patch) -> None:
         *args: Any,
         position_ids: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        **others: Any,
+        **options: Any,
     ) -> Any:
         angles = (position_ids[..., None] * frequencies).repeat(1, 1, 2)
         tables = tuple(
             table.to(position_embeddings[0].dtype) for table in (angles.cos(), angles.sin())
         )
         return forward(
-            hidden, *args, position_ids=position_ids, position_embeddings=tables, **others
+            hidden, *args, position_ids=position_ids, position_embeddings=tables, **options
         )
 
     patch.setattr(run.layers[1], "forward", rotated)
 
 
-@fault("a token does not see itself")
+@fault("a token does not attend to itself")
 def blind_to_itself(run: SmallRun, patch: Patch) -> None:
-    def others_only(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
+    def without_diagonal(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
         mask = document_mask(cu_seqlens, max_seqlen, tokens)
-        first = mask.sum(-1, keepdim=True) == 1  # of a document: it would see nothing
+        # A document's first token keeps itself. It has nothing else to attend to.
+        first = mask.sum(-1, keepdim=True) == 1
         return mask & (first | ~torch.eye(max_seqlen, dtype=torch.bool, device=mask.device))
 
     document_mask = attention.document_mask
-    patch.setattr(attention, "document_mask", others_only)
+    patch.setattr(attention, "document_mask", without_diagonal)
 
 
-@fault("no token sees further back than half of a pack")
+@fault("no token attends further back than half a pack")
 def half_of_the_keys(run: SmallRun, patch: Patch) -> None:
     document_mask = attention.document_mask
     patch.setattr(
@@ -259,7 +272,7 @@ def half_of_the_keys(run: SmallRun, patch: Patch) -> None:
     )
 
 
-@fault("positions begin again at half of a pack")
+@fault("positions restart at half a pack")
 @changing_inputs
 def positions_wrap(inputs: Inputs) -> Inputs:
     return {"position_ids": inputs["position_ids"] % (LENGTH // 2)}
@@ -280,45 +293,46 @@ def changing_window(change: Callable[[int | None], int | None]) -> Make:
 
 
 fault("the sliding window is ignored", kind="mistral")(changing_window(lambda window: None))
-fault("the sliding window is a key wider", kind="mistral")(
+fault("the sliding window is one key too wide", kind="mistral")(
     changing_window(lambda window: window and window + 1)
 )
 
 
-@fault("the second norm of a fused layer has the weight of the first", in_torch)
+@fault("the second norm of a fused layer uses the first norm's weight", in_torch)
 def norms_swapped(run: SmallRun, patch: Patch) -> None:
-    norm, firsts = (
-        arithmetic.Arithmetic.norm,
-        {layer.norms[1]: layer.norms[0] for layer in run.packed.fused.layers.values()},
-    )
+    real = arithmetic.Arithmetic.norm
+    layers = run.packed.fused.layers.values()
+    first_norms = {layer.norms[1]: layer.norms[0] for layer in layers}
     patch.setattr(
         arithmetic.Arithmetic,
         "norm",
-        lambda of, x, module, *rest: norm(of, x, firsts.get(module, module), *rest),
+        lambda self, x, norm, *rest: real(self, x, first_norms.get(norm, norm), *rest),
     )
 
 
-@fault("the residual is lost on its way back", in_torch)
+@fault("the residual's gradient is lost in backward", in_torch)
 def residual_lost(run: SmallRun, patch: Patch) -> None:
-    def without(
+    def without_residual(
         arithmetic: Any, d_normed: Tensor, x: Tensor, statistics: Any, norm: Any, residual: Tensor
     ) -> Any:
-        of_last = norm is list(run.packed.fused.layers.values())[-1].norms[1]
-        return norm_backward(arithmetic, d_normed, x, statistics, norm, residual * (not of_last))
+        is_last = norm is list(run.packed.fused.layers.values())[-1].norms[1]
+        return norm_backward(arithmetic, d_normed, x, statistics, norm, residual * (not is_last))
 
     norm_backward = arithmetic.Arithmetic.norm_backward
-    patch.setattr(arithmetic.Arithmetic, "norm_backward", without)
+    patch.setattr(arithmetic.Arithmetic, "norm_backward", without_residual)
 
 
-@fault("one layer is left out")
-def layer_left_out(run: SmallRun, patch: Patch) -> None:
+@fault("one layer is skipped")
+def layer_skipped(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.layers[-1], "forward", lambda hidden, *args, **kwargs: hidden)
 
 
-# ── Gradients and their sums ────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Gradients and their accumulation ────────────────────────────────────────────────────
 
 
 def changing_loss(change: Callable[[SmallRun, Tensor, Inputs], Tensor]) -> Make:
+    """Return a fault that replaces the loss of a forward by `change(run, loss, inputs)`."""
+
     def make(run: SmallRun, patch: Patch) -> None:
         run.packed.register_forward_hook(
             lambda module, args, inputs, loss: change(run, loss, inputs), with_kwargs=True
@@ -343,7 +357,7 @@ def microbatch_lost(run: SmallRun, loss: Tensor, inputs: Inputs) -> Tensor:
     return loss if run.packed.context.first_microbatch else loss.detach() + loss * 0
 
 
-@fault("the loss forgets all but its last chunk of tokens in the head's gradient")
+@fault("the head's gradient contains only the last chunk of tokens")
 def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
     add = loss_head.add_product_
     patch.setattr(
@@ -354,7 +368,10 @@ def last_chunk_alone(run: SmallRun, patch: Patch) -> None:
 
 
 def changing_gradient_of_logits(change: Callable[[Tensor, Tensor, Any], None]) -> Make:
-    """`change` overwrites logits, from which all but the losses has been made, with labels and penalty given."""
+    """Return a fault that changes the gradient of the logits in place.
+
+    `change` is called with that gradient, the labels and the penalty after the losses are computed.
+    """
 
     def make(run: SmallRun, patch: Patch) -> None:
         def changed(
@@ -380,7 +397,7 @@ def without_penalty(logits: Tensor, labels: Tensor, penalty: Any) -> None:
     loss_head.Penalty().gradient_(logits, labels)
 
 
-@fault("the head's gradient is that of the label alone")
+@fault("the logits' gradient contains only the label's term")
 @changing_gradient_of_logits
 def label_alone(logits: Tensor, labels: Tensor, penalty: Any) -> None:
     logits.zero_()
@@ -389,40 +406,43 @@ def label_alone(logits: Tensor, labels: Tensor, penalty: Any) -> None:
 
 
 def changing_gradients(name: str, change: Callable[[Tensor], object]) -> Make:
-    """Of the parameter that ends in `name`, in the second layer, after each pass."""
+    """Return a fault that changes gradients in place after the passes of a step.
+
+    It changes the gradients of the second layer's parameters whose names end in `name`.
+    """
 
     def make(run: SmallRun, patch: Patch) -> None:
         parameters = [
             p for n, p in run.packed.hf.named_parameters() if ".1." in n and n.endswith(name)
         ]
 
-        def passed(*args: Any, **kwargs: Any) -> Tensor:
+        def changed(*args: Any, **kwargs: Any) -> Tensor:
             loss = forward_backward(*args, **kwargs)
             for parameter in parameters:
                 change(gradient_of(parameter))
             return loss
 
         forward_backward = parity.forward_backward
-        patch.setattr(parity, "forward_backward", passed)
+        patch.setattr(parity, "forward_backward", changed)
 
     return make
 
 
 fault("one weight's gradient is lost")(changing_gradients("_proj.weight", torch.Tensor.zero_))
-fault("one weight's gradient is a quarter too large")(
+fault("one weight's gradient is 25 % too large")(
     changing_gradients("_proj.weight", lambda gradient: gradient.mul_(1.25))
 )
 
 
-@fault("each quantized weight keeps the gradient of the last microbatch alone", emulated)
-def last_microbatch_alone(run: SmallRun, patch: Patch) -> None:
+@fault("a quantized weight keeps only the last microbatch's gradient", emulated)
+def only_last_microbatch(run: SmallRun, patch: Patch) -> None:
     for module in (gemm, product):
         patch.setattr(module, "add_to", lambda total, gradient, overwrite: total.copy_(gradient))
 
 
-@fault("a square weight's gradient adds up transposed", emulated)
-def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
-    """As where shapes told what is a transpose."""
+@fault("a square weight's gradient is accumulated transposed", emulated)
+def accumulated_transposed(run: SmallRun, patch: Patch) -> None:
+    """Transpose the gradient buffer, as code that infers the layout from the shape would."""
     multiply = LinearState.__call__
 
     def transposed(
@@ -436,23 +456,23 @@ def adds_up_transposed(run: SmallRun, patch: Patch) -> None:
     patch.setattr(LinearState, "__call__", transposed)
 
 
-# ── Products ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Products ────────────────────────────────────────────────────────────────────────────
 
 
 def changing_products(
     kind: str, left: Change = lambda values: values, right: Change = lambda values: values
 ) -> Make:
-    """The values of the operands, in the second layer."""
+    """Return a fault that changes operand values of one kind of product in the second layer."""
 
     def make(run: SmallRun, patch: Patch) -> None:
         def changed(gemm: Any, gemm_kind: str, *operands: Any) -> Any:
-            made = factors(gemm, gemm_kind, *operands)
+            quantized_operands = factors(gemm, gemm_kind, *operands)
             if gemm_kind == kind and ".1." in gemm.name:
                 return [
-                    Operand(change(of.values), of.scale)
-                    for change, of in zip((left, right), made, strict=True)
+                    Operand(change(operand.values), operand.scale)
+                    for change, operand in zip((left, right), quantized_operands, strict=True)
                 ]
-            return made
+            return quantized_operands
 
         factors = emulation.EmulatedGemm.factors
         patch.setattr(emulation.EmulatedGemm, "factors", changed)
@@ -461,29 +481,31 @@ def changing_products(
 
 
 ROWS, TOKENS = (partial(torch.roll, shifts=1, dims=dim) for dim in (0, 1))
-fault("the transposed weight has the wrong rows", emulated)(changing_products("dgrad", right=ROWS))
-fault("the transposed input has the wrong tokens", emulated)(
+fault("the rows of the transposed weight are shifted", emulated)(
+    changing_products("dgrad", right=ROWS)
+)
+fault("the tokens of the transposed input are shifted", emulated)(
     changing_products("wgrad", right=TOKENS)
 )
-fault("the gradient of the input is a quarter too large", emulated)(
+fault("the input's gradient is 25 % too large", emulated)(
     changing_products("dgrad", lambda values: values * 1.25)
 )
 
 
 def every_second_token_doubled(values: Tensor) -> Tensor:
-    """Doubles even columns, the tokens of a gradient, and clears odd ones."""
+    """Double even columns, the tokens of a gradient, and clear odd ones."""
     factors = torch.zeros(values.shape[1], dtype=values.dtype, device=values.device)
     factors[::2] = 2
     return values * factors
 
 
-fault("a weight's gradient is that of every second token, doubled", emulated)(
+fault("a weight's gradient uses every second token, doubled", emulated)(
     changing_products("wgrad", every_second_token_doubled)
 )
 
 
-@fault("one product's backward is not quantized", emulated)
-def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
+@fault("output gradients are not quantized", emulated)
+def gradients_unquantized(run: SmallRun, patch: Patch) -> None:
     prepare = emulation.EmulationEngine.prepare
 
     def unquantized(
@@ -497,7 +519,7 @@ def backward_in_bf16(run: SmallRun, patch: Patch) -> None:
 
 
 def in_quantizers(make: Make) -> Make:
-    """The fault is in the code of the formats, which parity quantizes by too."""
+    """Introduce a fault in the code of the formats, which parity uses too, and clear its cache."""
 
     def applied(run: SmallRun, patch: Patch) -> None:
         make(run, patch)
@@ -507,29 +529,31 @@ def in_quantizers(make: Make) -> Make:
 
 
 def changing_rounding(
-    nearest: Callable[[Tensor, Grid], Tensor], by_chance: Callable[[Tensor, Grid, Tensor], Tensor]
+    nearest: Callable[[Tensor, Grid], Tensor], stochastic: Callable[[Tensor, Grid, Tensor], Tensor]
 ) -> Make:
+    """Return a fault that replaces both rounding functions of the quantizers."""
+
     @in_quantizers
     def make(run: SmallRun, patch: Patch) -> None:
         for module in (tensor, blocks):
             patch.setattr(module, "round_to_grid", nearest)
-        patch.setattr(blocks, "round_stochastically", by_chance)
+        patch.setattr(blocks, "round_stochastically", stochastic)
 
     return make
 
 
-fault("nothing is quantized, under the name of the precision", emulated)(
+fault("quantization leaves values unrounded", emulated)(
     changing_rounding(lambda x, grid: x, lambda x, grid, uniform: x)
 )
 
 
-@fault("low precision is entered by no forward", quantized)
+@fault("no forward enters low precision", quantized)
 def never_entered(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.packed.context, "forward", lambda **_: nullcontext())
 
 
-@fault("from a step's second microbatch on nothing is quantized", emulated)
-def never_entered_again(run: SmallRun, patch: Patch) -> None:
+@fault("nothing is quantized from the second microbatch of a step on", emulated)
+def entered_for_first_microbatch_only(run: SmallRun, patch: Patch) -> None:
     context, forward = run.packed.context, run.packed.context.forward
     patch.setattr(
         context,
@@ -538,7 +562,7 @@ def never_entered_again(run: SmallRun, patch: Patch) -> None:
     )
 
 
-@fault("a recomputed layer is computed outside of low precision", quantized, recompute=True)
+@fault("a layer is recomputed outside low precision", quantized, recompute=True)
 def recomputed_outside(run: SmallRun, patch: Patch) -> None:
     real = run.packed.context.backend.checkpoint
 
@@ -550,7 +574,7 @@ def recomputed_outside(run: SmallRun, patch: Patch) -> None:
     patch.setattr(run.packed.context.backend, "checkpoint", outside)
 
 
-# ── Rounding and formats ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Rounding and formats ────────────────────────────────────────────────────────────────
 
 
 def toward_zero(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
@@ -559,30 +583,31 @@ def toward_zero(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
 
 
 def on_another_grid(change: Callable[[Grid], Grid]) -> Make:
-    nearest, by_chance = tensor.round_to_grid, tensor.round_stochastically
+    """Return a fault that rounds to `change(grid)` instead of the format's grid."""
+    nearest, stochastic = tensor.round_to_grid, tensor.round_stochastically
     return changing_rounding(
         lambda x, grid: nearest(x, change(grid)),
-        lambda x, grid, uniform: by_chance(x, change(grid), uniform),
+        lambda x, grid, uniform: stochastic(x, change(grid), uniform),
     )
 
 
-OTHER = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
+REPLACEMENT = {E4M3: E5M2, E5M2: E4M3, E2M1: E4M3}
 fault("values are truncated, not rounded", emulated)(changing_rounding(toward_zero, toward_zero))
-fault("codes have a mantissa bit less", emulated)(
+fault("codes have one mantissa bit too few", emulated)(
     on_another_grid(
         lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits - 1, maximum=grid.maximum)
     )
 )
-fault("codes have a mantissa bit more", emulated)(
+fault("codes have one mantissa bit too many", emulated)(
     on_another_grid(lambda grid: replace(grid, mantissa_bits=grid.mantissa_bits + 1))
 )
-fault("E5M2 in place of E4M3, or E4M3 in place of the others", emulated)(
-    # at the scale of its own format
-    on_another_grid(lambda grid: replace(OTHER[grid], maximum=grid.maximum))
+fault("E5M2 replaces E4M3, and E4M3 replaces E5M2 and E2M1", emulated)(
+    # The scale remains that of the replaced format.
+    on_another_grid(lambda grid: replace(REPLACEMENT[grid], maximum=grid.maximum))
 )
 
 
-@fault("a block is decoded by its neighbour's scale", in_blocks)
+@fault("a block is decoded with its neighbour's scale", in_blocks)
 @in_quantizers
 def neighbours_scale(run: SmallRun, patch: Patch) -> None:
     real = blocks.Blocks.quantized
@@ -590,19 +615,18 @@ def neighbours_scale(run: SmallRun, patch: Patch) -> None:
     def shifted(
         self: blocks.Blocks, scaled: Tensor, scale: Tensor, *rest: Any, **options: Any
     ) -> Any:
-        axis = (
-            2
-            if self.two_dimensional and scale.shape[2] > 1
-            else 0
-            if self.two_dimensional or self.transposed
-            else -2
-        )
+        if self.two_dimensional and scale.shape[2] > 1:
+            axis = 2
+        elif self.two_dimensional or self.transposed:
+            axis = 0
+        else:
+            axis = -2
         return real(self, scaled, scale.roll(1, axis), *rest, **options)
 
     patch.setattr(blocks.Blocks, "quantized", shifted)
 
 
-@fault("one scale a tensor in place of one a block", in_blocks)
+@fault("one scale per tensor instead of one per block", in_blocks)
 @in_quantizers
 def no_blocks(run: SmallRun, patch: Patch) -> None:
     def by_tensor(self: Any, settings: Any, role: str) -> Any:
@@ -613,17 +637,17 @@ def no_blocks(run: SmallRun, patch: Patch) -> None:
 
 
 @fault(
-    "the tensor's scale is twice what fits",
+    "the tensor scale is doubled, so that values saturate",
     lambda run: emulated(run) and run.active.precision.tensor_scaled,
 )
 def saturating_scale(run: SmallRun, patch: Patch) -> None:
-    # delayed scales are made after operands
-    def of_history(*history_and_rule: Any) -> tuple[Tensor, Tensor]:
+    # Delayed scales are computed from the history after the operands are quantized.
+    def double_delayed_scale(*history_and_rule: Any) -> tuple[Tensor, Tensor]:
         history, scale = update_scale(*history_and_rule)
         return history, 2 * scale
 
     @in_quantizers
-    def of_operand(run: SmallRun, patch: Patch) -> None:
+    def double_current_scale(run: SmallRun, patch: Patch) -> None:
         for module in (tensor, blocks):
             patch.setattr(
                 module,
@@ -631,32 +655,35 @@ def saturating_scale(run: SmallRun, patch: Patch) -> None:
                 lambda amax, maximum, **options: 2 * real(amax, maximum, **options),
             )
 
-    update_scale, real = delayed_state.update_scale, tensor.scale_from_amax
-    patch.setattr(delayed_state, "update_scale", of_history)
-    of_operand(run, patch)
+    update_scale = delayed_state.update_scale
+    real = tensor.scale_from_amax
+    patch.setattr(delayed_state, "update_scale", double_delayed_scale)
+    double_current_scale(run, patch)
 
 
-@fault("the Hadamard transform is made on one side only", transforms)
+@fault("the Hadamard transform is applied to one operand only", transforms)
 @in_quantizers
 def one_side_transformed(run: SmallRun, patch: Patch) -> None:
-    def of_inputs(self: Any, settings: Any, role: str) -> Any:
+    def inputs_only(self: Any, settings: Any, role: str) -> Any:
         return blocks.hadamard if role == "input" else None
 
-    patch.setattr(QuantizedPrecision, "transform", of_inputs)
+    patch.setattr(QuantizedPrecision, "transform", inputs_only)
 
 
-def without(method: str, replacement: Any) -> Make:
-    """Precisions decide otherwise what is done to operands."""
+def replacing_decision(method: str, replacement: Any) -> Make:
+    """Return a fault that replaces one of a precision's methods for choosing the quantization."""
     return in_quantizers(lambda run, patch: patch.setattr(QuantizedPrecision, method, replacement))
 
 
-fault("the Hadamard transform is left out", transforms)(without("transform", lambda *_: None))
-fault("gradients are rounded to nearest, not by chance", stochastic)(
-    without("is_stochastic", lambda *_: False)
+fault("the Hadamard transform is skipped", transforms)(
+    replacing_decision("transform", lambda *_: None)
+)
+fault("gradients are rounded to nearest, not stochastically", stochastic)(
+    replacing_decision("is_stochastic", lambda *_: False)
 )
 
 
-@fault("rounding by chance always goes up", stochastic)
+@fault("stochastic rounding always rounds up", stochastic)
 @in_quantizers
 def always_up(run: SmallRun, patch: Patch) -> None:
     real = tensor.round_stochastically
@@ -667,7 +694,7 @@ def always_up(run: SmallRun, patch: Patch) -> None:
     )
 
 
-@fault("stochastic rounding goes up too often, by 3 % of a quantum", stochastic)
+@fault("stochastic rounding rounds up too often, by 3 % of a quantum", stochastic)
 @in_quantizers
 def biased_stochastic(run: SmallRun, patch: Patch) -> None:
     real = tensor.round_stochastically
@@ -676,7 +703,7 @@ def biased_stochastic(run: SmallRun, patch: Patch) -> None:
     )
 
 
-@fault("values are rounded a quarter of a quantum down", emulated)
+@fault("values are rounded down by a quarter of a quantum", emulated)
 @in_quantizers
 def rounded_down(run: SmallRun, patch: Patch) -> None:
     def quarter_down(x: Tensor, grid: Grid, uniform: Tensor | None = None) -> Tensor:
@@ -703,7 +730,10 @@ def power_of_two_scales(run: SmallRun) -> bool:
 
 
 def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> Make:
-    """`change` makes the amax of each block from its split values and the dimensions of a block."""
+    """Return a fault that replaces the amax of every block.
+
+    `change` computes it from the absolute values, split into blocks, and the dimensions of a block.
+    """
 
     @in_quantizers
     def make(run: SmallRun, patch: Patch) -> None:
@@ -714,21 +744,21 @@ def changing_block_amax(change: Callable[[Tensor, tuple[int, ...]], Tensor]) -> 
     return make
 
 
-fault("a block's scale fits only half of its values", power_of_two_scales)(
+fault("a block's scale is computed from half of its values", power_of_two_scales)(
     changing_block_amax(
         lambda x, dim: x.narrow(dim[-1], 0, x.shape[dim[-1]] // 2).amax(dim, keepdim=True)
     )
 )
-fault("a block's scale is half of what fits", power_of_two_scales)(
+fault("a block's scale is half as large as needed", power_of_two_scales)(
     changing_block_amax(lambda x, dim: x.amax(dim, keepdim=True) / 2)
 )
 
 
-# ── Delayed scaling ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Delayed scaling ─────────────────────────────────────────────────────────────────────
 
 
-def never_called(of: type, method: str) -> Make:
-    return lambda run, patch: patch.setattr(of, method, lambda *_: None)
+def never_called(owner: type, method: str) -> Make:
+    return lambda run, patch: patch.setattr(owner, method, lambda *_: None)
 
 
 fault("a scale is never updated", delayed)(never_called(delayed_state.DelayedState, "_update"))
@@ -737,20 +767,18 @@ fault("the gradients' scales are never updated", delayed)(
 )
 
 
-@fault("a linear takes its neighbour's scale", delayed)
-def anothers_scale(run: SmallRun, patch: Patch) -> None:
-    real, modules = (
-        delayed_state.DelayedState.scale,
-        len(run.packed.context.backend.delayed._modules),
-    )
+@fault("a linear uses its neighbour's scale", delayed)
+def neighbours_delayed_scale(run: SmallRun, patch: Patch) -> None:
+    real = delayed_state.DelayedState.scale
+    count = len(run.packed.context.backend.delayed._modules)
     patch.setattr(
         delayed_state.DelayedState,
         "scale",
-        lambda self, module, role: real(self, (module + 1) % modules, role),
+        lambda self, module, role: real(self, (module + 1) % count, role),
     )
 
 
-@fault("amaxes of a part of the tokens are noted", delayed)
+@fault("amax histories record only a quarter of the tokens", delayed)
 def part_of_the_amax(run: SmallRun, patch: Patch) -> None:
     real = emulation.absolute_maximum
     patch.setattr(emulation, "absolute_maximum", lambda x: real(x[: len(x) // 4]))

@@ -1,4 +1,7 @@
-"""Faults of a mixture's experts, few of whose tokens are wrong; they register themselves with `faults.FAULTS`."""
+"""Faults of mixture-of-experts layers that affect one token in 64.
+
+Importing this module registers them with `faults.FAULTS`.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,12 @@ from tests.pretrain.verify.small_runs import MIXTURES, SmallRun
 
 
 def changing_choices(change: Callable[[Tensor, Tensor], None], *, recorded: bool = True) -> Make:
-    """Of every 64th token, its experts int64 [tokens, choices] and their weights, in place."""
+    """Return a fault that changes the experts of every 64th token.
+
+    `change` modifies the experts, int64 [tokens, choices], and their weights in place. If
+    `recorded` is false, only the arrangement by experts is changed, not the choice that the run
+    records.
+    """
 
     def make(run: SmallRun, patch: Patch) -> None:
         def changed(
@@ -24,28 +32,31 @@ def changing_choices(change: Callable[[Tensor, Tensor], None], *, recorded: bool
             change(chosen[::64], weights[::64])
             return hidden, chosen, weights
 
-        def arranged(chosen: Tensor, *rest: int) -> Any:
+        def changed_arrangement(chosen: Tensor, *rest: int) -> Any:
             chosen = chosen.clone()
             change(chosen[::64], torch.zeros(()))
             return arrange(chosen, *rest)
 
         arrange = experts.arrange
-        if not recorded:
-            patch.setattr(experts, "arrange", arranged)
-        for layer in run.layers if recorded else ():
-            layer.mlp.experts.register_forward_pre_hook(changed)
+        if recorded:
+            for layer in run.layers:
+                layer.mlp.experts.register_forward_pre_hook(changed)
+        else:
+            patch.setattr(experts, "arrange", changed_arrangement)
 
     return make
 
 
-def to_the_next(chosen: Tensor, weights: Tensor) -> None:
+def choose_next_expert(chosen: Tensor, weights: Tensor) -> None:
     chosen.add_(1).remainder_(MIXTURES["qwen3_moe"]["num_experts"])
 
 
-fault("one token in 64 gets nothing of its experts", kind="qwen3_moe")(
+fault("one token in 64 gets zero weights for its experts", kind="qwen3_moe")(
     changing_choices(lambda chosen, weights: weights.zero_())
 )
-fault("one token in 64 chooses the next experts", kind="qwen3_moe")(changing_choices(to_the_next))
+fault("one token in 64 is routed to the next experts", kind="qwen3_moe")(
+    changing_choices(choose_next_expert)
+)
 fault("one token in 64 is computed by the next experts", kind="qwen3_moe")(
-    changing_choices(to_the_next, recorded=False)
+    changing_choices(choose_next_expert, recorded=False)
 )

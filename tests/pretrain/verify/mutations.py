@@ -1,12 +1,15 @@
-"""Prints the tables of docs/faults.md, which faults are caught and by what:
+"""Print the tables of docs/faults.md, which list the faults and the checks that catch them:
 
     python -m tests.pretrain.verify.mutations --jobs 2
 
-Every fault of `faults.py` is made in every precision that it can be made in, with fused layers and without, one of the update in
-every way to store weights. The audit and parity are asked, then the check of the update. Unbroken models of 4, 12 and 28 layers
-and of four architectures must pass. Takes half an hour on two idle cores; ends with status 1 if anything is not as it should be.
+Every fault of `faults.py` is made in every precision that can have it, with and without fused
+layers. A fault of the update is also made for every way of storing weights. The audit and parity
+run first, then two training steps with the check of the update. Correct models of 4, 12 and 28
+layers and of four architectures must pass. This takes half an hour on two idle cores. The exit
+status is 1 if a fault is not caught or a correct model is rejected.
 
-With `--device cuda` precisions are the GPU's own, by Transformer Engine, and the faults of `te_faults.py` are made too.
+With `--device cuda` the products are computed by Transformer Engine, and the faults of
+`te_faults.py` are made too.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from tests.pretrain.verify.small_runs import ARCHITECTURES, SmallRun, build_run
 
 DEPTHS = (4, 12, 28)
 NOTHING = "**nothing**"
-UNFUSED = {"gemma", "mistral", "qwen3_moe"}  # of which no layer is fused
+UNFUSED = {"gemma", "mistral", "qwen3_moe"}  # architectures without fused layers
 MARKS = {
     device: (f"<!-- {name}: begin -->", f"<!-- {name}: end -->")
     for device, name in (("cpu", "faults"), ("cuda", "faults on a GPU"))
@@ -42,8 +45,11 @@ MARKS = {
 
 
 def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
-    """Of "audit" and "parity", who objects to the run, with the fault if there is one; what they pass is trained for two steps,
-    to which the "update" check may object, or the audit."""
+    """Return which of "audit", "parity" and "update" reject the run, or ("torch",).
+
+    If the audit and parity accept the run, it trains two steps, which the update check or the audit
+    may reject. ("torch",) means that torch's activation checkpointing rejected the recomputation.
+    """
     objecting, entries = [], []
     with fault.entered(run) if fault else nullcontext():
         try:
@@ -51,7 +57,7 @@ def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
             run.confirm(entries)
         except InputError:
             objecting.append("audit")
-        # what is recomputed has other shapes, or keeps other tensors
+        # A recomputation whose tensors differ from the first pass in number or shape.
         except (RuntimeError, IndexError):
             if not (fault and fault.recompute):
                 raise
@@ -69,7 +75,10 @@ def caught_by(run: SmallRun, fault: Fault | None = None) -> tuple[str, ...]:
 def configurations(
     device: str, kinds: Sequence[str] = ("qwen3",)
 ) -> Iterator[tuple[str, str, bool]]:
-    """Kind, precision, and whether layers are fused. What is emulated is not, and Transformer Engine fuses in BF16 alone."""
+    """Yield architecture, precision and whether layers are fused.
+
+    Emulated precisions are never fused. On a GPU, FP32 is not fused.
+    """
     for kind in kinds:
         for name, precision in PRECISIONS.items():
             yield kind, name, False
@@ -83,47 +92,52 @@ def configurations(
 
 
 def faults_on(device: str) -> list[Fault]:
-    """All of them, those of Transformer Engine where it is."""
+    """Return all faults. On a GPU this includes the faults of Transformer Engine."""
     if device == "cuda":
         importlib.import_module("tests.pretrain.verify.te_faults")
     return FAULTS
 
 
 def precisions_on(device: str) -> list[str]:
-    """Those whose products `device` has, or a CPU emulates."""
+    """Return the precisions that `device` can compute or, on a CPU, emulate."""
     return [
         name
-        for name, each in PRECISIONS.items()
-        if device == "cpu" or not (each.quantized and unavailable_because(each))
+        for name, precision in PRECISIONS.items()
+        if device == "cpu" or not (precision.quantized and unavailable_because(precision))
     ]
 
 
 def who_catches(fault: Fault, precision: str, device: str = "cpu") -> str | None:
-    """For the table: "parity", "audit" or both, with fused layers and without; None where it cannot be made in the precision."""
+    """Return the table's cell for a fault, e.g. "audit and parity, parity (fused)".
+
+    Returns None if no run in `precision` can have the fault.
+    """
     catchers = []
     with on_a(device) as accelerator:
         for _, name, fused in configurations(device, (fault.kind,)):
             for weights in fault.weights if name == precision else ():
                 if weights != "fp32" and PRECISIONS[name].compute_dtype == "float32":
-                    continue  # which would round nothing but the weights
+                    continue  # Only the weights would be rounded.
                 run = build_run(accelerator, name, fused=fused, weights=weights, **fault.options)
                 if fault.applies(run):
-                    who = " and ".join(caught_by(run, fault)) or NOTHING
-                    catchers += [f"{who} (fused)" if fused else who] if who not in catchers else []
+                    checks = " and ".join(caught_by(run, fault)) or NOTHING
+                    catchers += (
+                        [f"{checks} (fused)" if fused else checks] if checks not in catchers else []
+                    )
     return ", ".join(catchers) or None
 
 
 def row_of(number: int, precisions: Sequence[str], device: str) -> str | None:
-    """The row of a fault; None where it can be made in no precision."""
+    """Return the table's row for a fault, or None if it applies to no precision."""
     fault = faults_on(device)[number]
     cells = [who_catches(fault, name, device) for name in precisions]
-    return f"| {fault.what} | {' | '.join(each or '–' for each in cells)} |" if any(cells) else None
+    return f"| {fault.what} | {' | '.join(cell or '–' for cell in cells)} |" if any(cells) else None
 
 
 def objections_to(
     layers: int, kind: str, precision: str, fused: bool, device: str = "cpu"
 ) -> tuple[str, ...]:
-    """To a run in which nothing is broken."""
+    """Return the checks that reject a correct run."""
     packs = 2 if layers == DEPTHS[0] else 1
     with on_a(device) as accelerator:
         run = build_run(
@@ -139,13 +153,11 @@ def objections_to(
 
 
 def rows_of_ranks(precisions: Sequence[str]) -> list[str]:
-    """Of the faults that need several processes, under DDP and FSDP2, in every precision."""
+    """Return the rows of faults that need several processes, under DDP and FSDP2."""
     rows = []
     for topology in ("ddp", "fsdp2"):
         failures = broken_ranks.start(topology, *precisions)
-        assert not any(failures.pop("nothing").values()), (
-            f"{topology}: parity objects to unbroken runs"
-        )
+        assert not any(failures.pop("nothing").values()), f"{topology}: parity rejects correct runs"
         for what, by_precision in failures.items():
             cells = ["parity" if by_precision[name] else NOTHING for name in precisions]
             rows.append(f"| {what} ({topology}) | {' | '.join(cells)} |")
@@ -158,7 +170,7 @@ def main() -> int:
     )
     parser.add_argument("--device", choices=MARKS, default="cpu")
     parser.add_argument(
-        "--precisions", nargs="+", choices=PRECISIONS, help="all that the device has, if not said"
+        "--precisions", nargs="+", choices=PRECISIONS, help="default: all that the device has"
     )
     parser.add_argument(
         "--depths",
@@ -166,16 +178,17 @@ def main() -> int:
         type=int,
         choices=DEPTHS,
         default=DEPTHS,
-        help="of the unbroken models",
+        help="layers of the correct models",
     )
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     arguments = parser.parse_args()
-    device, precisions = arguments.device, arguments.precisions or precisions_on(arguments.device)
+    device = arguments.device
+    precisions = arguments.precisions or precisions_on(device)
     healthy = [
-        (n, *each)
-        for n in arguments.depths
-        for each in configurations(device, tuple(ARCHITECTURES))
-        if each[1] in precisions
+        (layers, kind, precision, fused)
+        for layers in arguments.depths
+        for kind, precision, fused in configurations(device, tuple(ARCHITECTURES))
+        if precision in precisions
     ]
     rows = [
         f"| what is broken | {' | '.join(f'`{name}`' for name in precisions)} |",

@@ -1,5 +1,7 @@
-"""Small models as a run assembles them, with a step of packs, for parity and the audit to look at: on a CPU, or on a GPU with
-Transformer Engine."""
+"""Small models, assembled as a training run does, with one step of packs.
+
+The tests of parity and the audit use them, on a CPU or on a GPU with Transformer Engine.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ from pretrain.verify.parity import Parity, check_parity
 from tests.pretrain.conftest import active_in
 
 CPU = torch.device("cpu")
-RATE, CLIP = 1e-3, 1e-3  # so low that it cuts
+RATE = 1e-3
+CLIP = 1e-3  # low enough to clip the gradients
 VOCABULARY, LENGTH, HIDDEN = 128, 128, 128
 LLAMA = {
     "hidden_size": HIDDEN,
@@ -47,7 +50,8 @@ LLAMA = {
     "num_key_value_heads": 4,
     "head_dim": 32,
 }
-# Weights as far from zero as those of 2,048 features are at 0.02: attention then has something to choose.
+# An initializer range of 0.02 for 2,048 features, scaled to 128 features, so that attention is far
+# from uniform.
 LLAMA |= {"initializer_range": 0.08, "vocab_size": VOCABULARY, "max_position_embeddings": LENGTH}
 ARCHITECTURES: dict[str, dict[str, Any]] = {
     "qwen3": {**LLAMA, "tie_word_embeddings": True},
@@ -86,17 +90,20 @@ LAYERS = {"gpt2": "n_layer"}
 
 @dataclass
 class SmallRun:
-    """One model with its step 0. A mutation changes any of it, or what it is made of, before it is checked."""
+    """A model with its optimizer and its step 0.
+
+    A fault may change any of them, or the code behind them, before the checks run.
+    """
 
     packed: PackedLanguageModel
-    model: PackedLanguageModel  # `packed`, prepared
+    model: PackedLanguageModel  # `packed`, prepared by Accelerate
     optimizer: ExactAdamW
     active: ActivePrecision
     decisions: dict[str, Decision]
     step: StepBatches
     packs: Sequence[Pack]
     accelerator: Accelerator
-    recipe: Recipe  # by which it is updated
+    recipe: Recipe  # hyperparameters of the updates
 
     @property
     def layers(self) -> list[torch.nn.Module]:
@@ -104,10 +111,11 @@ class SmallRun:
 
     @property
     def has_copies(self) -> bool:
-        """Of weights in the compute dtype, which is another."""
+        """Return whether the compute dtype differs from the dtype of the weights."""
         return self.packed.hf.dtype != self.packed.context.compute_dtype
 
     def audit(self) -> list[Entry]:
+        """Audit the products of the first pack and return their entries."""
         batch, scale = build_microbatch(self.packs[:1], mask_boundaries=True), 1 / self.step.tokens
 
         def loss() -> Tensor:
@@ -118,7 +126,10 @@ class SmallRun:
         return entries
 
     def confirm(self, entries: list[Entry]) -> None:
-        """Train a new step under observation, as far as its gradients."""
+        """Compute the gradients of another step with its products observed.
+
+        Raises InputError if they differ from the audit's `entries`.
+        """
         if self.packed.context.backend is not None:
             watch = self.watch(1, [self.observer_of(entries)], is_new=True)
             with watch.passes(self.step, 0):
@@ -144,7 +155,10 @@ class SmallRun:
         return StepWatch(step, [observer for observer in observers if observer.due(step)])
 
     def train(self, entries: Sequence[Entry] = ()) -> None:
-        """Train two steps as the script does, each a statistics step. `entries`: of the audit."""
+        """Train two steps with statistics, as train_accelerate.py does.
+
+        `entries` are the audit's entries. Without them, products are not observed.
+        """
         self.optimizer.materialise()
         observers = [StepCheck(self.packed, self.optimizer, self.recipe, self.accelerator)]
         if entries:
@@ -164,6 +178,7 @@ class SmallRun:
             clear_gradients(self.optimizer, self.packed)
 
     def parity(self) -> Parity:
+        """Run the parity check."""
         return check_parity(
             self.model, self.optimizer, self.step, self.packs, self.active, self.accelerator
         )
@@ -184,8 +199,11 @@ def build_run(
     loss: LossSettings | None = None,
     **fp8_config: Any,
 ) -> SmallRun:
-    """As `assemble` does it; quantization is emulated on a CPU, and Transformer Engine's on a GPU. Delayed scaling has seen the
-    step before."""
+    """Assemble a small run as training does.
+
+    Quantization is emulated on a CPU and Transformer Engine's on a GPU. With delayed scaling, the
+    histories have recorded the step twice.
+    """
     settings = ModelSettings(
         config={
             "model_type": kind,
@@ -194,10 +212,14 @@ def build_run(
         },
         gradient_checkpointing="full" if recompute else "none",
     )
-    device, wanted = accelerator.device, precision_called(precision)
-    low = "emulation" if device.type == "cpu" else "transformer_engine"
+    device = accelerator.device
+    definition = precision_called(precision)
+    if not definition.quantized:
+        backend = "torch"
+    else:
+        backend = "emulation" if device.type == "cpu" else "transformer_engine"
     everywhere = {"keep_bf16_layers": {"last": 0}}
-    active = active_in(precision, low if wanted.quantized else "torch", **(everywhere | fp8_config))
+    active = active_in(precision, backend, **(everywhere | fp8_config))
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(
         settings,
@@ -207,38 +229,36 @@ def build_run(
         device=device,
         backend="packed_sdpa",
     )
-    compute = getattr(torch, wanted.compute_dtype)
+    compute = getattr(torch, definition.compute_dtype)
     engines = make_engines([active], device)
     context = PrecisionContext(
         engines[precision], compute, backends=[*filter(None, engines.values())]
     )
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
-    inside = decoder_layers(hf)
-    decisions = decide(hf, list(inside.values()), active) if wanted.quantized else {}
+    blocks = decoder_layers(hf)
+    decisions = decide(hf, list(blocks.values()), active) if definition.quantized else {}
     if fused:
-        arithmetic, why_not = choose_arithmetic("on", active, device.type, context)
-        assert arithmetic is not None, why_not
-        packed.fused = fuse(inside, {context.backend: decisions}, arithmetic)
+        arithmetic, reason = choose_arithmetic("on", active, device.type, context)
+        assert arithmetic is not None, reason
+        packed.fused = fuse(blocks, {context.backend: decisions}, arithmetic)
     convert(hf, decisions, context, packed.fused)
     wrap_layers(
         packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False
     )
-    needed = {
+    required = {
         "name": "small",
         "model": {"source": "any"},
         "data": {"packs": "any"},
         "train": {"steps": 9},
     }
     recipe = Recipe(
-        **needed,
+        **required,
         weights=weights,
         optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
         log={"fp8_statistics": 1},
     )
-    prepared, optimizer = (
-        packed.train(),
-        adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact"),
-    )
+    prepared = packed.train()
+    optimizer = adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
     if accelerator.is_fsdp2:
         with sharded_as_planned(accelerator, packed, optimizer, compute, once_a_step=False):
             prepared, _ = accelerator.prepare(packed, optimizer)
@@ -257,14 +277,14 @@ def build_run(
 
 
 def rehearse(run: SmallRun) -> None:
-    """History for delayed scaling."""
+    """Run two forward and backward passes to fill the amax histories of delayed scaling."""
     for _ in range(2):
         packed_model.forward_backward(run.model, run.step, run.accelerator)
         clear_gradients(run.optimizer, run.model)
 
 
 def random_packs(count: int, seed: int = 0) -> list[Pack]:
-    """Four documents each, of random tokens; the first pack ends with padding."""
+    """Return packs of four documents of random tokens. The first pack ends with padding."""
     draw = np.random.default_rng(seed)
     packs = []
     for number in range(count):
@@ -278,13 +298,13 @@ def random_packs(count: int, seed: int = 0) -> list[Pack]:
 def step_of(
     packs: Sequence[Pack], packs_a_microbatch: int, rank: int = 0, ranks: int = 1
 ) -> StepBatches:
-    """One process's part of a step."""
+    """Return one process's part of a step."""
     groups = [
         packs[at : at + packs_a_microbatch] for at in range(0, len(packs), packs_a_microbatch)
     ]
     microbatches = [build_microbatch(group, mask_boundaries=True) for group in groups]
-    squares = sum(sum_of_squares(each.lengths) for each in packs)
-    valid_tokens = sum(each.valid_tokens for each in microbatches)
+    squares = sum(sum_of_squares(pack.lengths) for pack in packs)
+    valid_tokens = sum(batch.valid_tokens for batch in microbatches)
     return StepBatches(
         microbatches[rank::ranks],
         sum(len(pack.input_ids) for pack in packs),

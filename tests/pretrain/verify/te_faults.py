@@ -1,7 +1,9 @@
-"""Faults of products on Transformer Engine, in its linears and in fused layers; they register themselves with `faults.FAULTS`.
+"""Faults of Transformer Engine's products, in linears and in fused layers.
 
-Importable where Transformer Engine is. Those that change an operand change it as it reaches the product and back again after it:
-codes along the rows and their scales in forward, along the columns (or transposed) where backward multiplies.
+Importing this module registers them with `faults.FAULTS`. It can be imported only if Transformer
+Engine is installed. A fault of an operand changes the operand before the product and restores it
+afterwards. Forward reads the codes and scales along rows, backward those along columns or the
+transposed ones.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from tests.pretrain.verify.small_runs import SmallRun
 
 ROWS = ("_rowwise_data", "_data"), ("_rowwise_scale_inv", "_scale_inv")
 COLUMNS = ("_columnwise_data", "_transpose"), ("_columnwise_scale_inv", "_scale_inv")
-# A product by its layout in cuBLAS's order, and how its left and its right factor are read. The weight, or the input, is left.
+# Products by their layout in cuBLAS's order, with the attributes of their left and right factors.
+# The left factor is the weight in forward and dgrad and the input in wgrad.
 GEMMS = {
     "forward": ("TN", ROWS, ROWS),
     "dgrad": ("NN", COLUMNS, ROWS),
@@ -47,11 +50,13 @@ def fused_on_te(run: SmallRun) -> bool:
     return on_te(run) and run.packed.fused is not None
 
 
-def held_otherwise(
+def with_changed(
     operand: Any, names: tuple[str, ...], change: Change | None
 ) -> AbstractContextManager[None]:
-    """While entered, the first of the attributes that `operand` has is changed."""
-    name = next((each for each in names if getattr(operand, each, None) is not None), None)
+    """Change the first existing attribute of `names` while the context is entered."""
+    name = next(
+        (candidate for candidate in names if getattr(operand, candidate, None) is not None), None
+    )
     if change is None or name is None:
         return nullcontext()
     return overridden(operand, **{name: change(getattr(operand, name))})
@@ -60,22 +65,23 @@ def held_otherwise(
 def changing_gemms(
     gemm: str, side: int, codes: Change | None = None, scales: Change | None = None
 ) -> Make:
-    """Of the model's low-precision products of one kind, the left (0) or right (1) operand."""
-    wanted, *read = GEMMS[gemm]
+    """Return a fault that changes one operand of the low-precision products of one kind.
+
+    `side` is 0 for the left and 1 for the right operand. `codes` and `scales` change its tensors.
+    """
+    faulty_layout, *factors = GEMMS[gemm]
 
     def changed(multiply: Callable[..., Any]) -> Callable[..., Any]:
-        def multiplied(
+        def multiply_changed(
             left: Any, right: Any, *args: Any, layout: str = "TN", **options: Any
         ) -> Any:
             with ExitStack() as changes:
-                if layout == wanted:
-                    for attribute, change in zip(read[side], (codes, scales), strict=True):
-                        changes.enter_context(
-                            held_otherwise((left, right)[side], attribute, change)
-                        )
+                if layout == faulty_layout:
+                    for attribute, change in zip(factors[side], (codes, scales), strict=True):
+                        changes.enter_context(with_changed((left, right)[side], attribute, change))
                 return multiply(left, right, *args, layout=layout, **options)
 
-        return multiplied
+        return multiply_changed
 
     def make(run: SmallRun, patch: Patch) -> None:
         extensions = importlib.import_module("transformer_engine.pytorch.cpp_extensions")
@@ -95,40 +101,40 @@ def every_second(codes: Tensor) -> Tensor:
     return halved
 
 
-def a_bit_less(codes: Tensor) -> Tensor:
+def without_last_bit(codes: Tensor) -> Tensor:
     return codes & 0xFE
 
 
-fault("the transposed weight has the wrong rows, in hardware", on_te)(
+fault("the rows of the transposed weight are shifted, in hardware", on_te)(
     changing_gemms("dgrad", 0, codes=rolled)
 )
-fault("the transposed input has the wrong tokens, in hardware", on_te)(
+fault("the tokens of the transposed input are shifted, in hardware", on_te)(
     changing_gemms("wgrad", 0, codes=rolled)
 )
-fault("the gradient of the input is a quarter too large, in hardware", on_te)(
+fault("the input's gradient is 25 % too large, in hardware", on_te)(
     changing_gemms("dgrad", 1, scales=lambda scales: scales * 1.25)
 )
-fault("a weight's gradient is that of every second token, doubled, in hardware", on_te)(
+fault("a weight's gradient uses every second token, doubled, in hardware", on_te)(
     changing_gemms("wgrad", 1, codes=every_second, scales=lambda scales: scales * 2)
 )
-fault("codes of the input have a mantissa bit less, in hardware", on_te)(
-    changing_gemms("forward", 1, codes=a_bit_less)
+fault("codes of the input have one mantissa bit too few, in hardware", on_te)(
+    changing_gemms("forward", 1, codes=without_last_bit)
 )
-fault("codes of the gradient have a mantissa bit less, in hardware", on_te)(
-    changing_gemms("dgrad", 1, codes=a_bit_less)
+fault("codes of the gradient have one mantissa bit too few, in hardware", on_te)(
+    changing_gemms("dgrad", 1, codes=without_last_bit)
 )
-fault("a block is decoded by its neighbour's scale, in hardware", blocks_on_te)(
+fault("a block is decoded with its neighbour's scale, in hardware", blocks_on_te)(
     changing_gemms("forward", 1, scales=rolled)
 )
-fault("the gradient's blocks are decoded by their neighbours' scales, in hardware", blocks_on_te)(
+fault("the gradient's blocks are decoded with their neighbours' scales, in hardware", blocks_on_te)(
     changing_gemms("dgrad", 1, scales=rolled)
 )
-fault("an operand is decoded by half of its scale, in hardware", on_te)(
+fault("an operand is decoded with half of its scale, in hardware", on_te)(
     changing_gemms("forward", 0, scales=lambda scales: scales / 2)
 )
 
 
-@fault("E4M3 in place of E5M2, or E5M2 in place of E4M3, for gradients in hardware", on_te)
+@fault("gradients use E4M3 instead of E5M2, or E5M2 instead of E4M3, in hardware", on_te)
 def te_another_format(run: SmallRun, patch: Patch) -> None:
     dtypes = importlib.import_module("transformer_engine_torch").DType
     e4m3, e5m2 = dtypes.kFloat8E4M3, dtypes.kFloat8E5M2
@@ -138,10 +144,13 @@ def te_another_format(run: SmallRun, patch: Patch) -> None:
 
 
 def updating(update: Callable[[bool], None]) -> Make:
-    """Scales of all products in another way: `update` is called at the end of each forward (True) and backward."""
-    named = classmethod(lambda cls, forward=True: update(forward))
+    """Return a fault that replaces the update of delayed scales.
+
+    `update` is called at the end of every forward (True) and backward (False).
+    """
+    replacement = classmethod(lambda cls, forward=True: update(forward))
     return lambda run, patch: patch.setattr(
-        FP8GlobalStateManager, "reduce_and_update_fp8_tensors", named
+        FP8GlobalStateManager, "reduce_and_update_fp8_tensors", replacement
     )
 
 
@@ -152,7 +161,7 @@ fault("the gradients' scales are never updated, in hardware", delayed_on_te)(
 )
 
 
-@fault("a fused norm leaves its weight out", fused_on_te)
+@fault("a fused norm ignores its weight", fused_on_te)
 def te_norm_without_weight(run: SmallRun, patch: Patch) -> None:
     def bare(self: Any, x: Tensor, norm: Any, *rest: Any) -> Any:
         with torch.no_grad():
@@ -179,7 +188,7 @@ def te_residual_lost(run: SmallRun, patch: Patch) -> None:
     )
 
 
-@fault("a fused activation's gradient is that of the gate alone", fused_on_te)
+@fault("a fused activation loses the up projection's gradient", fused_on_te)
 def te_half_of_the_activation(run: SmallRun, patch: Patch) -> None:
     real = StackedPass.weight_gradients
 

@@ -1,6 +1,7 @@
-"""A fault of each kind, caught as the table of docs/faults.md says, beside healthy models that pass.
+"""Faults in small runs are caught by the checks that docs/faults.md names, and correct runs pass.
 
-`python -m tests.pretrain.verify.mutations` makes them all."""
+`python -m tests.pretrain.verify.mutations` tries all faults in all precisions.
+"""
 
 from __future__ import annotations
 
@@ -13,46 +14,47 @@ from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.verify.mutations import FAULTS, MARKS, caught_by
 from tests.pretrain.verify.small_runs import build_run
 
-# The narrowest formats hide most, so most faults are made in them. Others are in the tests of parity and of the update.
+# Narrow formats hide faults best, so that most faults are tried in them. The tests of parity and of
+# the update try the rest.
 CAUGHT = [
     ("a microbatch's gradient is lost", "mxfp4"),
-    ("each quantized weight keeps the gradient of the last microbatch alone", "delayed"),
-    ("a square weight's gradient adds up transposed", "nvfp4"),
+    ("a quantized weight keeps only the last microbatch's gradient", "delayed"),
+    ("a square weight's gradient is accumulated transposed", "nvfp4"),
     ("the labels of a step's third microbatch are shifted twice", "bf16"),
-    ("one layer is left out", "fp32"),
-    ("a recomputed layer is computed outside of low precision", "delayed"),
+    ("one layer is skipped", "fp32"),
+    ("a layer is recomputed outside low precision", "delayed"),
     ("the head comes untied from the embedding", "current"),
     ("no scale is updated from the second step on", "delayed"),
     ("values are truncated, not rounded", "current"),
-    ("codes have a mantissa bit less", "current"),
-    ("from a step's second microbatch on nothing is quantized", "nvfp4"),
-    ("a block is decoded by its neighbour's scale", "block"),
-    ("one scale a tensor in place of one a block", "mxfp8"),
-    ("the Hadamard transform is left out", "nvfp4"),
-    ("gradients are rounded to nearest, not by chance", "mxfp4"),
-    ("stochastic rounding goes up too often, by 3 % of a quantum", "nvfp4"),
-    ("values are rounded a quarter of a quantum down", "delayed"),
+    ("codes have one mantissa bit too few", "current"),
+    ("nothing is quantized from the second microbatch of a step on", "nvfp4"),
+    ("a block is decoded with its neighbour's scale", "block"),
+    ("one scale per tensor instead of one per block", "mxfp8"),
+    ("the Hadamard transform is skipped", "nvfp4"),
+    ("gradients are rounded to nearest, not stochastically", "mxfp4"),
+    ("stochastic rounding rounds up too often, by 3 % of a quantum", "nvfp4"),
+    ("values are rounded down by a quarter of a quantum", "delayed"),
     ("ties are rounded away from zero", "mxfp8"),
-    ("a block's scale fits only half of its values", "mxfp8"),
-    ("a block's scale is half of what fits", "mxfp8"),
-    ("the Hadamard transform is made on one side only", "nvfp4"),
-    ("the tensor's scale is twice what fits", "delayed"),
-    ("no token sees further back than half of a pack", "bf16"),
-    ("positions begin again at half of a pack", "bf16"),
+    ("a block's scale is computed from half of its values", "mxfp8"),
+    ("a block's scale is half as large as needed", "mxfp8"),
+    ("the Hadamard transform is applied to one operand only", "nvfp4"),
+    ("the tensor scale is doubled, so that values saturate", "delayed"),
+    ("no token attends further back than half a pack", "bf16"),
+    ("positions restart at half a pack", "bf16"),
     ("the sliding window is ignored", "bf16"),
-    ("the sliding window is a key wider", "bf16"),
-    ("one token in 64 gets nothing of its experts", "bf16"),
-    ("one token in 64 chooses the next experts", "bf16"),
+    ("the sliding window is one key too wide", "bf16"),
+    ("one token in 64 gets zero weights for its experts", "bf16"),
+    ("one token in 64 is routed to the next experts", "bf16"),
     ("one token in 64 is computed by the next experts", "bf16"),
     ("the penalty's gradient is lost", "mxfp8"),
-    ("the head's gradient is that of the label alone", "bf16"),
+    ("the logits' gradient contains only the label's term", "bf16"),
 ]
 BY_NAME = {fault.what: fault for fault in FAULTS}
 
 
 @pytest.fixture(scope="module")
 def table() -> dict[tuple[str, str], str]:
-    """Who catches a fault in a precision, on a CPU."""
+    """Return the CPU table of docs/faults.md by fault and precision."""
     begin, end = MARKS["cpu"]
     page = (Path(__file__).parents[3] / "docs/faults.md").read_text(encoding="utf-8")
     rows = [
@@ -67,7 +69,7 @@ def table() -> dict[tuple[str, str], str]:
 
 
 @pytest.mark.parametrize(("what", "precision"), CAUGHT)
-def test_a_fault_is_caught_by_whom_the_table_names(
+def test_a_fault_is_caught_by_the_checks_of_the_table(
     what: str, precision: str, table: dict, accelerator: Accelerator
 ) -> None:
     fault = BY_NAME[what]
@@ -79,9 +81,7 @@ def test_a_fault_is_caught_by_whom_the_table_names(
 @pytest.mark.parametrize(
     ("precision", "kind"), [("nvfp4", "llama"), ("block", "gpt2"), ("delayed", "gemma")]
 )
-def test_a_model_in_which_nothing_is_broken_passes(
-    precision: str, kind: str, accelerator: Accelerator
-) -> None:
+def test_a_correct_model_passes_parity(precision: str, kind: str, accelerator: Accelerator) -> None:
     parity = build_run(accelerator, precision, kind, layers=1, scope="linear+head").parity()
     assert parity.failures == []
     linears = {"gpt2": 4}.get(kind, 7)
@@ -90,13 +90,13 @@ def test_a_model_in_which_nothing_is_broken_passes(
     )
 
 
-def test_the_table_has_every_fault_and_none_that_nobody_catches(
+def test_the_table_lists_every_fault_of_every_precision(
     table: dict, accelerator: Accelerator
 ) -> None:
     assert len(BY_NAME) == len(FAULTS) and BY_NAME.keys() <= {what for what, _ in table}
     for name in PRECISIONS:
         run = build_run(accelerator, name, layers=1)
         for fault in FAULTS:
-            # other weights are not stored in FP32
-            made = "fp32" in fault.weights and fault.applies(run)
-            assert table[fault.what, name] != "–" or not made, (fault.what, name)
+            # Faults of weights in BF16 do not apply to this run.
+            is_tried = "fp32" in fault.weights and fault.applies(run)
+            assert table[fault.what, name] != "–" or not is_tried, (fault.what, name)

@@ -1,4 +1,4 @@
-"""The NumPy quantizers of parity, which share no code with the formats, make the same codes."""
+"""Parity's NumPy quantizers, which share no code with the formats, compute the same codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ QUANTIZED = [name for name, precision in PRECISIONS.items() if precision.quantiz
 
 @st.composite
 def operands(draw: st.DrawFn) -> torch.Tensor:
-    """BF16 [128, 256] with ties, zeros, outliers and blocks of very different size."""
+    """Draw BF16 [128, 256] with ties, zeros, outliers and blocks of very different magnitudes."""
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     spread = draw(st.sampled_from([0.0, 2.0, 8.0]))
     values = random.standard_normal((128, 256)) * np.exp2(spread * random.standard_normal((128, 1)))
@@ -31,7 +31,7 @@ def operands(draw: st.DrawFn) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", QUANTIZED)
 @given(operands(), st.sampled_from(get_args(Role)), st.sampled_from(get_args(Along)))
-def test_codes_of_a_format_are_those_of_the_reference(
+def test_codes_of_a_format_equal_those_of_the_reference(
     name: str, x: torch.Tensor, role: Role, along: Along
 ) -> None:
     active = active_in(name, "emulation")
@@ -41,6 +41,6 @@ def test_codes_of_a_format_are_those_of_the_reference(
     assert foreign_codes(active, role, along, x, scale) == 0
 
 
-def test_operands_that_are_not_finite_are_no_match() -> None:
+def test_operands_that_are_not_finite_do_not_match() -> None:
     x = torch.full((128, 128), float("nan"))
     assert np.isnan(foreign_codes(active_in("mxfp8", "emulation"), "input", "features", x, None))

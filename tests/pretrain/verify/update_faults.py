@@ -1,4 +1,7 @@
-"""Faults of the update, and of what is made of it in the next step; they register themselves with `faults.FAULTS`."""
+"""Faults of the optimizer's update and of cached weights in the next step.
+
+Importing this module registers them with `faults.FAULTS`.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +28,9 @@ fault_of_update = partial(fault, weights=("fp32", "bf16", "bf16_exact"))
 
 
 def after_update(run: SmallRun, patch: Patch, then: Callable[[int], object]) -> None:
-    """Calls `then` after each update, with how many there have been."""
-    step, count = run.optimizer.step, itertools.count(1)
+    """Call `then` after every update with the number of updates so far."""
+    step = run.optimizer.step
+    count = itertools.count(1)
 
     def stepped(**options: Any) -> None:
         step(**options)
@@ -40,12 +44,12 @@ def not_clipped(run: SmallRun, patch: Patch) -> None:
     patch.setattr(adamw, "clip_coefficient", lambda norm, limit: None)
 
 
-@fault_of_update("moments are not corrected for their bias")
+@fault_of_update("the second moment is not corrected for bias")
 def no_bias_correction(run: SmallRun, patch: Patch) -> None:
     patch.setattr(adamw.Hyperparameters, "bias_correction2_sqrt", 1.0)
 
 
-@fault_of_update("each update is made twice")
+@fault_of_update("each update is applied twice")
 def each_update_twice(run: SmallRun, patch: Patch) -> None:
     step = run.optimizer.step
     after_update(run, patch, lambda _: step())
@@ -58,13 +62,13 @@ def one_weight_never_updated(run: SmallRun, patch: Patch) -> None:
     after_update(run, patch, lambda _: weight.data.copy_(before))
 
 
-@fault_of_update("norms decay")
+@fault_of_update("the weights of norms decay")
 def norms_decay(run: SmallRun, patch: Patch) -> None:
     patch.setitem(run.optimizer.param_groups[1], "weight_decay", 0.1)
 
 
 def in_bf16_on_a_cpu(run: SmallRun) -> bool:
-    """A GPU's kernel takes the weight apart by itself."""
+    """Return whether the run computes in BF16 on a CPU. A GPU's kernel splits weights itself."""
     return (
         run.accelerator.device.type == "cpu" and run.packed.context.compute_dtype == torch.bfloat16
     )
@@ -79,7 +83,7 @@ def low_bits_dropped(run: SmallRun, patch: Patch) -> None:
 
 
 @fault_of_update(
-    "a weight's copy is stale in every second step",
+    "a weight's cached copy is stale in every second step",
     lambda run: quantized(run) or bool(run.packed.fused and run.has_copies),
 )
 def stale_copy(run: SmallRun, patch: Patch) -> None:
@@ -97,7 +101,7 @@ def stale_copy(run: SmallRun, patch: Patch) -> None:
     patch.setattr(Gemm, "weight_operand", stale(Gemm.weight_operand))
 
 
-@fault("a weight's copy is stale from a step's second microbatch on", emulated)
+@fault("a weight's cached copy is stale from the second microbatch of a step on", emulated)
 def stale_later(run: SmallRun, patch: Patch) -> None:
     def later(gemm: emulation.EmulatedGemm, *args: Any, refresh: bool, **options: Any) -> Any:
         operand = get(gemm, *args, refresh=refresh, **options)
@@ -106,18 +110,24 @@ def stale_later(run: SmallRun, patch: Patch) -> None:
             last[gemm.name] = operand
         return operand if refresh else before[gemm.name]
 
-    get, before, last = emulation.EmulatedGemm.weight_operand, {}, {}
+    get = emulation.EmulatedGemm.weight_operand
+    before = {}
+    last = {}
     patch.setattr(emulation.EmulatedGemm, "weight_operand", later)
 
 
 def changing_passes(change: Callable[[SmallRun, Callable[..., Tensor], StepBatches], Any]) -> Make:
-    """Training's, not parity's. `change` is called with what makes them of a step's batches."""
+    """Return a fault of the passes in training, which parity does not use.
+
+    `change(run, passes, step)` replaces the passes of a step. `passes` runs them on a step's
+    batches.
+    """
 
     def make(run: SmallRun, patch: Patch) -> None:
-        def changed(model: Any, step: StepBatches, *others: Any) -> Any:
-            return change(run, lambda batches: every(model, batches, *others), step)
+        def changed(model: Any, step: StepBatches, *rest: Any) -> Any:
+            return change(run, lambda batches: real(model, batches, *rest), step)
 
-        every = packed.forward_backward
+        real = packed.forward_backward
         patch.setattr(packed, "forward_backward", changed)
 
     return make
@@ -131,11 +141,14 @@ def last_microbatch_dropped(
     return passes(replace(step, microbatches=step.microbatches[:-1]))
 
 
-@fault_of_update("gradients add up in BF16, not in FP32", lambda run: not run.accelerator.is_fsdp2)
+@fault_of_update(
+    "gradients are accumulated in BF16, not in FP32", lambda run: not run.accelerator.is_fsdp2
+)
 def sums_in_bf16(run: SmallRun, patch: Patch) -> None:
     table = run.packed.get_input_embeddings()
     if table.weight.dtype == torch.bfloat16:
-        vars(table).pop("forward", None)  # it adds a table's rows to FP32 sums alone
+        # The replaced forward adds an embedding's rows to FP32 sums only.
+        vars(table).pop("forward", None)
     gradients.attach_main_gradients(
         run.packed, torch.bfloat16, run.packed.fused.stacks if run.packed.fused else ()
     )
@@ -147,7 +160,7 @@ def round_to_bf16(run: SmallRun) -> None:
             gradient.copy_(gradient.bfloat16())
 
 
-@fault_of_update("FP32 sums of gradients are rounded to BF16")
+@fault_of_update("FP32 gradient sums are rounded to BF16")
 @changing_passes
 def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: StepBatches) -> None:
     passes(step)
@@ -155,7 +168,7 @@ def sums_rounded_to_bf16(run: SmallRun, passes: Callable[..., Tensor], step: Ste
 
 
 @fault_of_update(
-    "FP32 sums are rounded to BF16 before each microbatch",
+    "FP32 gradient sums are rounded to BF16 before each microbatch",
     lambda run: len(run.step.microbatches) > 2,
 )
 @changing_passes
@@ -170,7 +183,7 @@ def not_cleared(run: SmallRun, patch: Patch) -> None:
 
 
 @fault_of_update(
-    "a tenth of each gradient stays after a step",
+    "a tenth of each gradient remains after a step",
     lambda run: not run.accelerator.is_fsdp2,
 )
 def tenth_stays(run: SmallRun, patch: Patch) -> None:

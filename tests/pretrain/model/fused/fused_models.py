@@ -119,7 +119,7 @@ def losses_and_gradients(
     }
 
 
-def that_count(gradients: Mapping[str, Tensor]) -> list[str]:
+def significant_parameters(gradients: Mapping[str, Tensor]) -> list[str]:
     """Return the parameters whose gradient is not negligible.
 
     The bias of keys has almost none, because it shifts all scores by the same value.

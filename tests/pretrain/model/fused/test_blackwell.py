@@ -1,7 +1,7 @@
-"""Fused layers and the head in what a B200 multiplies: MXFP8 and NVFP4, by Transformer Engine's own quantizers and products.
+"""Fused layers and the head in MXFP8 and NVFP4, with Transformer Engine's own Python code.
 
-No such GPU was there. The library's Python is the published one; its kernels are the emulation's (tests/te_on_a_cpu.py).
-tests/gpu/test_fused_gpu.py compares the same for whoever has one.
+No Blackwell GPU was available. The library's kernels are replaced by emulation
+(tests/te_on_a_cpu.py). tests/gpu/test_fused_gpu.py runs the same comparison on a GPU.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ from tests.pretrain.model.fused.fused_models import (
     ARCHITECTURES,
     build,
     losses_and_gradients,
-    that_count,
+    significant_parameters,
 )
 from tests.te_on_a_cpu import transformer_engine_on_a_cpu
 
 SIZES = {"vocab_size": 128, "tie_word_embeddings": False, "num_key_value_heads": 4}
 ON_BLACKWELL = ("mxfp8", "nvfp4")
-# Our own kernels need a GPU: the formulas that tests hold them to take their place, and say as they do which operands they write.
+# Our kernels need a GPU. The formulas that they are tested against replace them and report the same
+# supported operands.
 ACTIVATION = SimpleNamespace(
     swiglu=formulas.swiglu, swiglu_backward=formulas.swiglu_backward, takes=activation_kernel.takes
 )
@@ -53,32 +54,34 @@ def b200(references: Path) -> Iterator[None]:
         yield
 
 
-def computing_in(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
+def active_everywhere(precision: str, backend: str, keep: tuple[str, ...] = ()) -> ActivePrecision:
+    """Return a precision for all linears and the head, without stochastic rounding."""
     every = {"scope": "linear+head", "keep_bf16_layers": {"last": 0}, "keep_bf16": keep}
     return active_in(precision, backend, **every, **to_nearest(precision))
 
 
-def assembled(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
-    """A model that computes in the first of `actives`, or another, in its turn."""
+def assemble(*actives: ActivePrecision, fused: bool, kind: str = "qwen3") -> PackedLanguageModel:
+    """Build a model for one or more precisions. The first precision is active."""
     hf = build(ARCHITECTURES[kind] | SIZES)
     model.round_weights(hf, torch.bfloat16)
-    layers, made = decoder_layers(hf), make_engines(actives, torch.device("cpu"))
-    context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, made.values())])
+    layers = decoder_layers(hf)
+    engines = make_engines(actives, torch.device("cpu"))
+    context = PrecisionContext(None, torch.bfloat16, backends=[*filter(None, engines.values())])
     packed = PackedLanguageModel(hf, "packed_sdpa", LossSettings(chunk=64), context).train()
     decisions = {
-        made[each.precision.name]: decide(hf, list(layers.values()), each)
-        for each in actives
-        if each.precision.quantized
+        engines[active.precision.name]: decide(hf, list(layers.values()), active)
+        for active in actives
+        if active.precision.quantized
     }
     if fused:
-        arithmetic, why_not = choose_arithmetic("auto", actives[0], "cuda", context)
-        assert arithmetic, why_not
+        arithmetic, reason = choose_arithmetic("auto", actives[0], "cuda", context)
+        assert arithmetic, reason
         arithmetic.kernels = SimpleNamespace(norm=formulas, rotary=formulas, activation=ACTIVATION)
         packed.fused = fuse(layers, decisions, arithmetic)
         assert not packed.fused.left_out
-    for context.backend, each in decisions.items():
-        convert(hf, each, context, packed.fused)
-    context.backend = made[actives[0].precision.name]
+    for context.backend, engine_decisions in decisions.items():
+        convert(hf, engine_decisions, context, packed.fused)
+    context.backend = engines[actives[0].precision.name]
     attach_main_gradients(packed, torch.float32, packed.fused.stacks if fused else ())
     return packed
 
@@ -89,14 +92,14 @@ def train(packed: PackedLanguageModel) -> Trained:
 
 @cache
 def in_bf16(kind: str = "qwen3") -> Trained:
-    return train(assembled(computing_in("bf16", "torch"), fused=False, kind=kind))
+    return train(assemble(active_everywhere("bf16", "torch"), fused=False, kind=kind))
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
-def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> None:
+def test_linears_and_the_head_equal_the_emulation_bit_for_bit(precision: str) -> None:
     by_library, emulated = (
-        train(assembled(computing_in(precision, by), fused=False))
-        for by in ("transformer_engine", "emulation")
+        train(assemble(active_everywhere(precision, backend), fused=False))
+        for backend in ("transformer_engine", "emulation")
     )
     assert by_library[0] == emulated[0]
     for name, gradient in emulated[1].items():
@@ -111,28 +114,32 @@ def test_linears_and_the_head_are_the_emulations_bit_for_bit(precision: str) -> 
         ("qwen3", ("down_proj",)),
         ("qwen3", ("gate_proj", "up_proj", "lm_head")),
         ("qwen3", ("[qkv]_proj", "layers.1.*")),
-        # its biases with and without low precision
+        # biases with and without low precision
         ("qwen2", ("gate_proj", "up_proj", "layers.1.self_attn.[qkv]_proj")),
     ],
 )
-def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
+def test_fused_layers_err_as_the_unfused_model_does(
     precision: str, kind: str, keep: tuple[str, ...]
 ) -> None:
-    """They round less often between products, so some values take the next code: the two differ by less than either errs."""
-    active, exact = computing_in(precision, "transformer_engine", keep), in_bf16(kind)
-    packed = assembled(active, fused=True, kind=kind)
+    """Fused layers round less often between products, so that some values get another code.
+
+    Both models differ by less than the error of either.
+    """
+    active = active_everywhere(precision, "transformer_engine", keep)
+    exact = in_bf16(kind)
+    packed = assemble(active, fused=True, kind=kind)
     observer = ProductObserver(active)
     with observer.observing():
         fused = train(packed)
-    unfused = train(assembled(computing_in(precision, "emulation", keep), fused=False, kind=kind))
+    unfused = train(
+        assemble(active_everywhere(precision, "emulation", keep), fused=False, kind=kind)
+    )
     assert fused[0] == pytest.approx(exact[0], rel=2e-3) and fused[0] != exact[0]
-    for name in that_count(exact[1]):
-        errors, apart = (
-            [(each[1][name] - exact[1][name]).norm() for each in (fused, unfused)],
-            fused[1][name] - unfused[1][name],
-        )
+    for name in significant_parameters(exact[1]):
+        errors = [(results[1][name] - exact[1][name]).norm() for results in (fused, unfused)]
+        difference = fused[1][name] - unfused[1][name]
         assert errors[0] < 1.3 * errors[1] + 0.01 * exact[1][name].norm(), name
-        assert apart.norm() < errors[1] + 0.01 * exact[1][name].norm(), name
+        assert difference.norm() < errors[1] + 0.01 * exact[1][name].norm(), name
 
     assert observer.products.keys() >= packed.fused.members.keys()
     for linear, products in observer.products.items():
@@ -144,38 +151,39 @@ def test_fused_layers_multiply_in_it_and_err_as_the_unfused_model_does(
         else:
             assert all(is_expected(product, active) for product in products), products
     assert ("lm_head" in observer.products) == ("lm_head" not in keep), (
-        "the head is observed where it is in low precision"
+        "the head is observed if it computes in low precision"
     )
 
 
 @pytest.mark.parametrize("precision", ON_BLACKWELL)
 @pytest.mark.parametrize("keep", [(), ("down_proj",), ("gate_proj", "up_proj", "lm_head")])
-def test_a_phase_with_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
+def test_a_bf16_forward_shares_the_quantizers_of_the_phase_before(
     precision: str, keep: tuple[str, ...]
 ) -> None:
     actives = [
-        computing_in(each, "transformer_engine", keep)
-        for each in (precision, f"{precision}{PLAIN_FORWARD}")
+        active_everywhere(name, "transformer_engine", keep)
+        for name in (precision, f"{precision}{PLAIN_FORWARD}")
     ]
-    packed = assembled(*actives, fused=True)
-    quantized, (backend, plain_forward) = packed.context.backend, packed.context.backends
+    packed = assemble(*actives, fused=True)
+    quantized = packed.context.backend
+    backend, plain_forward = packed.context.backends
     low = train(packed)
     assert backend is quantized
     with overridden(packed.context, backend=None):
-        in_its_turn = train(packed)
+        bf16 = train(packed)
     observer = ProductObserver(actives[1])
     with overridden(packed.context, backend=plain_forward), observer.observing():
         losses, gradients = train(packed)
-    assert losses == in_its_turn[0] != low[0], "to the bit"
+    assert losses == bf16[0] != low[0], "losses equal those of BF16 bit for bit"
     for linear, products in observer.products.items():
         if not any(is_called(linear, pattern) for pattern in keep):
             assert all(is_expected(product, actives[1]) for product in products), products
     exact = in_bf16()
-    for name in that_count(exact[1]):
+    for name in significant_parameters(exact[1]):
         errors = [
-            (each[name] - exact[1][name]).norm() for each in (gradients, low[1], in_its_turn[1])
+            (results[name] - exact[1][name]).norm() for results in (gradients, low[1], bf16[1])
         ]
         assert (
             errors[2] <= errors[0] <= 1.1 * errors[1] or errors[1] < 0.01 * exact[1][name].norm()
         ), name
-    assert train(packed)[0] == low[0], "and back again"
+    assert train(packed)[0] == low[0], "low precision is unchanged afterwards"

@@ -1,7 +1,7 @@
-"""Transformer Engine's own references in Python, run on a CPU, and the values that quantizers are tried on.
+"""Transformer Engine's Python references on a CPU, and values for tests of quantizers.
 
-TE keeps plain-torch definitions of what its kernels compute, inside a package that cannot be imported without CUDA: what computes
-is TE's code as it stands (tests/te_on_a_cpu.py).
+Transformer Engine defines the results of its kernels in plain torch, in a package that cannot be
+imported without CUDA. tests/te_on_a_cpu.py makes it importable and leaves the code unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NORMALS = 2_000_000
 
 @pytest.fixture(scope="session")
 def te_reference(references: Path) -> Callable[[str], ModuleType]:
-    """TE's module `pytorch/custom_recipes/<name>.py`, such as reference_nvfp4."""
+    """Return a function that imports a module of `custom_recipes`, such as reference_nvfp4."""
 
     def load(name: str) -> ModuleType:
         with transformer_engine_on_a_cpu(references):
@@ -33,13 +33,13 @@ def te_reference(references: Path) -> Callable[[str], ModuleType]:
 
 @pytest.fixture(scope="session")
 def all_bf16() -> Tensor:
-    """Every BF16 value there is: zeros, subnormals, infinities and all NaN among them; [65536] BF16."""
+    """All BF16 values [65536], including zeros, subnormals, infinities and NaNs."""
     return torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
 
 
 @pytest.fixture(scope="session")
 def finite_bf16(all_bf16: Tensor) -> Tensor:
-    """Two million BF16 values [rows, 1024]: every finite one, and normal ones with outliers around them."""
+    """Two million BF16 values [rows, 1024]: normal ones with outliers, then all finite ones."""
     normals = torch.randn(NORMALS // 1024 * 1024 + 1024, generator=torch.Generator().manual_seed(1))
     normals[::977] *= 1000
     normals[::1013] = 0
@@ -50,18 +50,23 @@ def finite_bf16(all_bf16: Tensor) -> Tensor:
 
 @pytest.fixture(scope="session")
 def assert_same_bits() -> Callable[[Tensor, Tensor], None]:
-    """Two FP32 tensors hold the same bits, signs of zero included; all NaN count as one."""
+    """Return a function that asserts that two FP32 tensors have the same bits.
 
-    def check(ours: Tensor, theirs: Tensor) -> None:
-        assert ours.dtype == theirs.dtype == torch.float32 and ours.shape == theirs.shape
-        bits = [each.contiguous().view(torch.int32) for each in (ours, theirs)]
-        if torch.equal(*bits):  # one pass over all values, not eight
+    Signs of zeros count. All NaNs are equal.
+    """
+
+    def check(actual: Tensor, expected: Tensor) -> None:
+        assert actual.dtype == expected.dtype == torch.float32 and actual.shape == expected.shape
+        bits = [tensor.contiguous().view(torch.int32) for tensor in (actual, expected)]
+        if torch.equal(*bits):  # one pass over all values instead of eight
             return
-        differ = (bits[0] != bits[1]) & ~(ours.isnan() & theirs.isnan())
+        differ = (bits[0] != bits[1]) & ~(actual.isnan() & expected.isnan())
         first = differ.nonzero()[:5].tolist()
-        shown = [(place, ours[tuple(place)].item(), theirs[tuple(place)].item()) for place in first]
+        shown = [
+            (place, actual[tuple(place)].item(), expected[tuple(place)].item()) for place in first
+        ]
         assert not differ.any(), (
-            f"{differ.sum()} of {differ.numel()} differ; first (place, ours, theirs): {shown}"
+            f"{differ.sum()} of {differ.numel()} differ; first (place, actual, expected): {shown}"
         )
 
     return check

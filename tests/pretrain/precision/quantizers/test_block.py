@@ -1,4 +1,4 @@
-"""Block-wise FP8 against one slice after another in NumPy and ml_dtypes, as the kernels' rule reads."""
+"""Block-wise FP8 equals a loop over slices in NumPy and ml_dtypes by the kernels' rule."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ by_layout = pytest.mark.parametrize("two_dimensional", [False, True], ids=["rows
 
 
 def slice_by_slice(x: Tensor, grid: Grid, *, two_dimensional: bool) -> tuple[Tensor, Tensor]:
-    """Codes and decode scales, FP32 of x's shape."""
+    """Return codes and decode scales, FP32 of x's shape."""
     values = x.float().numpy()
-    scaled, decode = np.empty_like(values), np.empty_like(values)
+    scaled = np.empty_like(values)
+    decode = np.empty_like(values)
     height = 128 if two_dimensional else 1
     with np.errstate(all="ignore"):
         for row in range(0, values.shape[0], height):
             for column in range(0, values.shape[1], 128):
-                place = np.s_[row : row + height, column : column + 128]
-                scale = scale_of(values[place], grid.maximum, torch.finfo(x.dtype).max)
-                scaled[place] = values[place] * scale
-                decode[place] = np.float32(1) / scale
+                region = np.s_[row : row + height, column : column + 128]
+                scale = scale_of(values[region], grid.maximum, torch.finfo(x.dtype).max)
+                scaled[region] = values[region] * scale
+                decode[region] = np.float32(1) / scale
     codes = np.clip(scaled, -grid.maximum, grid.maximum).astype(NUMPY[grid.name]).astype(np.float32)
     return torch.from_numpy(codes), torch.from_numpy(decode)
 
 
 def scale_of(values: np.ndarray, maximum: float, overflow: float) -> np.float32:
-    amax = np.float32(np.fmax.reduce(np.abs(values), axis=None, initial=0))  # fmax passes over NaN
+    amax = np.float32(np.fmax.reduce(np.abs(values), axis=None, initial=0))  # fmax ignores NaN
     if amax == 0 or not np.isfinite(amax):
         return np.float32(1)
     scale = np.float32(maximum) / amax
@@ -55,20 +56,20 @@ def assert_slice_by_slice(
 
 @pytest.fixture(scope="module")
 def many_values(finite_bf16: Tensor, all_bf16: Tensor) -> Tensor:
-    """Two million BF16 values, every finite one among them, and rows and squares of every other kind."""
+    """Two million BF16 values with all finite ones, and rows and squares of other kinds."""
     x = torch.cat([all_bf16.view(64, 1024), finite_bf16])
     x = torch.cat([x, x[: -len(x) % 128]])
     x[64 : 64 + 128, :128] = 0
     x[200, :128] = -0.0
     x[300, 5], x[301, 6], x[302, 7] = torch.nan, torch.inf, -torch.inf
     x[310, :128] = torch.nan
-    x[512:640, 256:384] = 1e-39  # its scale overflows
+    x[512:640, 256:384] = 1e-39  # The scale of this block overflows.
     x[640:768, 256:384] *= 2.0**-110
     return x
 
 
 @by_layout
-def test_two_million_values_are_quantized_as_slice_by_slice(
+def test_two_million_values_equal_the_loop_over_slices(
     two_dimensional: bool, many_values: Tensor, assert_same_bits: Callable
 ):
     options = {"two_dimensional": two_dimensional}
@@ -79,10 +80,14 @@ def test_two_million_values_are_quantized_as_slice_by_slice(
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.tuples(*[st.sampled_from([128, 256, 384])] * 2), st.integers(0, 2**16), st.sampled_from([torch.bfloat16, torch.float32]),
-    st.sampled_from([E4M3, E5M2]), st.booleans(), st.booleans(),
-)  # fmt: skip
-def test_any_shape_dtype_and_stride_is_quantized_as_slice_by_slice(
+    st.tuples(*[st.sampled_from([128, 256, 384])] * 2),
+    st.integers(0, 2**16),
+    st.sampled_from([torch.bfloat16, torch.float32]),
+    st.sampled_from([E4M3, E5M2]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_any_shape_dtype_and_stride_equals_the_loop_over_slices(
     assert_same_bits: Callable,
     shape: tuple[int, int],
     seed: int,

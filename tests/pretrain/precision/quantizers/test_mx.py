@@ -1,4 +1,4 @@
-"""MXFP8 and MXFP4 against NumPy with ml_dtypes, bit for bit."""
+"""MXFP8 and MXFP4 equal NumPy with ml_dtypes bit for bit."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ Check = Callable[[Tensor, Grid], None]
 
 
 def in_numpy(blocks: np.ndarray, grid: Grid) -> tuple[np.ndarray, np.ndarray]:
-    """FP32 blocks [..., values] to their codes, FP32, and E8M0 scales [..., 1], by exponents and ml_dtypes' own conversions."""
+    """Return FP32 codes and E8M0 scales [..., 1] of FP32 blocks [..., values], by exponents."""
     amax = np.fmax.reduce(np.abs(blocks), axis=-1, initial=0, keepdims=True)
-    of_what = amax * (np.float32(1) / np.float32(grid.maximum))
-    mantissa, exponent = np.frexp(of_what)  # mantissa in [0.5, 1)
+    ratio = amax * (np.float32(1) / np.float32(grid.maximum))
+    mantissa, exponent = np.frexp(ratio)  # mantissa in [0.5, 1)
     exponent = exponent - (mantissa == 0.5)
-    exponent[of_what == 0] = -127
+    exponent[ratio == 0] = -127
     exponent[np.isinf(amax)] = 127
     exponent = exponent.clip(-127, 127)
     scaled = np.ldexp(blocks, -exponent).clip(-grid.maximum, grid.maximum)
@@ -39,7 +39,7 @@ def blocks_of(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def check(assert_same_bits: SameBits) -> Check:
-    """That x has the codes, scales and bytes of scales that NumPy finds."""
+    """Return a function that compares codes, scales and bytes of scales of x with NumPy's."""
 
     def check(x: Tensor, grid: Grid) -> None:
         quantized = blocks.quantize_mx(x, grid)
@@ -47,7 +47,7 @@ def check(assert_same_bits: SameBits) -> Check:
         assert_same_bits(blocks_of(quantized.codes), torch.from_numpy(codes))
         decoded = torch.from_numpy(scales.view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
         assert_same_bits(blocks_of(quantized.block_scale), decoded.expand(codes.shape))
-        # as they lie in memory
+        # the bytes in memory
         in_bytes = blocks_of(quantized.block_scale)[..., :1].view(torch.int32) >> 23
         assert np.array_equal(in_bytes.numpy(), scales)
 
@@ -55,14 +55,12 @@ def check(assert_same_bits: SameBits) -> Check:
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_two_million_values_have_the_codes_and_scales_that_numpy_finds(
-    check: Check, finite_bf16: Tensor, grid: Grid
-) -> None:
+def test_two_million_values_agree_with_numpy(check: Check, finite_bf16: Tensor, grid: Grid) -> None:
     check(finite_bf16, grid)
 
 
-def test_fp32_values_a_bit_from_where_the_scale_changes_have_numpys_scales(check: Check) -> None:
-    """Blocks [n, 32] whose amax is 448 * 2^k, one ulp more or less; over all k, subnormals too."""
+def test_amaxes_next_to_a_change_of_the_scale_agree_with_numpy(check: Check) -> None:
+    """Blocks [n, 32] with an amax of 448 * 2^k and its neighbours, for all k and subnormals."""
     exact = torch.tensor(
         [448.0 * 2.0**k for k in range(-150, 119) if 448.0 * 2.0**k < 3e38], dtype=torch.float64
     ).float()
@@ -76,7 +74,7 @@ def test_fp32_values_a_bit_from_where_the_scale_changes_have_numpys_scales(check
     check(amax[:, None] * torch.linspace(-1, 1, blocks.MX_BLOCK), E4M3)
 
 
-def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check) -> None:
+def test_infinities_saturate_and_nan_does_not_spread(check: Check) -> None:
     x = torch.randn(4, 64)
     x[0, 3], x[1, 40], x[2, 5], x[3] = torch.inf, -torch.inf, torch.nan, torch.nan
     check(x, E4M3)
@@ -87,9 +85,7 @@ def test_infinities_saturate_and_a_nan_leaves_its_neighbours_alone(check: Check)
 
 
 @pytest.mark.parametrize("grid", [E4M3, E5M2, E2M1], ids=lambda grid: grid.name)
-def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(
-    finite_bf16: Tensor, grid: Grid
-) -> None:
+def test_mx_operands_are_exact_in_bf16(finite_bf16: Tensor, grid: Grid) -> None:
     quantized = blocks.quantize_mx(finite_bf16, grid)
     operand = blocks_of(quantized.operand)
     amax = blocks_of(finite_bf16.float().abs()).amax(dim=-1)

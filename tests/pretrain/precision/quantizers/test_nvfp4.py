@@ -1,4 +1,4 @@
-"""NVFP4 and its Hadamard transform against Transformer Engine's reference and against NumPy with ml_dtypes, bit for bit."""
+"""NVFP4 and its Hadamard transform equal Transformer Engine's reference and NumPy bit for bit."""
 
 from __future__ import annotations
 
@@ -22,19 +22,25 @@ Check = Callable[[Tensor], None]
 
 @pytest.fixture(scope="module")
 def values(finite_bf16: Tensor) -> Tensor:
-    """Two million BF16 values [rows, 1024] with every kind of block scale: rows from the tensor's amax down to 2^-40 of it."""
+    """Two million BF16 values [rows, 1024] with all kinds of block scales.
+
+    Rows range from the tensor's amax down to 2^-40 of it.
+    """
     rows = finite_bf16[:2016].float() * torch.exp2(-torch.arange(2016.0) % 41)[:, None]
     rows[3] = 0
     rows[5, ::2] = -0.0
     rows[7, 100:200] = 0
     rows[11] = 2.0**-130  # subnormal in FP32 and BF16
-    # ties, where the scales are powers of two
+    # ties, if the scales are powers of two
     rows[13:15] = torch.arange(-1024.0, 1024.0).view(2, 1024) * 0.25
     return rows.bfloat16().contiguous()
 
 
 def in_numpy(blocks: np.ndarray, amax: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """FP32 blocks [..., values] and their tensor's amax to E2M1 codes and E4M3 scales, both FP32."""
+    """Return FP32 codes (E2M1) and scales (E4M3) of FP32 blocks [..., values].
+
+    `amax` is that of the tensor.
+    """
     one, six, largest = np.float32(1), np.float32(6), np.finfo(np.float32).max
     with np.errstate(divide="ignore", over="ignore"):
         encode = np.minimum(np.float32(2688) / np.float32(amax), largest)
@@ -49,7 +55,7 @@ def in_numpy(blocks: np.ndarray, amax: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 @pytest.fixture(scope="module")
 def check(assert_same_bits: SameBits) -> Check:
-    """That x has the codes and scales that NumPy finds."""
+    """Return a function that compares the codes and scales of x with NumPy's."""
 
     def check(x: Tensor) -> None:
         quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
@@ -64,7 +70,7 @@ def check(assert_same_bits: SameBits) -> Check:
     return check
 
 
-def test_the_hadamard_transform_of_two_million_values_is_transformer_engines(
+def test_the_hadamard_transform_equals_transformer_engines(
     te_reference: Callable[[str], ModuleType], finite_bf16: Tensor
 ) -> None:
     module = te_reference("reference_nvfp4")
@@ -80,7 +86,7 @@ def test_the_hadamard_transform_of_two_million_values_is_transformer_engines(
 
 
 @pytest.mark.parametrize("tile", [(1, 16), (16, 16)], ids=["rows", "squares"])
-def test_two_million_values_have_transformer_engines_codes_and_scales(
+def test_codes_and_scales_equal_transformer_engines(
     te_reference: Callable[[str], ModuleType],
     assert_same_bits: SameBits,
     values: Tensor,
@@ -88,16 +94,16 @@ def test_two_million_values_have_transformer_engines_codes_and_scales(
 ) -> None:
     module = te_reference("reference_nvfp4")
     options = {"rowwise": True, "columnwise": False, "quant_tile_shape": tile}
-    theirs = module.NVFP4QuantizerRef(
+    reference = module.NVFP4QuantizerRef(
         dtype=module.reference_utils.Fp4Formats.E2M1, **options
     ).quantize(values)
     quantized = blocks.quantize_nvfp4(values, two_dimensional=tile == (16, 16))
-    assert_same_bits(quantized.codes, module.cast_from_fp4x2(theirs.data, torch.float32))
+    assert_same_bits(quantized.codes, module.cast_from_fp4x2(reference.data, torch.float32))
     assert_same_bits(
-        quantized.block_scale, theirs.scale.float().repeat_interleave(blocks.NVFP4_BLOCK, dim=-1)
+        quantized.block_scale, reference.scale.float().repeat_interleave(blocks.NVFP4_BLOCK, dim=-1)
     )
     assert_same_bits(
-        quantized.tensor_scale, (theirs.global_amax_row.double() / 2688).float().squeeze()
+        quantized.tensor_scale, (reference.global_amax_row.double() / 2688).float().squeeze()
     )
 
 
@@ -111,7 +117,7 @@ def test_zeros_stay_zeros_without_a_nan(assert_same_bits: SameBits, two_dimensio
             assert_same_bits(tensor, torch.zeros(16, 32))
 
 
-def test_an_infinity_or_a_nan_shows_in_the_tensor_scale() -> None:
+def test_infinity_and_nan_show_in_the_tensor_scale() -> None:
     x = torch.randn(16, 32)
     x[3, 3] = -torch.inf
     quantized = blocks.quantize_nvfp4(x, two_dimensional=False)
@@ -123,9 +129,7 @@ def test_an_infinity_or_a_nan_shows_in_the_tensor_scale() -> None:
 
 
 @pytest.mark.parametrize("two_dimensional", [False, True])
-def test_a_product_can_take_the_operand_in_bf16_without_losing_a_bit(
-    values: Tensor, two_dimensional: bool
-) -> None:
+def test_nvfp4_operands_are_exact_in_bf16(values: Tensor, two_dimensional: bool) -> None:
     quantized = blocks.quantize_nvfp4(values[:1600], two_dimensional=two_dimensional)
     assert torch.equal(quantized.operand, quantized.operand_in(torch.bfloat16).float())
     mantissas = torch.frexp(quantized.operand).mantissa * 2**6

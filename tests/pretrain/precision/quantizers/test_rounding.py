@@ -1,4 +1,4 @@
-"""Rounding to a grid against ml_dtypes' casts on millions of bit patterns, and by closed forms."""
+"""Rounding to a grid equals casts of ml_dtypes on millions of bit patterns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ by_name = pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: grid.name)
 
 
 def values_of(grid: Grid) -> Tensor:
-    """Every finite value that the format holds, ascending, -0.0 left out; FP32, read off ml_dtypes' bytes."""
+    """Return all finite FP32 values of the format in ascending order, without -0.0.
+
+    They are read from ml_dtypes.
+    """
     bits = 4 if grid.name == "E2M1" else 8
     values = np.arange(2**bits, dtype=np.uint8).view(NUMPY[grid.name]).astype(np.float32)
     return torch.from_numpy(np.unique(values[np.isfinite(values)] + 0.0))
@@ -36,7 +39,11 @@ def with_neighbours(values: Tensor) -> Tensor:
 
 @pytest.fixture(scope="module")
 def many_values(all_bf16: Tensor) -> Tensor:
-    """Every 1999th FP32 bit pattern, every BF16 value, every tie of every grid and both its neighbours: 2.2 million values."""
+    """Return 2.2 million values with all ties of all grids.
+
+    Every 1999th FP32 bit pattern, all BF16 values, and all grid values and ties with both
+    neighbours.
+    """
     patterns = torch.arange(-(2**31), 2**31, 1999).to(torch.int32).view(torch.float32)
     ties = [with_neighbours((values_of(grid)[1:] + values_of(grid)[:-1]) / 2) for grid in GRIDS]
     on_grid = [with_neighbours(values_of(grid)) for grid in GRIDS]
@@ -48,7 +55,7 @@ def many_values(all_bf16: Tensor) -> Tensor:
 
 
 @by_name
-def test_rounding_is_ml_dtypes_cast_of_the_clamped_value(
+def test_rounding_equals_a_cast_of_the_clamped_value(
     grid: Grid, many_values: Tensor, assert_same_bits: Callable
 ):
     values = many_values[~many_values.isnan()]
@@ -62,7 +69,7 @@ def test_rounding_is_ml_dtypes_cast_of_the_clamped_value(
 
 
 @by_name
-def test_nan_stays_and_zeros_keep_their_sign(grid: Grid):
+def test_rounding_keeps_nan_and_the_sign_of_zeros(grid: Grid):
     x = torch.tensor([torch.nan, 0.0, -0.0, 1e-40, -1e-40])
     for rounded in (round_to_grid(x, grid), round_stochastically(x, grid, torch.full((5,), 0.5))):
         assert rounded[0].isnan()
@@ -75,8 +82,11 @@ def test_nan_stays_and_zeros_keep_their_sign(grid: Grid):
 
 
 @by_name
-def test_stochastic_rounding_goes_up_as_often_as_the_way_is_far(grid: Grid):
-    """All of 16 equally spaced chances, tried on every sixteenth of the way between all neighbours: counted, not estimated."""
+def test_stochastic_rounding_rounds_up_in_proportion_to_the_distance(grid: Grid):
+    """All 16 equally spaced random numbers are tried on 16 points between all neighbours.
+
+    The frequencies are therefore exact.
+    """
     values = values_of(grid)
     lower, upper = values[:-1, None, None], values[1:, None, None]
     sixteenths = torch.arange(16)[None, :, None]

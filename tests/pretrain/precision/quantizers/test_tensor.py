@@ -1,4 +1,4 @@
-"""Per-tensor FP8: its scales against the rules that TE publishes, written in NumPy, and its codes against TE's own reference."""
+"""Per-tensor FP8: scales equal Transformer Engine's published rules, and codes its reference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AMAX = st.one_of(st.floats(0, width=32), st.sampled_from([0.0, 1e-45, 1e-37, 1.0
 
 @pytest.fixture(scope="module")
 def every_amax() -> Tensor:
-    """Every 997th FP32 bit pattern from zero through subnormals to infinity and NaN: 2.2 million."""
+    """Every 997th FP32 bit pattern from zero to infinity and NaN, 2.2 million values."""
     patterns = torch.arange(0, 2**31, 997).to(torch.int32).view(torch.float32)
     return torch.cat(
         [patterns, torch.tensor([torch.inf, torch.nan, 448.0, 57344.0, 1.3165537e-36])]
@@ -32,7 +32,7 @@ def every_amax() -> Tensor:
 
 @by_grid
 @by_power_of_two
-def test_the_scale_is_the_rule_in_fp32_arithmetic(
+def test_scales_equal_the_rule_in_fp32_arithmetic(
     grid: Grid, power_of_two: bool, every_amax: Tensor, assert_same_bits: Callable
 ):
     amax = every_amax.numpy()
@@ -48,7 +48,7 @@ def test_the_scale_is_the_rule_in_fp32_arithmetic(
     )
 
 
-def test_the_decode_scale_is_the_fp32_reciprocal_subnormal_ones_too(
+def test_decode_scales_are_fp32_reciprocals_even_if_subnormal(
     every_amax: Tensor, assert_same_bits: Callable
 ):
     scales = every_amax[every_amax > 0]
@@ -60,42 +60,44 @@ def test_the_decode_scale_is_the_fp32_reciprocal_subnormal_ones_too(
 
 @by_grid
 @by_power_of_two
-def test_current_scaling_is_transformer_engines_reference(
+def test_current_scaling_equals_transformer_engines_reference(
     grid: Grid,
     power_of_two: bool,
     finite_bf16: Tensor,
     te_reference: Callable,
     assert_same_bits: Callable,
 ):
-    """The reference leaves infinities and an overflowing scale of BF16 to the kernels, so neither is among these values."""
+    """The reference leaves infinities and overflowing scales to the kernels.
+
+    The tested values have neither.
+    """
     reference = te_reference("reference_current_scaling").CurrentScalingQuantizerRef(
         TORCH[grid.name], pow_2_scales=power_of_two
     )
-    theirs = reference.quantize(finite_bf16)
+    reference_result = reference.quantize(finite_bf16)
     scale = tensor.scale_from_amax(
         tensor.absolute_maximum(finite_bf16), grid.maximum, power_of_two=power_of_two
     )
-    ours = tensor.quantize(finite_bf16, scale, grid)
-    assert_same_bits(ours.codes, theirs.data.float())
-    assert_same_bits(ours.codes.t(), theirs.data_t.float())
-    assert_same_bits(ours.tensor_scale.reshape(1), theirs.scale)
+    quantized = tensor.quantize(finite_bf16, scale, grid)
+    assert_same_bits(quantized.codes, reference_result.data.float())
+    assert_same_bits(quantized.codes.t(), reference_result.data_t.float())
+    assert_same_bits(quantized.tensor_scale.reshape(1), reference_result.scale)
 
 
-# Delayed scaling's history
+# ── History of delayed scaling ─────────────────────────────────────────────────────────
 
 
 def one_column(
     history: list[float], scale: float, maximum: float, margin: int, algorithm: str
 ) -> tuple[list[float], float]:
-    """TE's fused kernel for one scale, in scalar steps."""
+    """Return history and scale after the update of TE's fused kernel, in scalar steps."""
     newest = history[0]
     if newest == 0:
         return history, scale
-    largest = (
-        max((value for value in history if not math.isnan(value)), default=0.0)
-        if algorithm == "max"
-        else newest
-    )
+    if algorithm == "max":
+        largest = max((value for value in history if not math.isnan(value)), default=0.0)
+    else:
+        largest = newest
     if math.isfinite(largest) and largest > 0:
         with np.errstate(over="ignore"):
             scale = min(
@@ -106,7 +108,8 @@ def one_column(
 
 @st.composite
 def histories(draw: st.DrawFn, amax: st.SearchStrategy[float] = AMAX) -> Tensor:
-    length, columns = draw(st.integers(1, 6)), draw(st.integers(1, 4))
+    length = draw(st.integers(1, 6))
+    columns = draw(st.integers(1, 4))
     return torch.tensor([[draw(amax) for _ in range(columns)] for _ in range(length)])
 
 
@@ -117,7 +120,7 @@ def histories(draw: st.DrawFn, amax: st.SearchStrategy[float] = AMAX) -> Tensor:
     st.integers(-2, 4),
     st.sampled_from(["max", "most_recent"]),
 )
-def test_a_step_moves_the_history_and_sets_the_scale_as_the_fused_kernel(
+def test_an_update_of_history_and_scale_equals_the_fused_kernel(
     history: Tensor, maximum: float, margin: int, algorithm: str
 ):
     scale = torch.arange(1, history.shape[1] + 1).float()
