@@ -152,7 +152,7 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     wrap_layers(
         model,
         recipe.model,
-        cast_to=(job.compute_dtype if has_copies else None),
+        cast_to=job.compute_dtype if has_copies else None,
         compile_layers=compiles,
     )
 
@@ -376,6 +376,6 @@ if __name__ == "__main__":
     # Imported objects stay. Without this, each collection would look through them, which took a
     # third of a second.
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or Triton's library reports what it holds as leaked
+    atexit.register(gc.unfreeze)  # or Triton's library reports its objects as leaked
     gc.enable()
     sys.exit(main())

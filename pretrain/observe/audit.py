@@ -38,7 +38,7 @@ from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
-# An entry of `products` in audit.json: what was requested of a module, and what it did.
+# An entry of `products` in audit.json: the requested and the effective precision of a module.
 Entry = dict[str, Any]
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them

@@ -49,7 +49,7 @@ BOUND_LEEWAY = 1.1
 ORDER_OF_SUMS = 2.0**-10
 # Cosine of the directions of two errors. The same scales give 0.8 or more, other ones about zero.
 LEAST_LIKENESS = 0.5
-# The cosine among draws of stochastic rounding from which on it is meaningful.
+# Below this cosine among draws of stochastic rounding, the likeness has no meaning.
 KNOWN_LIKENESS = 0.1
 # Relative tolerance of an amax, which may be that of a norm's output before it is rounded to BF16.
 AMAX_TOLERANCE = 2.0**-6
@@ -141,7 +141,7 @@ class _ProductCheck:
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The head's products run once for each chunk of tokens.
         self._head = packed.hf.get_output_embeddings().state.name
-        # All products quantize alike what is laid out with the axis of the sum last.
+        # One quantizer for all products, because samples have the axis of the sum last.
         self._quantize = {
             role: self._precision.along_features(active.settings, role) for role in get_args(Role)
         }

@@ -93,7 +93,7 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
     return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
 
 
-# ── Whether operands are those of their format ────────────────────────────────────────────────────
+# ── The check of an operand against its format ────────────────────────────────────────────────────
 
 
 def examine(

@@ -39,8 +39,7 @@ from pretrain.settings.config import resolved
 
 # Stop code of a failure. Ranks agree on the largest code, so it exceeds every signal number.
 FAILED = 999
-# Settings that scales of gradients depend on: the largest code, the loss, and the number of tokens
-# by which it is divided.
+# Settings that scales of gradients depend on: the largest code, the loss, and its divisor.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 # ── Save ──────────────────────────────────────────────────────────────────────────────────────────
@@ -373,7 +372,7 @@ def roll_back(run: Run, reason: str | None) -> None:
         run.health.state.switched_after
     )
     resume_precision(run, source)
-    # Observers see the next two steps as those of a new process.
+    # New observers check the next two steps, as after a start.
     run.observers.finish()
     run.observers = make_observers(run)
     run.write_audit()

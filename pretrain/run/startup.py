@@ -61,7 +61,7 @@ def make_observers(run: Run, *, profiles: bool = False) -> Observers:
     if profiles:
         observers.append(StepProfile(run.folder.path, accelerator, run.state, run.console))
     if recipe.log.gap:
-        # First of those that look at the passes, so that none of them sees its pass in BF16.
+        # Before other observers of the passes, so that they do not see its pass in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
         ProductAudit(model, run.precision, every, run.write_audit),
@@ -165,7 +165,7 @@ def largest_that_fits(
     others waiting. So trials grow from half a pack, and each size is predicted to fit from the
     smaller ones on the fullest rank.
     """
-    model.train()  # a model from a folder is in evaluation mode, in which no layer is recomputed
+    model.train()  # a model from a folder is in evaluation mode, and then recomputes no layer
     limit = -largest_over_ranks(accelerator, -usable)
     length = make_batch(1).max_seqlen
     half = math.ceil(length / (2 * multiple_of)) * multiple_of
