@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -245,7 +245,9 @@ class ProductObserver(ProductWatcher):
             return
         settings = self._active.settings
         roles = OPERANDS[call.gemm]
-        self._note(call, *(precision.operand_kind(settings, role) for role in roles))
+        kinds = [precision.operand_kind(settings, role) for role in roles]
+        if not self._note(call, *kinds):
+            return
         for role, matrix, (of_blocks, of_tensor) in zip(
             roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
         ):
@@ -263,7 +265,8 @@ class ProductObserver(ProductWatcher):
         call = self._calls[-1]
         grids = dict(FP8_FORMATS.values())
         kinds = [f"{grids[codes.dtype].name.lower()} tensor-scaled" for codes, _ in factors]
-        self._note(call, *kinds)
+        if not self._note(call, *kinds):
+            return
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
             scale = scales.flatten()[0]
             grid = grids[codes.dtype]
@@ -280,11 +283,13 @@ class ProductObserver(ProductWatcher):
             return
         call = self._calls[-1]
         te = sys.modules.get("transformer_engine.pytorch")
-        self._note(call, *(operand_kind(te, operand) for operand, _ in operands))
+        kinds = [operand_kind(te, operand) for operand, _ in operands]
+        if not self._note(call, *kinds) or te is None:
+            return
         for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
-            if te and isinstance(operand, te.Float8TensorStorage):
+            if isinstance(operand, te.Float8TensorStorage):
                 codes, scales = _tensor_scaled(operand, by_rows)
-            elif te and isinstance(operand, te.Float8BlockwiseQTensorStorage):
+            elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
                 codes, scales = _block_scaled(operand, by_rows)
             else:
                 continue
@@ -300,16 +305,12 @@ class ProductObserver(ProductWatcher):
         grid: Grid,
         bad: Tensor | int = 0,
     ) -> None:
-        """Examine some blocks of an operand, if it is of a low-precision linear to be examined.
+        """Examine some blocks of an operand.
 
         matrix: [rows, k]: FP8 codes, emulated values in blocks, or emulated codes under one scale.
         bad: the number of blocks that are known to be bad.
         """
-        precision = self._active.precision
-        is_left_out = self._examined is not None and self._examined.isdisjoint(call.names)
-        if is_left_out or not isinstance(precision, QuantizedPrecision):
-            return
-        scaling = precision.scaling(role)
+        scaling = cast(QuantizedPrecision, self._active.precision).scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1
         data = matrix.view(torch.uint8) if is_fp8 else matrix
         sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))
@@ -327,9 +328,12 @@ class ProductObserver(ProductWatcher):
         counts[1] += bad
         self._findings.append((call, role, grid, counts))
 
-    def _note(self, call: _Call, left: str, right: str) -> None:
+    def _note(self, call: _Call, left: str, right: str) -> bool:
+        """Record the kinds of a product's operands. Return whether to examine the operands."""
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
+        is_examined = self._examined is None or not self._examined.isdisjoint(call.names)
+        return is_examined and self._active.precision.quantized
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:

@@ -148,9 +148,8 @@ def convert_model(
     Layers are fused if they can be, and linears get products in low precision. Return the model,
     its precision, and a description of the fused layers for the audit.
     """
-    precisions = job.plan.precisions
     first = job.plan.schedule.at(1)
-    engines = make_engines(precisions, device)
+    engines = make_engines(job.plan.precisions, device)
     context = PrecisionContext(
         engines[first.precision.name],
         job.compute_dtype,
@@ -160,7 +159,7 @@ def convert_model(
     packed = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context)
     layers = decoder_layers(hf)
     in_model = {}
-    for active in precisions:
+    for active in job.plan.precisions:
         name = active.precision.name
         quantizes = active.precision.quantized
         decisions = decide(hf, list(layers.values()), active) if quantizes else {}

@@ -320,9 +320,8 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     change the precision. Delayed scaling fills histories that the checkpoint lacks.
     """
     require_restored(source, run.assembly)
-    schedule = run.precision.schedule
-    name = schedule.at(run.state.step + 1).precision.name
-    names = [active.precision.name for active in schedule.precisions()]
+    name = run.precision.schedule.at(run.state.step + 1).precision.name
+    names = [active.precision.name for active in run.precision.schedule.precisions()]
     if not source.is_branch and source.record["precision"] in names:
         name = source.record["precision"]
     run.precision.use(name)
