@@ -274,9 +274,11 @@ class TorchUpdate:
                 yield "weight_decay is", group["weight_decay"], decay
         for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             state = self._optimizer.state[parameter]
-            stored = [("weights", parameter, recipe.weights)]
-            stored.append(("gradients", gradient, recipe.gradients_kept_in))
-            stored += [(name, state[name], recipe.moments_kept_in) for name in MOMENTS]
+            stored = (
+                ("weights", parameter, recipe.weights),
+                ("gradients", gradient, recipe.gradients_kept_in),
+                *((name, state[name], recipe.moments_kept_in) for name in MOMENTS),
+            )
             for kind, tensor, mode in stored:
                 yield f"{kind} are", dtype_name(tensor.dtype), WEIGHT_DTYPES[mode]
 

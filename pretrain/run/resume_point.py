@@ -66,9 +66,8 @@ class ResumePoint:
 
         The run then starts with the first pack of its stream.
         """
-        if job.data.stream is None:
-            return False
-        return self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+        fingerprint = self.record["identity"].get("data.fingerprint")
+        return job.data.stream is not None and fingerprint != job.identity["data.fingerprint"]
 
     def place(self, job: Job) -> int:
         """Return the place in the order of packs after the checkpoint's last pack.

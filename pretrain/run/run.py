@@ -182,12 +182,13 @@ class Run:
         }
         # A key without a meaning in this run is left out. A loss without a label is null.
         record = {key: value for key, value in record.items() if value is not None}
-        record |= batches.sources
-        record |= {name: value if is_labelled else None for name, value in losses.items()}
+        reported: dict[str, float | None] = dict(losses if is_labelled else dict.fromkeys(losses))
         if not math.isfinite(loss):
-            record["loss"] = loss
+            reported["loss"] = loss
         return {
             **record,
+            **batches.sources,
+            **reported,
             **figures,
             "frozen_updates": frozen,
             "step_tokens": batches.tokens,

@@ -201,8 +201,7 @@ def grow(
     Memory is assumed to grow linearly in packs from the last two trials, because much of it is used
     at any size. Sizes grow at most fourfold, so that a deviation from linear growth shows.
     """
-    fewer = first
-    less = most_used(first)
+    fewer, less = first, most_used(first)  # packs and bytes of the last trial
     if less > limit:
         return 0
     largest = int(first) if first in sizes else 0
@@ -215,8 +214,7 @@ def grow(
         else:
             largest = packs
         bytes_per_pack = max((used - less) / (packs - fewer), 0)
-        fewer = packs
-        less = used
+        fewer, less = packs, used
         following = [
             size
             for size in sizes
