@@ -94,7 +94,8 @@ def curves(
     if not gpu:
         environment["ACCELERATE_USE_CPU"] = "true"
     if not (run_dir / "summary.json").exists():
-        shutil.rmtree(run_dir, ignore_errors=True)  # of an interrupted run
+        # Delete what an interrupted run has left.
+        shutil.rmtree(run_dir, ignore_errors=True)
         done = subprocess.run(
             [*command, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True
         )
@@ -124,12 +125,13 @@ def name_of(
     return f"{case}-{launch}-{backward_order}-{hash_of({'wanted': overrides, 'gpu': gpu})[:8]}"
 
 
-def apart(
-    one: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
+def relative_differences(
+    reference: Mapping[str, Sequence[float]], other: Mapping[str, Sequence[float]]
 ) -> dict[str, float | None]:
     """Return the largest relative difference of each figure, and the first step above 1e-6."""
     relative = {
-        key: [abs(b / a - 1) for a, b in zip(one[key], other[key], strict=True)] for key in FIGURES
+        key: [abs(b / a - 1) for a, b in zip(reference[key], other[key], strict=True)]
+        for key in FIGURES
     }
     beyond = [
         step
@@ -170,7 +172,8 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     [str(recipe), *overrides, f"run_dir={run_dir}"], run_dir, **launch
                 )
             differences = {
-                number: apart(by_processes["1"], by_processes[number]) for number in list(runs)[1:]
+                number: relative_differences(by_processes["1"], by_processes[number])
+                for number in list(runs)[1:]
             }
             for number, difference in differences.items():
                 print(f"{arguments.topology}, {name}, processes {number}: {difference}", flush=True)

@@ -54,7 +54,7 @@ STEPS_A_KILL = 12
 ENDS_WITHIN = 60.0
 
 # Keys of a step that depend on the machine. All other values must be equal.
-OF_THE_MACHINE = {
+MACHINE_KEYS = {
     "step_ms",
     "data_wait_ms",
     "tokens_per_second",
@@ -215,7 +215,7 @@ def kill_rank(process: subprocess.Popen[bytes], rank: int) -> float | None:
         ) from None
     if left := psutil.wait_procs(ranks, 1.0)[1]:
         raise SystemExit(
-            f"{len(left)} ranks have outlived their launcher after rank {rank} was killed"
+            f"{len(left)} ranks still run after rank {rank} was killed and their launcher ended"
         )
     return time.monotonic() - killed
 
@@ -245,13 +245,11 @@ def left_behind(run_dir: Path) -> dict[str, Any]:
     for folder in step_folders(checkpoints):
         if problems := find_damage(folder, read_manifest(folder).files):
             raise SystemExit(f"{folder} is damaged after a kill: {'; '.join(problems)}")
-    steps = (
-        [record["step"] for record in read_metrics(run_dir)]
-        if (run_dir / "metrics.jsonl").exists()
-        else []
-    )
+    logged_steps = []
+    if (run_dir / "metrics.jsonl").exists():
+        logged_steps = [record["step"] for record in read_metrics(run_dir)]
     return {
-        "last_step_logged": max(steps, default=0),
+        "last_step_logged": max(logged_steps, default=0),
         "checkpoints": [folder.name for folder in step_folders(checkpoints)],
         "partial_files": sorted(
             path.relative_to(run_dir).as_posix()
@@ -315,10 +313,10 @@ def differences(one: Path, other: Path) -> list[str]:
 
 def _figures(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a record that do not depend on the machine."""
-    return {key: value for key, value in record.items() if key not in OF_THE_MACHINE}
+    return {key: value for key, value in record.items() if key not in MACHINE_KEYS}
 
 
-# ── The proof ─────────────────────────────────────────────────────────────────────────────────────
+# ── Test of a model ───────────────────────────────────────────────────────────────────────────────
 
 
 def prove(
@@ -333,15 +331,15 @@ def prove(
     """Train a model without and with kills. Return the kills, and whether the runs are equal."""
     steps = max(STEPS, STEPS_A_KILL * kills)
     recipe = write_recipe(folder, name, packs, steps, processes)
-    alone = folder / f"{name}-alone"
+    uninterrupted = folder / f"{name}-uninterrupted"
     killed = folder / f"{name}-killed"
     log = folder / f"{name}.log"
     began = time.time()
-    finish(start(command_of(recipe, alone, processes), log, environment), log)
+    finish(start(command_of(recipe, uninterrupted, processes), log, environment), log)
     # config.yaml is written just before the first step.
-    startup = (alone / "config.yaml").stat().st_mtime - began
+    startup = (uninterrupted / "config.yaml").stat().st_mtime - began
 
-    hit = []
+    records = []
     for phase in phases(kills, rng):
         process = start(command_of(recipe, killed, processes), log, environment)
         launched = time.monotonic()
@@ -351,7 +349,7 @@ def prove(
                 f"{name}: the run ended (status {process.returncode}) before a kill while {phase}; "
                 f"see {log}"
             )
-        hit.append(
+        records.append(
             {
                 "phase": phase,
                 "after_seconds": round(time.monotonic() - launched, 3),
@@ -359,17 +357,17 @@ def prove(
             }
         )
         if rank is not None:
-            hit[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2)}
-        print(f"{name}: kill {len(hit)} of {kills} in {phase}: {hit[-1]}", flush=True)
+            records[-1] |= {"rank": rank, "ended_after_seconds": round(ended_after, 2)}
+        print(f"{name}: kill {len(records)} of {kills} in {phase}: {records[-1]}", flush=True)
     finish(start(command_of(recipe, killed, processes), log, environment), log)
 
-    differing = differences(alone, killed)
+    differing = differences(uninterrupted, killed)
     print(f"{name}: {'equal, bit for bit' if not differing else differing[:5]}", flush=True)
     return {
         "model": MODELS[name],
         "steps": steps,
         "startup_seconds": round(startup, 2),
-        "kills": hit,
+        "kills": records,
         "lines_of_metrics": len(read_metrics(killed)),
         "leftovers": left_behind(killed)["partial_files"],
         "equal": not differing,

@@ -1,12 +1,12 @@
-"""Measure the limit of a machine for a model: the rate of each of its matrix products alone.
+"""Measure the limit of a machine for a model: the rate of each of its GEMMs.
 
     python -m benchmarks.limits --recipe benchmarks/qwen3_1_7b.yaml
 
-The measured rates give the floor of a training step: every matrix product that the step needs, at
-the rate that it reaches alone. Attention, norms, the optimizer and idle time count as zero. No
-trainer can be faster. The distance of a trainer from this floor says more than its share of the
-data sheet's peak, which no product reaches. Products of the same input are stacked, as in a fast
-layer: q, k and v are one product, gate and up another.
+The measured rates give the minimum time of a training step: the time of all its GEMMs, each at its
+measured rate. Attention, norms, the optimizer and idle time count as zero. No trainer can be
+faster. The distance of a trainer from this minimum says more than its share of the peak in the data
+sheet, which no GEMM reaches. GEMMs with the same input are stacked, as in a fast layer: q, k and v
+are one GEMM, gate and up another.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def measure(recipe: Recipe) -> dict[str, Any]:
         "tflops": {
             precision: {
                 product.name: {
-                    which: 2 * m * k * n / seconds[precision][product.name][which] / TERA
-                    for which, (m, k, n) in product.sizes(tokens).items()
+                    gemm: 2 * m * k * n / seconds[precision][product.name][gemm] / TERA
+                    for gemm, (m, k, n) in product.sizes(tokens).items()
                 }
                 for product in products
             }
@@ -117,7 +117,8 @@ def stacked_products(flops: ModelFlops) -> list[Product]:
         Product("down", shape.feed_forward, shape.hidden, shape.layers),
         Product("head", shape.hidden, shape.vocabulary, 1),
     ]
-    if sum(6 * p.inputs * p.outputs * p.count for p in products) != flops.per_token_matrix:
+    weights = sum(product.inputs * product.outputs * product.count for product in products)
+    if 6 * weights != flops.per_token_matrix:
         raise InputError(
             "`model`: limits are only known for dense decoders (Llama, Qwen, Mistral, GPT-2); use "
             "one of them"
@@ -136,10 +137,11 @@ def floors(
     """
 
     def total(of_linears: str, of_head: str) -> float:
-        chosen = {
-            p.name: seconds[of_head if p.name == "head" else of_linears][p.name] for p in products
-        }
-        return microbatches * sum(p.count * sum(chosen[p.name].values()) for p in products)
+        step_seconds = 0.0
+        for product in products:
+            precision = of_head if product.name == "head" else of_linears
+            step_seconds += product.count * sum(seconds[precision][product.name].values())
+        return microbatches * step_seconds
 
     named = {
         "fp32": ("fp32", "fp32"),
@@ -162,8 +164,8 @@ def timed(product: Product, tokens: int, precision: str, device: torch.device) -
     run = fp8_product if precision == "fp8" else plain_product
     dtype = FP32 if precision == "fp32" else BF16
     return {
-        which: median_seconds(run(which, *sizes, dtype, device), device)
-        for which, sizes in product.sizes(tokens).items()
+        gemm: median_seconds(run(gemm, *sizes, dtype, device), device)
+        for gemm, sizes in product.sizes(tokens).items()
     }
 
 
@@ -185,17 +187,17 @@ def median_seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def plain_product(
-    which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+    gemm: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
     """Return a call of torch.mm with operands in the memory layout of training.
 
     Weights are [out, in] and activations are [tokens, features].
     """
-    if which == "wgrad":
+    if gemm == "wgrad":
         a = torch.randn(k, m, dtype=dtype, device=device).t()
     else:
         a = torch.randn(m, k, dtype=dtype, device=device)
-    if which == "forward":
+    if gemm == "forward":
         b = torch.randn(n, k, dtype=dtype, device=device).t()
     else:
         b = torch.randn(k, n, dtype=dtype, device=device)
@@ -203,7 +205,7 @@ def plain_product(
 
 
 def fp8_product(
-    which: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
+    gemm: str, m: int, k: int, n: int, dtype: torch.dtype, device: torch.device
 ) -> Callable[[], object]:
     """Return a call of torch._scaled_mm with one scale per tensor and output in `dtype`.
 
@@ -211,7 +213,7 @@ def fp8_product(
     before Blackwell need both operands with the summed dimension innermost. The transposes that
     training needs for that do not count.
     """
-    a = torch.randn(m, k, dtype=dtype, device=device).to(E4M3 if which == "forward" else E5M2)
+    a = torch.randn(m, k, dtype=dtype, device=device).to(E4M3 if gemm == "forward" else E5M2)
     b = torch.randn(n, k, dtype=dtype, device=device).to(E4M3).t()
     one = torch.ones((), device=device)
     return lambda: torch._scaled_mm(

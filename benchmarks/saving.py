@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 -m benchmarks.saving --gb 20 ...     # replicas share the writing
 
 The tensors are as with `weights: bf16_exact`, 12 bytes per parameter, in matrices of 2048 x 6144.
-While a checkpoint is written, a loop computes like a training: products on the device with Python
-in between, which a thread that holds the interpreter lock would slow down.
+While a checkpoint is written, a loop computes like a training: GEMMs on the device with Python in
+between. A thread that holds the interpreter lock would slow down this loop.
 """
 
 from __future__ import annotations
@@ -120,32 +120,30 @@ def measure(
     """Return the median seconds of a save, and the median milliseconds of a step."""
     work = step_on(device)
     checkpoints.save(1, model, optimizer, {})
-    alone = [work() for _ in range(30)]
-    stopped = []
-    durable = []
-    beside = []
+    undisturbed = [work() for _ in range(30)]
+    stop_seconds = []
+    durable_seconds = []
+    disturbed = []
     for step in range(2, 3 + saves):
         began = time.perf_counter()
         checkpoints.save(step, model, optimizer, {}, behind=True)
-        stopped.append(time.perf_counter() - began)
-        meanwhile = []
+        stop_seconds.append(time.perf_counter() - began)
         while not checkpoints._pending.completed.done():
-            meanwhile.append(work())
-        durable.append(time.perf_counter() - began)
+            disturbed.append(work())
+        durable_seconds.append(time.perf_counter() - began)
         checkpoints.wait()
-        beside += meanwhile
     return {
-        "training_stops_seconds": statistics.median(stopped[1:]),
-        "durable_seconds": statistics.median(durable[1:]),
-        "step_ms_alone": statistics.median(alone) * 1e3,
-        "step_ms_while_writing": statistics.median(beside) * 1e3,
+        "training_stops_seconds": statistics.median(stop_seconds[1:]),
+        "durable_seconds": statistics.median(durable_seconds[1:]),
+        "step_ms_alone": statistics.median(undisturbed) * 1e3,
+        "step_ms_while_writing": statistics.median(disturbed) * 1e3,
     }
 
 
 def step_on(device: torch.device) -> Callable[[], float]:
-    """Return a function that computes for some 10 ms, on the device and in Python.
+    """Return a function that computes for about 10 ms, on the device and in Python.
 
-    The function returns its seconds.
+    The function returns the seconds that it took.
     """
     if device.type == "cuda":
         products = 20

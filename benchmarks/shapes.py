@@ -209,7 +209,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def measure_shape(
-    shape: Shape, before: Mapping[str, Any], arguments: argparse.Namespace
+    shape: Shape, earlier: Mapping[str, Any], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """Measure the ways of a shape like `benchmarks.throughput`, and add their MFU.
 
@@ -240,9 +240,10 @@ def measure_shape(
             shape.whole_documents,
         )
         bench = Bench(settings, Path(folder, "result.json"), command(), brief=True)
-        if before.get("settings", {}).get("recipe_text") == bench.result["settings"]["recipe_text"]:
+        recipe_text = bench.result["settings"]["recipe_text"]
+        if earlier.get("settings", {}).get("recipe_text") == recipe_text:
             bench.result["ways"] = {
-                name: way for name, way in before["ways"].items() if name not in ways
+                name: way for name, way in earlier["ways"].items() if name not in ways
             }
         bench.run(shape.entries(model, ways))
         result = json.loads(json.dumps(bench.result).replace(f"{folder}/", ""))

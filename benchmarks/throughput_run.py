@@ -123,20 +123,20 @@ class Bench:
         if go_on and out.exists():
             self._continue(json.loads(out.read_text()))
 
-    def _continue(self, before: dict[str, Any]) -> None:
+    def _continue(self, earlier: dict[str, Any]) -> None:
         """Take over the results `before`. Raises InputError if they have other settings."""
         changed = [
             key
             for key, value in self.result["settings"].items()
-            if before["settings"].get(key) != value
+            if earlier["settings"].get(key) != value
         ]
         if changed:
             raise InputError(
                 f"{self.out}: was measured with other settings ({', '.join(changed)}); name "
                 "another --out"
             )
-        if "environment" in before:
-            old_device = device_and_torch(before["environment"])
+        if "environment" in earlier:
+            old_device = device_and_torch(earlier["environment"])
             new_device = device_and_torch(environment_from_elsewhere())
             if old_device != new_device:
                 raise InputError(
@@ -144,11 +144,11 @@ class Bench:
                     "another --out"
                 )
         self.result |= {
-            key: before[key] for key in ("environment", "limits", "packs") if key in before
+            key: earlier[key] for key in ("environment", "limits", "packs") if key in earlier
         }
         # Failed ways are measured again. A timeout or a missing package may have been the cause.
         self.result["ways"] = {
-            name: way for name, way in before["ways"].items() if way["status"] == "ok"
+            name: way for name, way in earlier["ways"].items() if way["status"] == "ok"
         }
 
     def run(self, entries: Sequence[Entry]) -> None:
@@ -193,13 +193,15 @@ class Bench:
                 "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
                 "TRITON_CACHE_DIR": f"{folder}/triton",
             }
-            measure = self._ours if entry.ours else self._other
+            measure = self._measure_launcher if entry.ours else self._measure_trainer
             environment = {} if self.brief else caches
             measured = measure(entry, environment, Path(folder) / "run")
         return measured | {"wall_seconds": time.perf_counter() - began}
 
-    def _ours(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
-        """Train with this project's launcher. The results are the run's own records."""
+    def _measure_launcher(
+        self, entry: Entry, environment: Mapping[str, str], run_dir: Path
+    ) -> dict[str, Any]:
+        """Train with this project's launcher. The results are the records of the run."""
         settings = self.settings
         overrides = [*settings.overrides, *entry.overrides]
         if self.brief:
@@ -235,7 +237,9 @@ class Bench:
             "audit": {key: value for key, value in audit.items() if key != "products"},
         }
 
-    def _other(self, entry: Entry, environment: Mapping[str, str], run_dir: Path) -> dict[str, Any]:
+    def _measure_trainer(
+        self, entry: Entry, environment: Mapping[str, str], run_dir: Path
+    ) -> dict[str, Any]:
         """Train with another trainer, in the recipe's microbatch or in the largest part that fits.
 
         The microbatch is halved until it fits, because plain transformers keeps all logits.

@@ -96,8 +96,9 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 def free_bytes(path: Path) -> int:
     """Return the free bytes on the disk of `path`, or of its nearest parent that exists."""
     path = path.absolute()
-    existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(
+        next(folder for folder in (path, *path.parents) if folder.exists())
+    ).free
 
 
 ALWAYS_HASHED_BYTES = 2**30
@@ -142,10 +143,9 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
         size = path.stat().st_size
         if size != record.size:
             return f"{record.name}: has {size} bytes instead of {record.size}"
-        if hashed:
-            for algorithm, digest in record.hashes.items():
-                if hash_file(path, algorithm) != digest:
-                    return f"{record.name}: damaged: its {algorithm} differs from the recorded one"
+        for algorithm, digest in record.hashes.items() if hashed else ():
+            if hash_file(path, algorithm) != digest:
+                return f"{record.name}: damaged: its {algorithm} differs from the recorded one"
         return None
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
@@ -218,10 +218,8 @@ def is_locked(path: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
-        return True
     except OSError as error:
-        if error.errno not in CANNOT:
+        if error.errno not in (errno.EWOULDBLOCK, *CANNOT):
             raise
         return True
     return False

@@ -39,17 +39,20 @@ class Progress(tqdm):
         options: Options of tqdm, such as `total` and `initial`, the number already done.
     """
 
-    def __init__(self, task: str, unit: str = "", shown: bool = True, **options: int) -> None:
+    def __init__(self, task: str, unit: str = "", shown: bool = True, **options: Any) -> None:
         on_terminal = sys.stderr.isatty()
-        style: dict[str, Any] = {"file": sys.stderr, "leave": False, "dynamic_ncols": True}
-        style["mininterval"] = TERMINAL_INTERVAL if on_terminal else LOG_INTERVAL
-        if unit:
-            style |= {"unit": f" {unit}", "unit_scale": True, "delay": SHOW_AFTER}
-        else:
-            style["bar_format"] = "{desc}"
-        # A bare name that is erased afterwards is useless in a log.
-        style["disable"] = not shown or not (unit or on_terminal)
-        super().__init__(desc=task, **style, **options)
+        counting = {"unit": f" {unit}", "unit_scale": True, "delay": SHOW_AFTER}
+        options |= counting if unit else {"bar_format": "{desc}"}
+        super().__init__(
+            desc=task,
+            file=sys.stderr,
+            leave=False,
+            dynamic_ncols=True,
+            mininterval=TERMINAL_INTERVAL if on_terminal else LOG_INTERVAL,
+            # A bare name that is erased afterwards is useless in a log.
+            disable=not shown or not (unit or on_terminal),
+            **options,
+        )
 
     def __enter__(self) -> Progress:
         _running_tasks.append(self)

@@ -7,7 +7,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -80,7 +80,7 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
 _MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")
 
 
-def _describe(cls: type[BaseModel], item: dict[str, Any]) -> tuple[str, str]:
+def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
     """Return the dotted key of a pydantic error and the mistake in its value.
 
     The key has no names of union members, which pydantic puts into the location.
@@ -117,8 +117,8 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
         # Many things have a name. A `name` inside of a section does not mean the run's name.
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
-    if key := by_name.get(name.lower()) or other_names.get(name.lower()):
-        return f"did you mean `{key}`?"
+    if match := by_name.get(name.lower()) or other_names.get(name.lower()):
+        return f"did you mean `{match}`?"
     if similar := difflib.get_close_matches(name.lower(), by_name, n=1, cutoff=0.8):
         return f"did you mean `{by_name[similar[0]]}`?"
     known_keys = ", ".join(sorted(_section(cls, keys).model_fields))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from contextlib import suppress
 from types import FrameType
@@ -21,6 +20,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 IF_NOT_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
 # Two SIGINTs within this time are one Ctrl-C, delivered by the terminal and by the launcher.
 REPEAT_SECONDS = 0.5
+_STDERR = 2  # file descriptor
 
 
 class StopRequest:
@@ -80,8 +80,7 @@ class StopRequest:
                 os.kill(os.getpid(), signal.SIGINT)
             self._interrupted_at = self._interrupted_at or now
         if is_first and self._announced:
-            text = f"\n{received.name}: finishing this step, then saving; "
-            text += "a second Ctrl-C exits at once\n"
+            text = f"{received.name}: finishing this step, then saving"
             # The terminal may be gone, and Ctrl-C also ends a `tee` that reads our output.
             with suppress(OSError):
-                os.write(sys.__stderr__.fileno(), text.encode())
+                os.write(_STDERR, f"\n{text}; a second Ctrl-C exits at once\n".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,15 +26,8 @@ def count(value: float) -> str:
 
 def three_digits(value: float) -> str:
     """Format a value with three significant digits and no exponent: 0.412, 1.72, 47.5, 364."""
-    size = abs(value)
-    if size < 0.9995:
-        decimals = 3
-    elif size < 9.995:
-        decimals = 2
-    elif size < 99.95:
-        decimals = 1
-    else:
-        decimals = 0
+    # From each of these sizes on, rounding gives one more digit before the point.
+    decimals = 3 - bisect_right((0.9995, 9.995, 99.95), abs(value))
     return f"{value:.{decimals}f}"
 
 
@@ -74,11 +68,8 @@ def operations(value: float) -> str:
 
 def plural(number: int, noun: str) -> str:
     """Format a number with its noun: 1 pack, 2 packs, 1,024 batches."""
-    if number == 1:
-        ending = ""
-    else:
-        ending = "es" if noun.endswith("ch") else "s"
-    return f"{number:,} {noun}{ending}"
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
 
 
 def cell(text: str) -> str:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -189,13 +190,25 @@ def _follow(options: argparse.Namespace) -> None:
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
     """Return the settings of a recipe's data section with key=value arguments over them.
 
-    The recipe is the first argument, unless that is a key=value too.
+    The recipe is the first argument, unless that is a key=value too. Its data section is laid over
+    those of its bases.
     """
     data: dict[str, Any] = {}
     recipe = None
     if arguments and "=" not in arguments[0]:
         recipe, *arguments = arguments
-        data = _data_of_recipe(recipe)
+        if Path(recipe).is_dir():
+            raise InputError(
+                f"{recipe}: a folder; name a recipe, or data.source={recipe} with "
+                "data.tokenizer=... and data.packs=..."
+            )
+        for path, content in load_with_bases(recipe):
+            section = content.get("data") or {}
+            if not isinstance(section, dict):
+                raise InputError(
+                    f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}"
+                )
+            data |= section
     for argument in arguments:
         key, _, value = argument.partition("=")
         if not key.startswith("data."):
@@ -206,96 +219,66 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
     return parse(_Recipe, {"data": data}, recipe or "command line").data
 
 
-def _data_of_recipe(recipe: str) -> dict[str, Any]:
-    """Return the data section of a recipe, laid over the sections of its bases."""
-    if Path(recipe).is_dir():
-        raise InputError(
-            f"{recipe}: a folder; name a recipe, or data.source={recipe} with data.tokenizer=... "
-            "and data.packs=..."
-        )
-    data: dict[str, Any] = {}
-    for path, content in load_with_bases(recipe):
-        section = content.get("data") or {}
-        if not isinstance(section, dict):
-            raise InputError(
-                f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}"
-            )
-        data |= section
-    return data
-
-
 # ── inspect ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    """Describe packs, and print the text of one."""
-    packs = None if options.index is None else _open_splits(options.path)["train"]
-    for line in _described(options.path, options.verify):
-        print(line)
+    """Describe packs, or all packs in a folder, and print the text of one."""
+    path = options.path
+    packs = None if options.index is None else _open_splits(path)["train"]
+    is_single = (path / MANIFEST).is_file()
+    inside = [] if is_single else sorted(file.parent for file in path.rglob(MANIFEST))
+    for folder in inside or [path]:
+        _describe(folder, options.verify)
     if packs is not None:
-        for line in _decoded(packs, options.index, options.tokenizer):
-            print(line)
+        _print_text(packs, options.index, options.tokenizer)
 
 
 def _open_splits(path: Path) -> dict[Split, Packs]:
     """Return the splits of the packs at `path`. Raise InputError if there are no packs."""
-    length = None
-    # Token .bin files do not record the length of a pack.
-    if not path.is_dir() or any(path.glob("*.bin")):
-        length = DataSettings.model_fields["length"].default
-    return {split: open_split() for split, open_split in find_splits(path, length).items()}
+    return {split: open_split() for split, open_split in find_splits(path, None).items()}
 
 
-def _described(path: Path, verify: bool) -> Iterator[str]:
-    """Yield lines that describe the packs at `path`, or all packs in this folder."""
-    if not (path / MANIFEST).is_file():
-        folders = sorted(file.parent for file in path.rglob(MANIFEST))
-        for folder in folders:
-            yield from _described(folder, verify)
-        if folders:
-            return
+def _describe(path: Path, verify: bool) -> None:
+    """Print lines that describe the packs at `path`."""
     splits = _open_splits(path)
     first = splits["train"]
-    yield f"{path}: {type(first).__name__} of {first.length:,} tokens"
-    recorded = ", ".join(
-        f"{key} {value}" for key, value in (first.tokenizer or {}).items() if value is not None
-    )
-    yield f"  tokenizer            {recorded or 'not recorded in this format'}"
+    print(f"{path}: {type(first).__name__} of {first.length:,} tokens")
+    tokenizer = first.tokenizer or {}
+    recorded = ", ".join(f"{key} {value}" for key, value in tokenizer.items() if value is not None)
+    print(f"  tokenizer            {recorded or 'not recorded in this format'}")
     for split, packs in splits.items():
-        yield f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}"
+        print(f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}")
         if verify:
             packs.verify()
-            yield "  verified             every file that has a recorded hash is as it was written"
+            print("  verified             every file that has a recorded hash is as it was written")
     if isinstance(first, ArrowPacks):
-        yield summary(first.manifest)
+        print(summary(first.manifest))
 
 
-def _decoded(packs: Packs, index: int, tokenizer_name: str | None) -> Iterator[str]:
-    """Yield the text of each document of a pack, or its ids if there is no tokenizer."""
+def _print_text(packs: Packs, index: int, tokenizer_name: str | None) -> None:
+    """Print the text of each document of a pack, or its ids if there is no tokenizer."""
     if not 0 <= index < len(packs):
         raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
-    if tokenizer_name is None:
-        for folder in (packs.path, packs.path.parent / FIRST):
-            if (folder / "tokenizer.json").is_file():
-                tokenizer_name = str(folder / "tokenizer.json")
-                break
-    tokenizer = load_tokenizer(tokenizer_name).tokenizer if tokenizer_name else None
+    files = [folder / "tokenizer.json" for folder in (packs.path, packs.path.parent / FIRST)]
+    name = tokenizer_name or next((str(file) for file in files if file.is_file()), None)
+    tokenizer = load_tokenizer(name).tokenizer if name else None
 
     def text_of(ids: np.ndarray) -> str:
         if tokenizer is None:
             return " ".join(map(str, ids))
-        return tokenizer.decode(ids, skip_special_tokens=False)
+        return tokenizer.decode(ids.tolist(), skip_special_tokens=False)
 
     pack = packs[index]
     ends = np.cumsum(pack.lengths).tolist()
-    for start, end in zip([0, *ends], ends, strict=False):
-        yield f"──── document at {start:,} · {end - start:,} tokens ".ljust(100, "─")
+    for start, end in pairwise([0, *ends]):
+        print(f"──── document at {start:,} · {end - start:,} tokens ".ljust(100, "─"))
         ids = pack.input_ids[start:end]
-        yield text_of(ids)
+        print(text_of(ids))
         if pack.trained is not None:
-            yield f"[trained on] {text_of(ids[pack.trained[start:end]])}"
+            print(f"[trained on] {text_of(ids[pack.trained[start:end]])}")
     if ends[-1] < packs.length:
-        yield f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─")
+        print(f"──── padding · {packs.length - ends[-1]:,} tokens ".ljust(100, "─"))
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import json
 import os
 import shutil
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -140,8 +141,7 @@ class PackWriter(AbstractContextManager):
         (`trained`), or none has.
         """
         if split not in self._splits:
-            masked = packs[0].trained is not None
-            self._splits[split] = _SplitWriter(self.folder / split, self.length, masked=masked)
+            self._splits[split] = _SplitWriter(self.folder / split, self.length)
         self._splits[split].append(packs)
 
     def finish(
@@ -153,19 +153,10 @@ class PackWriter(AbstractContextManager):
     ) -> dict[str, Any]:
         """Complete the folder, move it to `path`, and return the manifest that packs.json holds.
 
-        The arguments are recorded in the manifest and must be JSON-able. Raises InputError if no
-        training pack was written, and OSError if `path` exists and is not an empty folder.
+        The arguments are recorded in the manifest and must be JSON-able. Raises OSError if `path`
+        exists and is not an empty folder.
         """
-        if "train" not in self._splits:
-            raise InputError(
-                f"{self.path}: no training pack was made; the source holds no text, or all of it "
-                "is held out"
-            )
-        splits = {
-            name: self._splits[name].finish()
-            for name in ("train", "held_out")
-            if name in self._splits
-        }
+        splits = {split: files.finish() for split, files in self._splits.items()}
         manifest = {
             "version": 1,
             "length": self.length,
@@ -188,18 +179,15 @@ class PackWriter(AbstractContextManager):
 class _SplitWriter:
     """Writes the files of one split, and returns their part of the manifest."""
 
-    def __init__(self, folder: Path, length: int, *, masked: bool) -> None:
+    def __init__(self, folder: Path, length: int) -> None:
         folder.mkdir()
         self.folder = folder
         self.length = length
-        self.masked = masked
-        self.packs = 0
-        self.documents = 0
-        self.tokens = 0
+        self.totals: Counter[str] = Counter()
         self.shards: list[Path] = []
         # A hash for each column, so that batches do not change the fingerprint.
-        self.hashes = [hashlib.sha256() for _ in range(4 + masked)]
-        self.stream: pa.ipc.RecordBatchStreamWriter | None = None
+        self.hashes: list[Any] = []
+        self.open_files = ExitStack()
 
     def append(self, packs: Sequence[Pack]) -> None:
         ids = np.stack([pack.input_ids for pack in packs]).astype(np.uint32, copy=False)
@@ -212,44 +200,40 @@ class _SplitWriter:
             "lengths": pa.ListArray.from_arrays(pa.array(offsets), pa.array(lengths)),
             "first_position": pa.array(first_positions),
         }
-        if self.masked:  # one bit for each token
-            masks = np.stack([pack.trained for pack in packs])
-            bits = np.packbits(masks, axis=1, bitorder="little")
+        masks = [pack.trained for pack in packs if pack.trained is not None]
+        if masks:  # one bit for each token
+            bits = np.packbits(np.stack(masks), axis=1, bitorder="little")
             hashed.append(bits)
             columns["trained"] = _rows(bits)
+        self.hashes = self.hashes or [hashlib.sha256() for _ in hashed]
         for hasher, column in zip(self.hashes, hashed, strict=True):
             hasher.update(column)
-        self.packs += len(packs)
-        self.documents += len(lengths)
-        self.tokens += int(lengths.sum(dtype=np.int64))
+        tokens = int(lengths.sum(dtype=np.int64))
+        self.totals.update(packs=len(packs), documents=len(lengths), tokens=tokens)
         batch = pa.record_batch(columns)
-        if self.stream is None:
+        if not self.shards or self.file.tell() >= SHARD_BYTES:
+            self.open_files.close()
             self.shards.append(self.folder / f"data-{len(self.shards):05d}.arrow")
-            self.file = pa.OSFile(str(self.shards[-1]), "wb")
-            self.stream = pa.ipc.new_stream(self.file, batch.schema)
+            self.file: pa.OSFile = self.open_files.enter_context(
+                pa.OSFile(str(self.shards[-1]), "wb")
+            )
+            stream = pa.ipc.new_stream(self.file, batch.schema)
+            self.stream = self.open_files.enter_context(stream)
         self.stream.write_batch(batch)
-        if self.file.tell() >= SHARD_BYTES:
-            self._close_shard()
 
     def finish(self) -> dict[str, Any]:
         """Return the split's part of the manifest."""
-        if self.stream is not None:
-            self._close_shard()
+        self.open_files.close()
         content = {
             "length": self.length,
-            "packs": self.packs,
+            "packs": self.totals["packs"],
             "columns": [hasher.hexdigest() for hasher in self.hashes],
         }
-        totals = {"packs": self.packs, "documents": self.documents, "tokens": self.tokens}
-        return totals | {
+        return {
+            **self.totals,
             "fingerprint": hash_of(content),
             "files": [_entry(path) for path in self.shards],
         }
-
-    def _close_shard(self) -> None:
-        self.stream.close()
-        self.file.close()
-        self.stream = None
 
 
 class ArrowPacks(Packs):

@@ -96,17 +96,14 @@ def build_microbatch(
     labels = np.empty(total, dtype=np.int64)
     labels[:-1] = input_ids[1:]
     labels[(ends if mask_boundaries else np.arange(length, total + 1, length)) - 1] = IGNORE
-    for start, pack in zip(range(0, total, length), packs, strict=True):
+    for row, pack, tail in zip(labels.reshape(-1, length), packs, tails, strict=True):
         if pack.trained is not None:
-            labels[start : start + length - 1][~pack.trained[1:]] = IGNORE
-    for end, tail in zip(range(length, total + 1, length), tails, strict=True):
+            row[:-1][~pack.trained[1:]] = IGNORE
         if tail:  # The last real token would have to predict padding, so it has no label either.
-            labels[end - min(tail + 1, length) : end] = IGNORE
+            row[-min(tail + 1, length) :] = IGNORE
 
-    bucket = -(-(len(ends) + 1) // OFFSETS_MULTIPLE) * OFFSETS_MULTIPLE
-    offsets = np.full(bucket, total, dtype=np.int32)
-    offsets[0] = 0
-    offsets[1 : len(ends) + 1] = ends
+    unfilled = -(len(ends) + 1) % OFFSETS_MULTIPLE
+    offsets = np.concatenate([[0], ends, np.full(unfilled, total)], dtype=np.int32)
     return Microbatch(
         input_ids=_tensor(input_ids[None], pin_memory),
         position_ids=_tensor(position_ids[None], pin_memory),
@@ -165,15 +162,12 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
-        setup = None
         # Pinning uses the device of a thread, which by default is the first one for every rank.
+        setup = None
         if pin_memory:
-            setup = partial(
-                torch.accelerator.set_device_index, torch.accelerator.current_device_index()
-            )
-        self._thread = ThreadPoolExecutor(
-            max_workers=1, thread_name_prefix="prefetch", initializer=setup
-        )
+            device = torch.accelerator.current_device_index()
+            setup = partial(torch.accelerator.set_device_index, device)
+        self._thread = ThreadPoolExecutor(1, "prefetch", setup)
         self._pending: deque[Future[T]] = deque()
         self._submit(_AHEAD)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +20,13 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
+# UTF-32's little-endian mark begins with that of UTF-16.
+_BYTE_ORDER_MARKS = (
+    (codecs.BOM_UTF32_LE, "UTF-32"),
+    (codecs.BOM_UTF32_BE, "UTF-32"),
+    (codecs.BOM_UTF16_LE, "UTF-16"),
+    (codecs.BOM_UTF16_BE, "UTF-16"),
+)
 Place = dict[str, Any]  # a place in a source; empty for its beginning
 
 
@@ -98,10 +106,17 @@ class Counts:
     unread: tuple[str, ...] = ()  # names of columns with a value and no effect, at most 30
 
     def __add__(self, other: Counts) -> Counts:
-        *numbers, first_skipped, unread = zip(astuple(self), astuple(other), strict=True)
-        # The keys of some records are data, so their number is unbounded.
-        names = sorted({*unread[0], *unread[1]})[:30]
-        return Counts(*map(sum, numbers), first_skipped[0] or first_skipped[1], tuple(names))
+        return Counts(
+            self.documents + other.documents,
+            self.tokens + other.tokens,
+            self.trained + other.trained,
+            self.unknown + other.unknown,
+            self.skipped + other.skipped,
+            self.empty + other.empty,
+            self.first_skipped or other.first_skipped,
+            # The keys of some records are data, so their number is unbounded.
+            tuple(sorted({*self.unread, *other.unread})[:30]),
+        )
 
 
 def require_documents(settings: DataSettings, counts: Counts) -> None:
@@ -157,13 +172,13 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
         try:
             if isinstance(record, Path):
                 with open_stream(record) as stream:
-                    documents.append(str(stream.read(), "utf-8-sig"))
+                    documents.append(_decoded(stream.read()))
             else:
                 parsed = _parsed(record, records) if isinstance(record, bytes) else record
                 documents.append(records.fill(parsed))
                 unread |= records.unread(parsed)
         except (ValueError, OSError) as error:
-            message = f"{place}: {_explained(error)}"
+            message = f"{place}: {error}"
             if not skip_bad:
                 raise InputError(
                     f"{message}; or set data.on_bad_line: skip to leave such records out"
@@ -179,12 +194,22 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
     return filled, counts
 
 
-def _explained(error: Exception) -> str:
-    """Return the message of an error, for text in another encoding with a remedy."""
-    if not isinstance(error, UnicodeDecodeError):
-        return str(error)
-    encoding = "UTF-16" if error.object[:2] in (b"\xff\xfe", b"\xfe\xff") else "LATIN1"
-    return f"is not UTF-8 ({error}); convert it, as by `iconv -f {encoding} -t UTF-8`"
+def _decoded(data: bytes) -> str:
+    """Return the text of UTF-8 bytes. Raise ValueError for another encoding.
+
+    ASCII in UTF-16 or UTF-32 is valid UTF-8 with NULs. Only a byte order mark names the encoding.
+    """
+    marked = [name for mark, name in _BYTE_ORDER_MARKS if data.startswith(mark)]
+    remedy = "convert it from its own encoding to UTF-8"
+    if marked:
+        remedy = f"convert it, as by `iconv -f {marked[0]} -t UTF-8`"
+    try:
+        text = str(data, "utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 ({error}); {remedy}") from None
+    if "\0" in text:
+        raise ValueError(f"holds NUL characters, as UTF-16 and UTF-32 do; {remedy}")
+    return text
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
@@ -212,7 +237,7 @@ def _listed(line: bytes) -> list[bytes]:
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:
     """Return the record of a line. Raise ValueError if it is none, or lacks a column."""
-    text = str(line, "utf-8-sig")
+    text = _decoded(line)
     try:
         value = json.loads(text)
     except ValueError as error:

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,22 +72,21 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
                 time.sleep(_LOOK)
 
 
+@dataclass
 class ReadingRun:
     """The run that reads a stream, as its packer sees it."""
 
-    def __init__(self, packs: Path, parent: int | None = None) -> None:
-        """`parent` is the process of the run, if the run has started the packer."""
-        self._lock = packs / RUN_LOCK
-        self._parent = parent
-        self._was_seen = False
+    packs: Path
+    parent: int | None = None  # the process of the run, if the run has started the packer
+    was_seen: bool = False
 
     def has_ended(self) -> bool:
         """Return whether the run has ended. A user's packer waits for a run that starts later."""
-        if self._parent is not None:
-            return os.getppid() != self._parent
-        reads = is_locked(self._lock)
-        self._was_seen = self._was_seen or reads
-        return self._was_seen and not reads
+        if self.parent is not None:
+            return os.getppid() != self.parent
+        reads = is_locked(self.packs / RUN_LOCK)
+        self.was_seen = self.was_seen or reads
+        return self.was_seen and not reads
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:
@@ -98,18 +97,15 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
 
     Raises InputError if `data.streaming.disk_gb` is too little for the packs of a step.
     """
-    limit = settings.stream.disk_gb * 1e9
-    folders = {name: maker.settings.packs for name, maker in makers.items()}
-    mixture = StreamedPacks(
-        settings, {name: maker.settings for name, maker in makers.items()}
-    ).mixture
-    shares = dict(zip(makers, mixture.share_of_packs, strict=True))
+    limit = settings.streamed.disk_gb * 1e9
+    parts = {name: maker.settings for name, maker in makers.items()}
+    shares = dict(zip(makers, StreamedPacks(settings, parts).mixture.share_of_packs, strict=True))
     starts: dict[str, list[PartStart]] = {name: [] for name in makers}
     made: tuple[str, PartStart] | None = None  # the part that is laid out and not written
     while True:
         position = read_position(settings.packs, makers)
         for name, start in position["starts"].items():
-            starts[name] = keep_parts(folders[name], PartStart(**start), starts[name])
+            starts[name] = keep_parts(parts[name].packs, PartStart(**start), starts[name])
         name = min(starts, key=lambda name: starts[name][-1].first / shares[name])
         start = starts[name][-1]
         if made != (name, start):
@@ -166,22 +162,20 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
     A source that has ended starts again with the next part. Documents that were held out of its
     beginning are held out again. Raises InputError if the source holds no text.
     """
-    epoch = start.epoch
     tokens = _tokenize_window(maker, start.place)
-    if not tokens.counts.documents and start.number > 0:
-        # The part before has the last document of the source.
-        epoch += 1
+    # The part before may have the last document of the source.
+    begins_again = not tokens.counts.documents and start.number > 0
+    if begins_again:
         tokens = _tokenize_window(maker, {})
     require_documents(maker.settings, tokens.counts)
-    is_beginning = start.number == 0 or epoch > start.epoch
-    arranged = maker.arrange(tokens, held_out=is_beginning)
+    arranged = maker.arrange(tokens, held_out=begins_again or start.number == 0)
     first = start.first + len(arranged.layouts["train"])
-    return arranged, PartStart(start.number + 1, epoch, tokens.after, first)
+    return arranged, PartStart(start.number + 1, start.epoch + begins_again, tokens.after, first)
 
 
 def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
     """Tokenise from `place` on until a part is full or the source ends."""
-    window = maker.settings.stream.window
+    window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
     ids = [np.zeros(0, np.uint32)]
     lengths = [np.zeros(0, np.int64)]

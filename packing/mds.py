@@ -1,4 +1,4 @@
-"""Read MosaicML streaming's MDS shards: version 2, raw or zstd, every encoding that packs can use.
+"""Read MosaicML streaming's MDS shards: version 2, raw or compressed, with any encoding of tokens.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
 the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32),
@@ -32,6 +32,7 @@ from packing.token_columns import (
     TOKEN_COLUMNS,
     number_documents,
     trained_tokens,
+    whole_numbers,
 )
 from packing.tokenizer import load_tokenizer
 
@@ -93,6 +94,8 @@ class Shard(Packs):
     that is not None ends a document.
     """
 
+    end_token: int | None = None
+
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
         """Check the `entry` of index.json. Raise InputError if it cannot be read here."""
         if (entry["format"], entry["version"]) != ("mds", 2):
@@ -111,7 +114,8 @@ class Shard(Packs):
             raise InputError(f"{folder / INDEX}: {name} is outside of it; {_REMEDY}")
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.path = folder / self.record.name
-        self.codec = (entry["compression"] or "").partition(":")[0]  # of `zstd:7`, zstd
+        codec = (entry["compression"] or "").partition(":")[0]  # of `zstd:7`, zstd
+        self.codec = {"br": "brotli", "gz": "gzip"}.get(codec, codec)  # Arrow's name
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
         # A size is the bytes of every value, or None if each sample states it.
         self._columns = [
@@ -170,20 +174,20 @@ class Shard(Packs):
     def __getitem__(self, index: int) -> Pack:
         sample = self.sample(checked_index(index, len(self)))
         where = f"{self.path}, sample {index}"
-        ids = _integers(sample, self.token_column, where)
-        if ids is None:
+        if self.token_column not in sample:
             raise InputError(
                 f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
             )
+        names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
+        with refusing(
+            (ValueError,), where, "in MDS as ndarray:uint32, or as uint32 without a size"
+        ):
+            ids = whole_numbers(self.token_column, sample[self.token_column])
+            columns = {name: whole_numbers(name, sample[name]) for name in names}
         if len(ids) != self.length:
             raise InputError(
                 f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
             )
-        columns = {
-            name: _integers(sample, name, where)
-            for name in sample
-            if name in (LABELS, *TOKEN_COLUMNS)
-        }
         if self.end_token is not None:
             columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
         with refusing((ValueError,), where):
@@ -196,21 +200,8 @@ class Shard(Packs):
                 f"{where}: {', '.join(columns)} make no documents that are padded at the end only"
             )
         lengths = np.bincount(numbers[is_real]).astype(np.int32)
-        if trained is not None:
-            trained = trained & is_real
+        trained = None if trained is None else trained & is_real
         return Pack(ids.astype(np.uint32, copy=False), lengths, first_position, trained)
-
-
-def _integers(sample: dict[str, Any], name: str, where: str) -> np.ndarray | None:
-    """Return a column with an integer for each token, or None if the sample has no such column."""
-    row = sample.get(name)
-    is_row = isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu"
-    if row is not None and not is_row:
-        raise InputError(
-            f"{where}: column `{name}` holds no row of integers; write ndarray:uint32, or uint32 "
-            "without a size"
-        )
-    return row
 
 
 def read_index(folder: Path) -> list[Shard]:
@@ -239,10 +230,13 @@ class MDSPacks(JoinedPacks):
         if not shards:
             raise InputError(f"{path}: its {INDEX} lists no shards; {_REMEDY}")
         super().__init__(path, shards)
+        self._shards = shards
         first_sample = shards[0].sample(0)
         tokens = first_sample.pop(shards[0].token_column, ())
         self.length = length or len(tokens)
-        _report_unread(path, first_sample)
+        unread = [name for name in first_sample if name not in (LABELS, *TOKEN_COLUMNS)]
+        is_first_rank = os.environ.get("RANK", "0") == "0"
+        say(f"{path}: columns not read: {', '.join(unread)}", bool(unread) and is_first_rank)
         has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
         end_token = None
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
@@ -259,12 +253,5 @@ class MDSPacks(JoinedPacks):
         self[0]  # A wrong length or dtype shows here, before anything costs time.
 
     def verify(self) -> None:
-        for shard in self.joined:
+        for shard in self._shards:
             check_files(shard.folder, [shard.record], _REMEDY, hashed=True)
-
-
-def _report_unread(path: Path, sample: dict[str, Any]) -> None:
-    """Print the columns of a sample that are not read, on the first rank."""
-    names = [name for name in sample if name not in (LABELS, *TOKEN_COLUMNS)]
-    is_first_rank = os.environ.get("RANK", "0") == "0"
-    say(f"{path}: columns not read: {', '.join(names)}", shown=bool(names) and is_first_rank)

@@ -145,17 +145,17 @@ class Order:
         """
         return self.places_of_step(step).start / sum(self.mixture.counts)
 
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return the epochs of each source when `step` starts."""
+        return self.mixture.epochs(self.places_of_step(step).start)
+
     def figures(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps: epochs and share of the tokens of each source."""
         if self.mixture.names == ("",):
             return {}
-        place = self.places_of_step(step).start
-        epochs = self.mixture.epochs(place)
-        shares = self.mixture.shares(place)
-        return {
-            **{f"epoch/{name}": epoch for name, epoch in epochs.items()},
-            **{f"share/{name}": share for name, share in shares.items()},
-        }
+        figures = {f"epoch/{name}": epoch for name, epoch in self.epochs(step).items()}
+        shares = self.mixture.shares(self.places_of_step(step).start)
+        return figures | {f"share/{name}": share for name, share in shares.items()}
 
 
 class MixedPacks(JoinedPacks):
@@ -172,16 +172,16 @@ class MixedPacks(JoinedPacks):
         # MDS and token .bin do not record their tokenizer.
         recorded = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
         self.tokenizer = (recorded or self.joined)[0].tokenizer
+        fingerprint = (self.tokenizer or {}).get("fingerprint")
         for packs in recorded:
-            if packs.tokenizer["fingerprint"] != self.tokenizer["fingerprint"]:
+            if (packs.tokenizer or {})["fingerprint"] != fingerprint:
                 raise InputError(
                     f"{packs.path}: made with another tokenizer than {recorded[0].path}; "
                     "prepare them with the same"
                 )
-        content = [
-            [name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()
-        ]
-        self.fingerprint = hash_of(content)
+        self.fingerprint = hash_of(
+            [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
+        )
 
     def mixture(self) -> Mixture:
         """Return the rule that mixes these sources."""
@@ -233,14 +233,12 @@ def spread(
         if len(dealt[number]) < room:
             heapq.heappush(lightest, (load[number], number))
 
-    costliest_first = sorted(range(bins), key=lambda number: (-load[number], number))
+    costliest_first = iter(sorted(range(bins), key=lambda number: (-load[number], number)))
     result: list[list[list[int]]] = [[] for _ in range(ranks)]
     total = [0] * ranks
-    for first in range(0, bins, ranks):
-        lightest_first = sorted(range(ranks), key=total.__getitem__)
-        for rank, number in zip(
-            lightest_first, costliest_first[first : first + ranks], strict=True
-        ):
+    for _ in range(microbatches):
+        for rank in sorted(range(ranks), key=total.__getitem__):
+            number = next(costliest_first)
             result[rank].append(sorted(dealt[number]))
             total[rank] += load[number]
     return result

@@ -125,10 +125,8 @@ def materialise(
         rows = np.full(shape, fill_id | int(UNTRAINED) * masked, np.uint32)
         rows[np.arange(layout.length) < filled[:, None]] = ids
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
-    if not masked:
-        return [Pack(row, of_row) for row, of_row in zip(rows, lengths, strict=True)]
     return [
-        Pack(row & ~UNTRAINED, of_row, 0, row < UNTRAINED)
+        Pack(row & ~UNTRAINED, of_row, 0, row < UNTRAINED) if masked else Pack(row, of_row)
         for row, of_row in zip(rows, lengths, strict=True)
     ]
 
@@ -235,11 +233,13 @@ class Arranged:
         if one_file and len(lengths) == 1 and settings.held_out:
             tail = max(1, round(int(lengths[0]) * settings.held_out))
             lengths = np.array([lengths[0] - tail, tail])
-            documents = {"train": np.array([0]), "held_out": np.array([1])}
+            documents: dict[Split, np.ndarray] = {
+                "train": np.array([0]),
+                "held_out": np.array([1]),
+            }
         else:
             documents = split_documents(len(lengths), settings)
-        # The documents of each split, in their order of packing.
-        self._documents: dict[Split, np.ndarray] = documents
+        self._documents = documents  # of each split, in their order of packing
         # Index of the first token of each document: [documents] int64.
         self._starts = np.cumsum(lengths) - lengths
         lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
@@ -250,12 +250,8 @@ class Arranged:
     def bytes(self) -> int:
         """Return the size of the packs on the disk, exact to a thousandth."""
         length = self.settings.length
-        total = 0
-        for layout in self.layouts.values():
-            total += 4 * (len(layout) * (length + 2) + len(layout.document))
-            if self.masked:
-                total += len(layout) * -(-length // 8)
-        return total
+        pack = 4 * (length + 2) + self.masked * -(-length // 8)
+        return sum(len(part) * pack + 4 * len(part.document) for part in self.layouts.values())
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
         """Write the packs of `split`. The id `padding` fills short packs."""
@@ -287,10 +283,9 @@ class Arranged:
         if self.masked:
             statistics["trained_tokens"] = counts.trained
         if counts.unknown:
-            unknown = f"{counts.unknown / counts.tokens:.2%} of all"
-            if counts.unknown > _MOST_UNKNOWN * counts.tokens:
-                unknown += "; warning: the tokenizer lacks this text, name another"
-            statistics["unknown_tokens"] = unknown
+            share = counts.unknown / counts.tokens
+            warning = "; warning: the tokenizer lacks this text, name another"
+            statistics["unknown_tokens"] = f"{share:.2%} of all{warning * (share > _MOST_UNKNOWN)}"
         if counts.unread:
             statistics["columns_not_read"] = ", ".join(counts.unread)
         return statistics
@@ -309,5 +304,5 @@ def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarra
             f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; "
             "set it to 0"
         )
-    parts = {"train": shuffled[held_out:], "held_out": shuffled[:held_out]}
-    return {split: part for split, part in parts.items() if len(part)}
+    parts: dict[Split, np.ndarray] = {"train": shuffled[held_out:]}
+    return parts | {"held_out": shuffled[:held_out]} if held_out else parts

@@ -45,10 +45,8 @@ def content_settings(settings: DataSettings) -> dict[str, Any]:
     The packs of a stream also depend on the size of its parts.
     """
     values = settings.model_dump(mode="json")
-    content = {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)}
-    if settings.stream:
-        content["window"] = settings.stream.window
-    return content
+    window = {"window": settings.stream.window} if settings.stream else {}
+    return {key: values[key] for key in (*TOKEN_KEYS, *LAYOUT_KEYS)} | window
 
 
 class PackMaker(AbstractContextManager):
@@ -74,7 +72,7 @@ class PackMaker(AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         # Closing the queue keeps shutdown from waiting for a result that is cut off.
-        self._pool._result_queue._writer.close()
+        self._pool._result_queue._writer.close()  # type: ignore[attr-defined]  # CPython's
         # Nobody needs the running tasks. Python 3.14 has `kill_workers` for this.
         for worker in list((self._pool._processes or {}).values()):
             worker.kill()
@@ -86,16 +84,12 @@ class PackMaker(AbstractContextManager):
         `on_bad_line` is not among them: after a bad line hours into the work, `skip` continues from
         that line. The records' hash covers the content of a chat template's file.
         """
-        content = content_settings(self.settings)
-        key = {
-            name: content[name]
-            for name in TOKEN_KEYS
-            if name not in ("on_bad_line", "source", "tokenizer")
+        left_out = {"on_bad_line", "source", "tokenizer"}
+        return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - left_out) | {
+            "source files": self.source.identity,
+            "tokenizer fingerprint": self.tokenizer.fingerprint,
+            "records": sha256(repr(self.records).encode()).hexdigest(),
         }
-        key["source files"] = self.source.identity
-        key["tokenizer fingerprint"] = self.tokenizer.fingerprint
-        key["records"] = sha256(repr(self.records).encode()).hexdigest()
-        return key
 
     def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
         """Yield the documents of each chunk, in the order of `chunks`.
@@ -119,9 +113,8 @@ class PackMaker(AbstractContextManager):
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
         """Lay out documents in packs. With `held_out`, set a share apart as the settings say."""
-        settings = self.settings
-        if not held_out:
-            settings = settings.model_copy(update={"held_out": 0.0})
+        share = self.settings.held_out if held_out else 0.0
+        settings = self.settings.model_copy(update={"held_out": share})
         return Arranged(tokens, settings, one_file=self.source.kind == "text")
 
     def write(
@@ -160,7 +153,7 @@ class PackMaker(AbstractContextManager):
 # ── Worker processes ──────────────────────────────────────────────────────────────────────────────
 
 # In a worker: how it tokenises.
-_task: tuple[TextTokenizer, Records, DataSettings] | None = None
+_task: tuple[TextTokenizer, Records, DataSettings]
 
 
 @contextmanager
@@ -188,7 +181,7 @@ def _isolated_children() -> Iterator[None]:
 def _start_worker(settings: DataSettings) -> None:
     """Prepare a worker process. It ends when its parent ends."""
     global _task
-    parent = multiprocessing.parent_process()
+    parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     # Threads of one worker would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -12,16 +12,19 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from foundation.errors import InputError
-from foundation.files import locked
+from foundation.files import fsync_tree, locked, write_json
 from foundation.progress import Progress, say
-from foundation.reading import refusing
+from foundation.reading import load_object, refusing
 from packing.arrow import MANIFEST, read_manifest
-from packing.chunks import require_documents
+from packing.chunks import Counts, Place, Tokens, require_documents
 from packing.follow import make_first_part
 from packing.pack_maker import PackMaker, content_settings, usable_cores
 from packing.records import records_of
@@ -29,8 +32,12 @@ from packing.settings import DataSettings, describe_changes
 from packing.sources import open_source
 from packing.store import all_parts, find_splits, folder_of, is_there
 from packing.stream import LOOK
-from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer
+
+_COMMIT_SECONDS = 5.0
+_TOKENS = "tokens.bin"  # uint32
+_LENGTHS = "lengths.bin"  # int64, one for each document
+_PROGRESS = "progress.json"
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
@@ -49,14 +56,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     for part in all_parts(settings):
         if part.source is None:  # Its packs exist.
             continue
-        manifest = None
         # Look before any file is touched: packs may be on a read-only disk.
-        if not holds_packs_of(part):
-            manifest = _make_alone(part, settings, progress)
-        if manifest is None:
-            say(f"{part.packs}: already prepared with these settings", progress)
-        else:
-            say(summary(manifest), progress)
+        manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
+        already = f"{part.packs}: already prepared with these settings"
+        say(summary(manifest) if manifest else already, progress)
     return settings.packs
 
 
@@ -174,12 +177,87 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
             line.update(log.counts.tokens - line.n)
         require_documents(maker.settings, log.counts)
         if log.key != maker.key():
-            log.discard()  # The documents are of neither text.
+            log.counts = Counts()  # They are of neither text.
             raise InputError(
                 f"data.source: {maker.settings.source}: changed while it was read; "
                 "start again once it is complete"
             )
         log.complete = True
+
+
+class TokenLog(AbstractContextManager):
+    """The tokens of a source in `folder`: two files that grow, and a record of their valid sizes.
+
+    Every few seconds, and at the end of the `with` block, the files are flushed and the record is
+    replaced. Bytes beyond the recorded sizes are cut off when the log is opened again.
+    """
+
+    def __init__(self, folder: Path, key: dict[str, Any]) -> None:
+        """Open the log, or create it.
+
+        `key` identifies the tokens: source files, tokenizer and settings. Raises InputError if the
+        folder holds tokens of another key. They are not deleted, since tokenising takes hours.
+        """
+        self.folder = folder
+        self.key = key
+        self.counts = Counts()
+        self.place: Place = {}  # in the source, behind the last tokenised record
+        self.complete = False  # the end of the source was reached
+        self._committed_at = time.monotonic()
+        path = folder / _PROGRESS
+        remedy = f"remove {folder} to start over"
+        progress = load_object(path, remedy) if path.is_file() else {}
+        counts = Counts(**progress.get("counts", {}))
+        if counts.documents:
+            if changes := describe_changes(progress["key"], key):
+                raise InputError(
+                    f"{folder}: holds {counts.tokens:,} tokens made with other settings or text "
+                    f"({changes}); set them back, set data.packs to another folder, or {remedy}"
+                )
+            self.counts = counts
+            self.place = progress["place"]
+            self.complete = progress["complete"]
+        folder.mkdir(parents=True, exist_ok=True)
+        self._truncate()
+
+    def _truncate(self) -> None:
+        """Cut off bytes behind the counted documents, which an interrupted write has left."""
+        sizes = {_TOKENS: 4 * self.counts.tokens, _LENGTHS: 8 * self.counts.documents}
+        for name, size in sizes.items():
+            with open(self.folder / name, "ab") as file:
+                file.truncate(size)
+
+    def append(self, result: Tokens) -> None:
+        """Append the documents of the next chunk."""
+        for name, array in ((_TOKENS, result.tokens), (_LENGTHS, result.lengths)):
+            with open(self.folder / name, "ab") as file:
+                file.write(array.data)
+        self.counts += result.counts
+        self.place = result.after
+        if time.monotonic() - self._committed_at >= _COMMIT_SECONDS:
+            self.commit()
+
+    def commit(self) -> None:
+        """Flush the appended documents and record that they are valid."""
+        self._truncate()
+        fsync_tree(self.folder)
+        progress = {
+            "key": self.key,
+            "counts": asdict(self.counts),
+            "place": self.place,
+            "complete": self.complete,
+        }
+        write_json(self.folder / _PROGRESS, progress)
+        self._committed_at = time.monotonic()
+
+    def __exit__(self, *exception: object) -> None:
+        self.commit()
+
+    def tokens(self) -> Tokens:
+        """Return all documents. Their token ids are memory-mapped."""
+        ids = np.memmap(self.folder / _TOKENS, np.uint32, "r", shape=(self.counts.tokens,))
+        lengths = np.fromfile(self.folder / _LENGTHS, np.int64)
+        return Tokens(ids, lengths, self.counts)
 
 
 def summary(manifest: dict[str, Any]) -> str:
@@ -189,9 +267,8 @@ def summary(manifest: dict[str, Any]) -> str:
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
         "stream": None,
     }
-    lines = []
-    for name, value in values.items():
-        if value:
-            text = f"{value:,}" if isinstance(value, int) else value
-            lines.append(f"  {name.replace('_', ' '):<20} {text}")
-    return "\n".join(lines)
+    return "\n".join(
+        f"  {name.replace('_', ' '):<20} {f'{value:,}' if isinstance(value, int) else value}"
+        for name, value in values.items()
+        if value
+    )

@@ -8,11 +8,11 @@ every day. Templates that check for a clock first, such as Llama's, use the date
 from __future__ import annotations
 
 import json
+import math
 import re
 import string
 from collections.abc import Iterator
 from dataclasses import dataclass
-from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,20 @@ from tokenizers import Tokenizer
 from foundation.errors import InputError
 from foundation.reading import load_object, one_line, refusing
 from packing.settings import DataSettings
-from packing.token_columns import LABELS, TOKEN_COLUMNS, number_documents, trained_tokens
-from packing.tokenizer import REMEDY, TextTokenizer, file_of, without_nulls
+from packing.token_columns import (
+    LABELS,
+    TOKEN_COLUMNS,
+    number_documents,
+    trained_tokens,
+    whole_numbers,
+)
+from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 
 # Bit in the id of a token without a loss. Packs have a mask instead.
 UNTRAINED = np.uint32(1 << 31)
 CHAT_TEMPLATE = "chat_template.jinja"  # name of its file, beside a tokenizer.json
+# The folder in which transformers 5 writes templates by name.
+_NAMED_TEMPLATES = "additional_chat_templates"
 # The name is undefined. `+` keeps a line break behind the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
 CHATML = (
@@ -50,6 +58,8 @@ _SHAREGPT_KEYS = {"from": "role", "value": "content"}
 _LOSS_MARKS = ("weight", "train", "training", "loss")  # 0 or false: the message has no loss
 _MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}  # read with any template
 _SYSTEM_COLUMNS = ("system", "system_prompt")  # a chat's first message
+# A template that compares a content with none takes a null content, as of an answer of tool calls.
+_NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
 _OTHER_ANSWER = "PLACEHOLDER"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 # Errors of a template: it refuses a chat, or the chat has another shape.
@@ -57,11 +67,12 @@ _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Attribute
 _MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
 
 
+@dataclass(frozen=True)
 class Records:
     """Base class of the rules that turn a record into a document."""
 
     columns: tuple[str, ...]  # columns that a record must have
-    optional: tuple[str, ...] = ()  # columns that are read if a record has them
+    optional: tuple[str, ...]  # columns that are read if a record has them
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value and no effect."""
@@ -88,11 +99,10 @@ class Records:
 class TextTemplate(Records):
     """Reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
-    Null and NaN count as no text. Numbers are written out. Lists, mappings and bytes are refused,
-    since they would appear in Python's notation.
+    Null, NaN and infinity count as no text. Other numbers are written out. Lists, mappings and
+    bytes are refused, since they would appear in Python's notation.
     """
 
-    columns: tuple[str, ...]
     pieces: tuple[tuple[str, str | None], ...]  # literal text, then a column
     end: tuple[int, ...] = ()  # ids behind each text
 
@@ -100,7 +110,7 @@ class TextTemplate(Records):
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
         """Return the template for the value of `data.text`. Raise InputError if it is malformed."""
         if "{" not in text and "}" not in text:
-            return cls((text,), (("", text),), end)
+            return cls((text,), (), (("", text),), end)
         with refusing(
             (ValueError,),
             f"data: the template {text!r}",
@@ -111,21 +121,21 @@ class TextTemplate(Records):
                 raise ValueError("a column is written as it is, without a format")
         pieces = tuple((literal, name) for literal, name, _, _ in parsed)
         columns = tuple(dict.fromkeys(name for _, name in pieces if name is not None))
-        return cls(columns, pieces, end)
+        return cls(columns, (), pieces, end)
 
     def fill(self, record: dict[str, Any]) -> str:
-        values = {}
+        values: dict[str | None, Any] = {}
         for column in self.columns:
             value = record[column]
-            # A table may hold a null as NaN, which does not equal itself.
-            is_null = value is None or value != value
-            values[column] = "" if is_null else value
-        for column, value in values.items():
+            # A table may hold a null as NaN, and a number that overflowed as infinity.
+            if value is None or (isinstance(value, float) and not math.isfinite(value)):
+                value = ""
             if not isinstance(value, (str, int, float)):
                 raise ValueError(
                     f"`{column}` holds {type(value).__name__}: data.messages reads chats, "
                     "data.input_ids ids"
                 )
+            values[column] = value
         if all(value == "" for value in values.values()):
             return ""
         text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
@@ -148,34 +158,37 @@ class ChatColumns(Records):
     and the character behind it, in order.
     """
 
-    columns: tuple[str, ...]
     pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
     template: str  # Jinja
-    tokens: tuple[tuple[str, str], ...]  # the tokenizer's, for the template: ("bos_token", "<s>")
-
-    def _names(self, word: str) -> bool:
-        """Return whether the template has a word. Columns and keys that it lacks have no effect."""
-        return re.search(rf"\b{re.escape(word)}\b", self.template) is not None
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return (*_SYSTEM_COLUMNS, "tools") if self._names("tools") else _SYSTEM_COLUMNS
+    # The tokenizer's special tokens, for the template: ("bos_token", "<s>").
+    tokens: tuple[tuple[str, str | None], ...]
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of columns, and of keys of messages, with a value and no effect."""
         messages = [] if self.pair else record.get(self.columns[0]) or []
         keys = {key for message in messages for key in message if message[key] is not None}
-        ignored = {key for key in keys - _MESSAGE_KEYS if not self._names(key)}
+        ignored = {key for key in keys - _MESSAGE_KEYS if not _has_word(self.template, key)}
         return super().unread(record) | {f"message.{key}" for key in ignored}
 
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
-        """Return the text and spans of the chat in `record`, or None if no answer has a loss.
+        """Return the text and spans of the chat in `record`.
 
-        Raises ValueError if the chat is malformed or has no answer.
+        Returns None if no answer has a loss, and for a prompt without a response. Raises ValueError
+        if the chat is malformed, has no answer, or has a message that the template does not write.
         """
+        if self.pair and not self.pair[1].fill(record).strip():
+            return None
         chat = self._chat(record)
         tools = record.get("tools") if "tools" in self.optional else None
         text, spans = self._render(chat, tools)
+        for number, message in enumerate(chat):
+            has_words = message["role"] != "assistant" and (message.get("content") or "").strip()
+            if has_words and not self._is_written(chat, number, text, tools):
+                raise ValueError(
+                    f"the chat template writes nothing of message {number + 1}, of the role "
+                    f"{message['role']}; give it another role, or name another template "
+                    "(`data.chat_template`)"
+                )
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
@@ -183,9 +196,7 @@ class ChatColumns(Records):
                 "a chat without an answer: the chat template writes nothing of a message of the "
                 "role `assistant`"
             )
-        trained = [
-            number for number in answers if all(chat[number].get(mark, 1) for mark in _LOSS_MARKS)
-        ]
+        trained = [n for n in answers if all(chat[n].get(mark, 1) for mark in _LOSS_MARKS)]
         if not _MARKED.search(self.template):
             spans = self._after_prompts(chat, trained, text, tools)
         elif trained != turns:
@@ -238,8 +249,12 @@ class ChatColumns(Records):
         return chat
 
     def _messages(self, value: Any) -> list[dict[str, Any]]:
-        """Return the messages in a column, without null keys, which tables give every message."""
+        """Return the messages in a column, without nulls, which tables give every message.
+
+        A null content stays for a template that compares it with none.
+        """
         column = self.columns[0]
+        takes_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise ValueError(
@@ -248,19 +263,20 @@ class ChatColumns(Records):
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
+            values: dict[str, Any] = {"content": None} if takes_null else {}
             # NaN, which does not equal itself, is a null.
-            values = {
-                keys.get(key, key): item
+            values |= {
+                keys.get(key, key): without_nulls(item)
                 for key, item in message.items()
                 if item == item and item is not None
             }
             role = str(values.get("role", "(none)"))
-            if role not in roles and not self._names(role):
+            if role not in roles and not _has_word(self.template, role):
                 raise ValueError(
                     f"column `{column}` has a message of the role {role}, which is neither usual "
                     "nor in the chat template; write user, assistant, system or tool"
                 )
-            if not isinstance(values.get("content", ""), str):
+            if not isinstance(values.get("content") or "", str):
                 raise ValueError(f"column `{column}` has a message whose content is no text")
             if any(values.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
                 raise ValueError(
@@ -272,14 +288,18 @@ class ChatColumns(Records):
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
         """Return whether `text`, the complete chat, has the content of message `number`."""
-        content = chat[number].get("content", "")
+        role = chat[number]["role"]
+        content = chat[number].get("content") or ""
         words = content.strip()
-        if words and words in text:
+        # The words of a tool's result, such as a number, may stand elsewhere.
+        if role in ("system", "user", "assistant") and words and words in text:
             return True
         # The template may change the content. Then the chat differs without it.
-        blank = {"role": "assistant", "content": content.replace(words, "")}
-        without = [*chat[:number], blank, *chat[number + 1 :]]
-        return self._render(without, tools)[0] != text
+        blank = {"role": role, "content": content.replace(words, "")}
+        try:
+            return self._render([*chat[:number], blank, *chat[number + 1 :]], tools)[0] != text
+        except ValueError:
+            return True  # The template reads the message, since it refuses a blank one.
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
@@ -307,7 +327,7 @@ class ChatColumns(Records):
         return spans
 
     def _render(
-        self, chat: list[dict[str, Any]], tools: Any, **more: bool
+        self, chat: list[dict[str, Any]], tools: Any, **more: Any
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a chat, and the spans that the template marks.
 
@@ -316,18 +336,16 @@ class ChatColumns(Records):
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        mask = _MARKED.search(self.template) is not None
         try:
             if tools:
                 more["tools"] = (
                     json.loads(tools) if isinstance(tools, str) else without_nulls(tools)
                 )
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 [chat],
                 chat_template=_NO_CLOCK + self.template,
-                return_assistant_tokens_mask=mask,
-                **more,
-                **dict(self.tokens),
+                return_assistant_tokens_mask=_MARKED.search(self.template) is not None,
+                **(dict(self.tokens) | more),
             )
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
@@ -340,6 +358,7 @@ class ChatColumns(Records):
                 f"the chat template does not take this chat{with_tools}: "
                 f"{one_line(error, named=True)}"
             ) from None
+        texts, spans = rendered
         return texts[0], spans[0] if spans else []
 
 
@@ -351,45 +370,23 @@ class TokenColumns(Records):
     loss. A record may hold several documents.
     """
 
-    input_ids: str
-    # Column with the tokens themselves, or -100 for a token without a loss. None: `labels`, if a
-    # record has it.
-    labels: str | None
+    labels: str  # column with the tokens themselves, or -100 for a token without a loss
     vocabulary: int  # number of the tokenizer's ids
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(filter(None, (self.input_ids, self.labels))))
-
-    @property
-    def optional(self) -> tuple[str, ...]:
-        return (self.labels or LABELS, *TOKEN_COLUMNS)
-
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
-        names = [
-            name
-            for name in (*self.columns, *self.optional)
-            if name in self.columns or record.get(name) is not None
-        ]
-        try:
-            columns = {
-                name: np.fromiter(map(index, record[name] or ()), np.int64) for name in names
-            }
-        except (TypeError, OverflowError):
-            raise ValueError(
-                f"`{'` or `'.join(names)}` holds no list of whole numbers; leave out the column "
-                "that has none"
-            ) from None
-        ids = columns.pop(self.input_ids)
+        present = [name for name in self.optional if record.get(name) is not None]
+        names = dict.fromkeys([*self.columns, *present])
+        columns = {name: whole_numbers(name, record[name] or ()) for name in names}
+        ids = columns.pop(self.columns[0])
         numbers = number_documents(len(ids), columns)
         is_real = numbers >= 0
         unknown = ids[is_real & ((ids < 0) | (ids >= self.vocabulary))]
         if len(unknown):
             raise ValueError(
-                f"column `{self.input_ids}` holds the id {unknown[0]}, and the tokenizer has "
+                f"column `{self.columns[0]}` holds the id {unknown[0]}, and the tokenizer has "
                 f"{self.vocabulary:,} ids"
             )
-        trained = trained_tokens(ids, columns, self.labels or LABELS)
+        trained = trained_tokens(ids, columns, self.labels)
         marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
         starts = np.flatnonzero(np.diff(numbers[is_real])) + 1
         documents = np.split(marked[is_real].astype(np.uint32), starts)
@@ -407,7 +404,9 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     Raises InputError if a chat has no template, or one with an EOS token that the tokenizer lacks.
     """
     if settings.input_ids is not None:
-        return TokenColumns(settings.input_ids, settings.labels, tokenizer.vocab_size)
+        labels = settings.labels or LABELS
+        columns = tuple(dict.fromkeys([settings.input_ids, *filter(None, [settings.labels])]))
+        return TokenColumns(columns, (labels, *TOKEN_COLUMNS), labels, tokenizer.vocab_size)
     if settings.messages is None:
         return TextTemplate.parse(settings.text, end=(tokenizer.end_of_text,))
     template = chat_template(settings.chat_template, tokenizer.name)
@@ -420,37 +419,55 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
             f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in "
             "its tokenizer_config.json"
         )
-    named = tuple(sorted(tokens.items()))
+    optional = (*_SYSTEM_COLUMNS, "tools") if _has_word(template, "tools") else _SYSTEM_COLUMNS
+    pair: tuple[TextTemplate, ...] = ()
     if isinstance(settings.messages, str):
-        return ChatColumns((settings.messages,), (), template, named)
-    pair = tuple(map(TextTemplate.parse, settings.messages))
-    columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
-    return ChatColumns(columns, pair, template, named)
+        columns = (settings.messages,)
+    else:
+        pair = tuple(map(TextTemplate.parse, settings.messages))
+        columns = tuple(dict.fromkeys(pair[0].columns + pair[1].columns))
+    return ChatColumns(columns, optional, pair, template, tuple(sorted(tokens.items())))
+
+
+def _has_word(template: str, word: str) -> bool:
+    """Return whether a template has a word. Columns and keys that it lacks have no effect."""
+    return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
     """Return the chat template that `given`, the value of `data.chat_template`, stands for.
 
-    None means the tokenizer's own template. A tokenizer may have several templates by name: `given`
-    chooses one, None the one named default. Raises InputError if there is none.
+    None means the tokenizer's own template. A tokenizer may have several templates by name, in its
+    config or in the folder that transformers 5 writes: `given` chooses one, None the one named
+    default. Raises InputError if there is none.
     """
     if given == "chatml":
         return CHATML
     if given is not None and ("{" in given or "\n" in given):
         return given
-    file = Path(given) if given else file_of(tokenizer, CHAT_TEMPLATE, needed=False)
-    if file and file.is_file():
+    if given and Path(given).is_file():
+        return Path(given).read_text(encoding="utf-8")
+    name = f"{_NAMED_TEMPLATES}/{given}.jinja" if given else CHAT_TEMPLATE
+    if file := find_file(tokenizer, name):
         return file.read_text(encoding="utf-8")
-    config = file_of(tokenizer, "tokenizer_config.json", needed=False)
+    config = find_file(tokenizer, "tokenizer_config.json")
     stored = load_object(config, REMEDY).get("chat_template") if config else None
-    if isinstance(stored, list):
-        stored = {template["name"]: template["template"] for template in stored}
-    named = {"default": stored} if isinstance(stored, str) else stored or {}
+    with refusing(
+        (LookupError, TypeError, ValueError),
+        f"{config}: `chat_template` is neither a template nor a list of them by name",
+        "correct it, or set data.chat_template",
+    ):
+        if isinstance(stored, str):
+            stored = [{"name": "default", "template": stored}]
+        named = {str(entry["name"]): entry["template"] for entry in stored or ()}
+        if not all(isinstance(template, str) for template in named.values()):
+            raise ValueError("a template is no text")
     if (given or "default") not in named:
         what = f"{given}: no such file or template"
         if not given:
             what = f"{tokenizer} has none{' named default' if named else ''}"
-        names = ", ".join(["chatml", *named])
+        in_folder = Path(tokenizer).glob(f"{_NAMED_TEMPLATES}/*.jinja")
+        names = ", ".join(["chatml", *named, *sorted(file.stem for file in in_folder)])
         raise InputError(
             f"data.chat_template: {what}; set it to {names} or a Jinja file, or take an instruct "
             "model's tokenizer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -147,6 +148,12 @@ class DataSettings(SourceSettings):
         return self.streaming if isinstance(self.streaming, StreamingSettings) else None
 
     @property
+    def streamed(self) -> StreamingSettings:
+        """The value of `stream`, for packs that are made while the run trains."""
+        assert self.stream is not None
+        return self.stream
+
+    @property
     def shares(self) -> tuple[float, ...]:
         """Share of each training source in the tokens."""
         return tuple(source.weight for source in self.sources) if self.sources else (1.0,)
@@ -199,18 +206,27 @@ class DataSettings(SourceSettings):
                 "or on other text"
             )
         if self.validation is not None:
-            trained = [_rows_of(source) for source in self.sources or (self,)]
-            if _rows_of(self.validation) in trained:
-                raise ValueError(
-                    f"`validation`: {self.validation.source} is also trained on; name another file "
-                    "or split, or set `held_out` instead"
-                )
+            for source in self.sources or (self,):
+                if _share_rows(source, self.validation):
+                    raise ValueError(
+                        f"`validation`: {self.validation.source} is also trained on, as "
+                        f"{source.source} is read; name another file or split, or set `held_out` "
+                        "instead"
+                    )
         return self
 
 
-def _rows_of(source: SourceSettings) -> tuple[str | None, ...]:
-    """Return what identifies the rows of a source."""
-    return os.path.realpath(str(source.source)), source.subset, source.split
+def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
+    """Return whether two sources are the same, or a file or folder and one inside it.
+
+    The folders inside a dataset of `save_to_disk` are its splits.
+    """
+    first, second = (Path(os.path.realpath(str(source.source))) for source in (one, other))
+    if first == second:
+        return (one.subset, one.split) == (other.subset, other.split)
+    is_inside = first in second.parents or second in first.parents
+    outer = min(first, second, key=lambda path: len(path.parts))
+    return is_inside and outer.is_dir() and not (outer / "dataset_dict.json").exists()
 
 
 def _filled(data: dict[str, Any], source: Any) -> Any:

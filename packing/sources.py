@@ -14,9 +14,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from functools import cached_property
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ _SUFFIXES = {
         ".pl", ".lua", ".r", ".jl", ".hs", ".ml", ".ex", ".erl", ".clj", ".sh", ".sql", ".css",
     },
 }  # fmt: skip
+_KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _READABLE = (
     "JSONL, Parquet and text (.txt, .md, .py, ...) are read, also as .gz or .zst; "
     "name a .bin file in `data.packs`"
@@ -70,10 +71,13 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
             f"data.source: {name}: no such file or folder "
             "(relative paths start at the current directory)"
         )
+    kind = _kind_of(path)
+    paths = [path]
+    unread = ""
+    files = f"{path} ({kind})"
     if path.is_dir():
         kind, paths, unread = _files_of(path)
-    else:
-        kind, paths, unread = _kind_of(path), [path], ""
+        files = f"{len(paths):,} {kind} files in {path}"
     if kind is None:
         raise InputError(f"data.source: {path}: its suffix does not tell its format; {_READABLE}")
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
@@ -84,16 +88,14 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         raise InputError(
             f"data.{unused[0]}: {name} is read as {kind}, which has no such thing; leave it out"
         )
-    return FileSource(paths, kind, records, path if path.is_dir() else None, unread)
+    description = f"{files}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
+    return FileSource(description, paths, kind, records)
 
 
 def _kind_of(path: Path) -> str | None:
     """Return the kind of a file by its suffix without .gz or .zst, or None if that is unknown."""
     name = Path(path.stem) if path.suffix.lower() in COMPRESSION else path
-    for kind, suffixes in _SUFFIXES.items():
-        if name.suffix.lower() in suffixes:
-            return kind
-    return None
+    return _KINDS.get(name.suffix.lower())
 
 
 def _files_of(folder: Path) -> tuple[str, list[Path], str]:
@@ -110,9 +112,8 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
         is_hidden = any(name.startswith(".") or name == "__pycache__" for name in names)
         if not is_hidden and not packs.intersection(path.parents) and path.is_file():
             by_kind.setdefault(_kind_of(path), []).append(path)
-    kinds = [kind for kind in ("parquet", "jsonl") if kind in by_kind]
-    if not kinds and "text" in by_kind:
-        kinds = ["text"]
+    readable: list[str] = [kind for kind in ("parquet", "jsonl", "text") if kind in by_kind]
+    kinds = [kind for kind in readable if kind != "text"] or readable
     if len(kinds) != 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(
@@ -123,10 +124,12 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
     unread_paths = [path for group in by_kind.values() for path in group]
     suffixes = Counter(path.suffix or "without a suffix" for path in unread_paths)
     unread = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(8))
+    if "text" in by_kind:
+        unread += f"; {kinds[0]} files come before text"
     if _bytes_of(unread_paths) > _bytes_of(paths):
         raise InputError(
-            f"data.source: {folder}: most of its bytes are in files that are not read ({unread}); "
-            f"name a file, or a folder without them; {_READABLE}"
+            f"data.source: {folder}: most of its bytes are in files that are not read ({unread}). "
+            f"Name a file, or a folder without them; {_READABLE}"
         )
     return kinds[0], paths, unread and f"; files not read: {unread}"
 
@@ -135,23 +138,14 @@ def _bytes_of(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
+@dataclass(frozen=True)
 class FileSource:
     """Files of one kind."""
 
-    def __init__(
-        self,
-        paths: list[Path],
-        kind: str,
-        records: Records,
-        folder: Path | None = None,
-        unread: str = "",
-    ) -> None:
-        """`unread`: text about files that are not read, for the description."""
-        self.paths = paths
-        self.kind = kind
-        self.records = records
-        files = f"{len(paths):,} {kind} files in {folder}" if folder else f"{paths[0]} ({kind})"
-        self.description = f"{files}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
+    description: str
+    paths: list[Path]
+    kind: str
+    records: Records
 
     @property
     def identity(self) -> dict[str, Any]:
@@ -173,21 +167,19 @@ class FileSource:
                 yield Chunk("text", str(path), 0, b"", {"file": number + 1})
                 continue
             place = begin if number == first else {}
-            if self.kind == "jsonl":
-                chunks = self._jsonl_chunks(path, size, place.get("at", 0), place.get("line", 1))
-            else:
-                chunks = self._parquet_chunks(path, size, place.get("at", 0))
-            kinds = (OSError, pa.ArrowException, UnicodeDecodeError)
-            remedy = "the file is damaged or not of this format"
-            with refusing(kinds, f"{path}: cannot be read", remedy):
-                for chunk in chunks:
+            chunks = self._jsonl_chunks if self.kind == "jsonl" else self._parquet_chunks
+            with refusing(
+                (OSError, pa.ArrowException, UnicodeDecodeError),
+                f"{path}: cannot be read",
+                "the file is damaged or not of this format",
+            ):
+                for chunk in chunks(path, size, place):
                     yield replace(chunk, after={"file": number} | chunk.after)
 
-    def _jsonl_chunks(self, path: Path, size: int, at: int, line: int) -> Iterator[Chunk]:
-        """Yield chunks of complete lines. A line longer than `size` is a chunk of its own.
-
-        `at` is the byte to start with, and `line` the number of the line at this byte.
-        """
+    def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+        """Yield chunks of complete lines. A line longer than `size` is a chunk of its own."""
+        at = place.get("at", 0)  # in bytes
+        line = place.get("line", 1)
         with open_stream(path) as stream:
             if stream.seekable():
                 stream.seek(at)
@@ -195,9 +187,8 @@ class FileSource:
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            block = True
-            while block:
-                block = stream.read(size)
+            # An empty block follows the last one.
+            for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)
                 if block:
@@ -209,10 +200,11 @@ class FileSource:
                     line += payload.count(b"\n")
                     yield Chunk("jsonl", str(path), first, payload, {"at": at, "line": line})
 
-    def _parquet_chunks(self, path: Path, size: int, at: int) -> Iterator[Chunk]:
-        """Yield chunks from the row `at` on. Row groups before it are not read."""
+    def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
+        """Yield chunks of rows. Row groups before the place are not read."""
         import pyarrow.parquet as pq
 
+        at = place.get("at", 0)
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             check_columns(str(path), self.records, names)
@@ -241,10 +233,9 @@ class DatasetSource:
         self.records = records
         self.name = str(settings.source)
         self.is_saved = Path(self.name).exists()
-        parts = [settings.subset or "default", settings.split]
-        if settings.streaming:
-            parts.append("streaming")
-        self.description = f"Hugging Face dataset {self.name} ({', '.join(parts)})"
+        streaming = ", streaming" if settings.streaming else ""
+        part = f"{settings.subset or 'default'}, {settings.split}{streaming}"
+        self.description = f"Hugging Face dataset {self.name} ({part})"
 
     @property
     def identity(self) -> dict[str, Any]:

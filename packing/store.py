@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -27,6 +29,7 @@ from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
 _HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # names of the split, by any writer
+_DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
     "set `data.source` and `data.tokenizer` to prepare packs from text, "
     "or point `data.packs` to packs that exist"
@@ -52,40 +55,38 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
                 f"data.sources: {source.source}: its packs and metrics need a `name` of their own; "
                 "set it"
             )
-        part = _part(settings, source, settings.packs / name)
-        if stream := part.stream:
+        streaming = settings.streaming
+        if stream := settings.stream:
             window = max(settings.length, round(stream.window * source.weight))
             streaming = stream.model_copy(update={"window": window})
-            part = part.model_copy(update={"streaming": streaming})
-        parts[name] = part
+        parts[name] = _part(settings, source, settings.packs / name, streaming=streaming)
     return parts
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
     """Return the settings of `data.validation`, or None. Its packs are beside `data.packs`."""
-    if settings.validation is None:
+    validation = settings.validation
+    if validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
-    part = _part(settings.model_copy(update={"held_out": 0.0}), settings.validation, packs)
     # Validation text is packed before the run; a dataset of the hub, without a download.
-    if part.stream:
-        part = part.model_copy(update={"streaming": not Path(str(part.source)).exists()})
-    return part
+    is_remote = not Path(str(validation.source)).exists()
+    streaming = is_remote if settings.stream else settings.streaming
+    return _part(settings, validation, packs, held_out=0.0, streaming=streaming)
 
 
-def _part(settings: DataSettings, source: SourceSettings, packs: Path) -> DataSettings:
-    """Return `settings` with this source and these packs."""
+def _part(
+    settings: DataSettings, source: SourceSettings, packs: Path, **changes: Any
+) -> DataSettings:
+    """Return `settings` with this source, these packs and other changes."""
     values = {key: getattr(source, key) for key in SourceSettings.model_fields}
-    return settings.model_copy(
-        update={**values, "sources": None, "validation": None, "packs": packs}
-    )
+    alone = {"sources": None, "validation": None, "packs": packs}
+    return settings.model_copy(update=values | alone | changes)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
     """Return the settings of each training source, and of `data.validation`."""
-    parts = list(training_parts(settings).values())
-    validation = validation_part(settings)
-    return parts if validation is None else [*parts, validation]
+    return list(filter(None, [*training_parts(settings).values(), validation_part(settings)]))
 
 
 def folder_of(part: DataSettings) -> Path:
@@ -118,15 +119,18 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
     Raises InputError if there are no packs, if they are damaged, and if their length is not
     `settings.length`.
     """
-    if settings.validation is not None and split == "held_out":
-        return open_packs(validation_part(settings), "train")
+    if split == "held_out" and (validation := validation_part(settings)):
+        return open_packs(validation, "train")
     parts = training_parts(settings)
     if settings.stream and split == "train":
         return StreamedPacks(settings, parts)
     if not settings.sources:
         return _open_source(parts[""], split)
-    opened = {name: _open_source(part, split) for name, part in parts.items()}
-    opened = {name: packs for name, packs in opened.items() if packs is not None}
+    opened = {
+        name: packs
+        for name, part in parts.items()
+        if (packs := _open_source(part, split)) is not None
+    }
     if not opened:
         return None
     return MixedPacks(settings.packs, opened, dict(zip(parts, settings.shares, strict=True)))
@@ -154,7 +158,7 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
     Packs that do not record their tokenizer pass: token ids are checked when batches are made.
     """
     tokenizer = packs.tokenizer or {}
-    name, size, fingerprint = (tokenizer.get(key) for key in ("name", "vocab_size", "fingerprint"))
+    name, size, fingerprint = map(tokenizer.get, ("name", "vocab_size", "fingerprint"))
     difference = None
     if tokenizer_fingerprint and fingerprint and fingerprint != tokenizer_fingerprint:
         difference = (
@@ -210,10 +214,11 @@ class PartOfPacks(Packs):
 
 def find_splits(
     path: Path, length: int | None, tokenizer: str | None = None
-) -> dict[Split, partial[Packs]]:
+) -> dict[Split, Callable[[], Packs]]:
     """Return functions that open the splits of the packs at `path`.
 
-    `length` is for formats that do not record it. The EOS token of `tokenizer` ends a document in
+    `length` is for formats that do not record it; None means the first sample's for MDS, and the
+    default of `data.length` for token files. The EOS token of `tokenizer` ends a document in
     packs that do not mark documents. Raises InputError if there are no training packs.
     """
     if not path.exists():
@@ -221,12 +226,12 @@ def find_splits(
     if (path / MANIFEST).is_file():
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
-    def first_of(*places: Path) -> partial[Packs] | None:
+    def first_of(*places: Path) -> Callable[[], Packs] | None:
         """Open the first of `places` with a token file, an MDS folder, or a folder of such."""
         for place in places:
             if place.suffix == ".bin" and place.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
-                return partial(TokenBin, place, length, end_token)
+                return partial(TokenBin, place, length or _DEFAULT_LENGTH, end_token)
             inside = sorted(
                 index.parent
                 for index in place.glob(f"*/{INDEX}")
@@ -236,16 +241,14 @@ def find_splits(
                 return partial(MDSPacks, folders, path, length, tokenizer)
         return None
 
-    if train := first_of(path / "train", path / "train.bin"):
-        held_out = first_of(
-            *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin"))
-        )
+    train = first_of(path / "train", path / "train.bin")
+    held_out = train and first_of(
+        *(path / f"{name}{suffix}" for name in _HELD_OUT_NAMES for suffix in ("", ".bin"))
+    )
+    if train := train or first_of(path):
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
-    if train := first_of(path):
-        return {"train": train}
-    hint = ""
-    if any(path.glob(f"*/{MANIFEST}")):
-        hint = "; those of several sources are named by `data.sources`"
+    is_mixture = any(path.glob(f"*/{MANIFEST}"))
+    hint = "; those of several sources are named by `data.sources`" if is_mixture else ""
     raise InputError(
         f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{hint}; "
         f"{_MAKE}"

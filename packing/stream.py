@@ -1,5 +1,7 @@
 """Read packs that are made while a run trains, of more text than the disk holds.
 
+The run's side of a stream: the position of the reader, and the process of its packer.
+
     packs/
       part-00000000/    stays on the disk: it has the held-out documents
       part-00000003/    packs as `prepare` writes them, and where they start in the source
@@ -18,19 +20,24 @@ A run reads the parts in their order. Within a part, (seed, part) decides the or
 
 from __future__ import annotations
 
+import os
 import stat
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
+import yaml
 
 from foundation.errors import InputError
-from foundation.files import free_bytes, hash_of
+from foundation.files import free_bytes, hash_of, is_locked, locked, replace_file, write_json
 from foundation.reading import load_object
 from packing.arrow import FIRST, MANIFEST, ArrowPacks, Pack, Packs
 from packing.order import Mixture, Order, permute, splitmix64
@@ -40,6 +47,10 @@ POSITION = "position.json"
 RUN_LOCK = ".lock"  # held by the run that reads the stream
 ENDLESS = 2**62  # packs of a stream, whose number nobody knows
 LOOK = 0.05  # seconds between two looks for a part
+LOG = "packer.log"
+_RECIPE = "packer.yaml"
+# Variables that make the processes of a launcher report their end.
+_OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 
 # ── Parts and positions on the disk ───────────────────────────────────────────────────────────────
@@ -95,12 +106,10 @@ def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str,
     If no run has read these `sources`, return the start of the stream.
     """
     path = folder / POSITION
-    if path.is_file():
-        position = load_object(path, f"remove {path}")
-        if position["starts"].keys() == {*sources}:
-            return position
-    start = asdict(PartStart())
-    return {"starts": dict.fromkeys(sources, start), "ends": dict.fromkeys(sources, 0)}
+    start = dict.fromkeys(sources, asdict(PartStart()))
+    position = load_object(path, f"remove {path}") if path.is_file() else {"starts": {}}
+    is_of_these = position["starts"].keys() == start.keys()
+    return position if is_of_these else {"starts": start, "ends": dict.fromkeys(sources, 0)}
 
 
 def bytes_below(folder: Path) -> int:
@@ -115,7 +124,7 @@ def bytes_below(folder: Path) -> int:
 
 def check_disk(settings: DataSettings) -> None:
     """Raise InputError if the disk is smaller than `data.streaming.disk_gb`."""
-    limit = settings.stream.disk_gb
+    limit = settings.streamed.disk_gb
     room = (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
     if limit > room:
         raise InputError(
@@ -124,17 +133,84 @@ def check_disk(settings: DataSettings) -> None:
         )
 
 
-# ── Reading ───────────────────────────────────────────────────────────────────────────────────────
+# ── The packer of a run ───────────────────────────────────────────────────────────────────────────
 
 
-class Packer(Protocol):
-    """The packer of a stream, as its reader sees it."""
+class PackerProcess(ExitStack):
+    """A process of `python -m packing follow` beside the run that reads its parts.
+
+    It ends with the run, however that ends. If another process makes the parts already, it takes
+    over when that one ends.
+    """
+
+    def __init__(self, settings: DataSettings, position: dict[str, Any]) -> None:
+        """Start to make parts from `position` on.
+
+        Raises InputError if another run reads the stream, or if the disk is too small.
+        """
+        super().__init__()
+        self._packs = settings.packs
+        self.enter_context(locked(self._packs / RUN_LOCK, self._refuse))
+        check_disk(settings)
+        self._write(position)
+        recipe = self._packs / _RECIPE
+        values = {"data": settings.model_dump(mode="json")}
+        replace_file(recipe, yaml.safe_dump(values, allow_unicode=True).encode())
+        # Python's -P keeps it from importing modules of the current folder.
+        command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
+        environment = {
+            name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER
+        }
+        search_path = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")]
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
+        with open(self._packs / LOG, "wb") as log:
+            self.process = subprocess.Popen(
+                [*command, "--parent", str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is for the run, which ends the packer.
+            )
+        self.callback(self.process.wait)
+        self.callback(self.process.kill)  # which comes first, in the midst of its work
+
+    def _refuse(self, holder: str) -> None:
+        time.sleep(0.1)
+        if is_locked(self._packs / RUN_LOCK):  # and not only looked at by a packer
+            raise InputError(
+                f"{self._packs}: another run, {holder}, trains on this stream; "
+                "wait, or set another data.packs"
+            )
 
     def publish(self, position: dict[str, Any], *, waits: bool) -> None:
-        """Tell the packer where the run reads."""
+        """Write the position if the packer needs it: a part is passed, or the run `waits`."""
+        if position["starts"] != self._written["starts"] or (waits and position != self._written):
+            self._write(position)
+
+    def _write(self, position: dict[str, Any]) -> None:
+        write_json(self._packs / POSITION, position)
+        self._written = position
 
     def check(self) -> None:
-        """Raise InputError if no more parts will come."""
+        """Raise InputError with the error of the packer if it has ended."""
+        status = self.process.poll()
+        if status is None:
+            return
+        log = self._packs / LOG
+        _, has_error, message = f"\n{log.read_text(errors='replace')}".rpartition("\nerror: ")
+        if has_error:
+            raise InputError(message.strip())
+        why = f"status {status}; {log} says why"
+        if status < 0:
+            why = f"signal {-status}: if memory ran out, set a smaller data.streaming.window"
+        raise InputError(
+            f"{self._packs}: the packer of the stream has ended with {why}. "
+            "Start the same command again"
+        )
+
+
+# ── Reading ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class SourceStream:
@@ -155,10 +231,9 @@ class SourceStream:
         A checkpoint holds the record, so that a resumed run recognises the part when it is made
         again.
         """
-        if not record:
-            record = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
+        first = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
-            self.record = record
+            self.record: dict[str, Any] = record or first
             self._parts: list[Part] = []  # the open parts, in their order
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
@@ -190,13 +265,10 @@ class SourceStream:
     def release(self, place: int) -> None:
         """Close the parts before the one that has the last pack before `place`."""
         with self._lock:
-            passed = [part for part in self._parts if part.start.first < place]
-            if passed:
-                last = passed[-1]
-                self.record = {
-                    "start": asdict(last.start),
-                    "fingerprint": last.packs.fingerprint,
-                }
+            for part in self._parts:
+                if part.start.first < place:
+                    fingerprint = part.packs.fingerprint
+                    self.record = {"start": asdict(part.start), "fingerprint": fingerprint}
             self._parts = [part for part in self._parts if part.after.first >= place]
 
 
@@ -219,10 +291,10 @@ class StreamedPacks(Packs):
         content = [
             [name, sample.fingerprint, self.weights[name]] for name, sample in self.samples.items()
         ]
-        windows = [part.stream.window for part in parts.values()]
+        windows = [part.streamed.window for part in parts.values()]
         self.fingerprint = hash_of([content, windows])
         # The packer that this process has started; None on the other ranks.
-        self.packer: Packer | None = None
+        self.packer: PackerProcess | None = None
         self._ends = dict.fromkeys(self.sources, 0)
 
     @cached_property
@@ -252,7 +324,7 @@ class StreamedPacks(Packs):
         """Continue from the `record` of a checkpoint, or start at the first pack for None."""
         for name, source in self.sources.items():
             source.start_at(record[name] if record else None)
-            self._ends[name] = 0
+        self._ends = dict.fromkeys(self.sources, 0)
         self.publish()
 
     @property
@@ -308,7 +380,9 @@ class StreamOrder(Order):
         source = list(self.packs.sources.values())[number]
         # Sources must not go through their parts in the same order, nor epochs through the same
         # part.
-        key = splitmix64(splitmix64(splitmix64(np.uint64([self.seed])) + np.uint64(number)))
+        key = splitmix64(
+            splitmix64(splitmix64(np.array([self.seed], np.uint64)) + np.uint64(number))
+        )
         packs = np.empty_like(places)
         done = 0
         while done < len(places):
@@ -321,26 +395,20 @@ class StreamOrder(Order):
             done += len(within)
         return packs * len(self.packs.sources) + number
 
-    def epoch_of(self, step: int) -> float:
-        """Return how often the text was read to its end when `step` starts.
+    def epochs(self, step: int) -> dict[str, float]:
+        """Return how often each source was read to its end when `step` starts."""
+        return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
 
-        The least of several sources counts.
-        """
-        return float(min(part.after.epoch for part in self._parts_before(step).values()))
+    def epoch_of(self, step: int) -> float:
+        """Return the least of `epochs`."""
+        return min(self.epochs(step).values())
 
     def figures(self, step: int) -> dict[str, float]:
         """Return metrics after `step` steps: part, epoch and share of the tokens of each source."""
         figures: dict[str, float] = {}
         for name, part in self._parts_before(step).items():
-            if not name:
-                figures["part"] = part.start.number
-            else:
-                figures[f"part/{name}"] = part.start.number
-                figures[f"epoch/{name}"] = float(part.after.epoch)
-        if len(self.packs.sources) > 1:
-            shares = self.mixture.shares(self.places_of_step(step).start)
-            figures |= {f"share/{name}": share for name, share in shares.items()}
-        return figures
+            figures[f"part/{name}" if name else "part"] = part.start.number
+        return figures | super().figures(step)
 
     def _parts_before(self, step: int) -> dict[str, Part]:
         """Return the part of each source with the last pack before `step`, or its first part."""

@@ -1,7 +1,8 @@
-"""Read flat token files, as nanoGPT writes them.
+"""Read flat token files, as nanoGPT and llm.c write them.
 
 A .bin file has token ids one after another, uint16 or uint32, without any sign of where documents
-or packs start. A folder has `train.bin`, and possibly `val.bin`.
+or packs start. Files of llm.c have a header before the ids: 256 int32, of which the first names the
+dtype and the third is the number of tokens. A folder has `train.bin`, and possibly `val.bin`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _SAMPLED_TOKENS = 2**20
 _FEWEST_TOKENS = 64  # Among fewer tokens, all high words may happen to be small.
 # In a uint32 file of a vocabulary below 2^20, every other uint16 is less than this.
 _HIGH_WORD_LIMIT = 16
+_HEADER_BYTES = 1024  # of llm.c
+_MAGIC = {20240520: "uint16", 20240801: "uint32"}  # the first number of llm.c's header
 
 
 class TokenBin(Packs):
@@ -32,14 +35,18 @@ class TokenBin(Packs):
         self.path = Path(path)
         self.length = length
         self.end_token = end_token
-        dtype = _dtype_of(self.path)
-        size = self.path.stat().st_size
-        if size == 0 or size % np.dtype(dtype).itemsize:
+        header = np.fromfile(self.path, "<i4", _HEADER_BYTES // 4)
+        has_header = len(header) == _HEADER_BYTES // 4 and int(header[0]) in _MAGIC
+        dtype = _MAGIC[int(header[0])] if has_header else _dtype_of(self.path)
+        start = _HEADER_BYTES if has_header else 0
+        size = self.path.stat().st_size - start
+        tokens, rest = divmod(size, np.dtype(dtype).itemsize)
+        if rest or tokens == 0 or (has_header and tokens != header[2]):
             raise InputError(
-                f"{self.path}: truncated: {size} bytes are no whole number of {dtype} tokens; "
-                "write it again"
+                f"{self.path}: truncated: {size} bytes are not the {dtype} tokens of a complete "
+                "file; write it again"
             )
-        self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), mode="r")
+        self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), "r", start)
         self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
 
     def __len__(self) -> int:

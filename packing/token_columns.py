@@ -8,18 +8,27 @@ at the same index, not to the tokens before them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
 from packing.arrow import IGNORE
 
-MASK = "attention_mask"  # ones, and zeros for padding; or the lengths of the documents
+# Zeros for padding, and ones or the numbers of the documents; or the lengths of the documents.
+MASK = "attention_mask"
 LABELS = "labels"  # the tokens, or -100 for tokens without a loss
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
 
 
 def _from_lengths(lengths: np.ndarray) -> np.ndarray:
+    if lengths.min(initial=0) < 0:
+        raise ValueError("a document has a length below 0")
     return np.repeat(np.arange(len(lengths)), lengths)
+
+
+def _from_offsets(ends: np.ndarray) -> np.ndarray:
+    """Number the tokens between offsets. Some writers pad the offsets with -1."""
+    return _from_lengths(np.diff(ends[ends >= 0]))
 
 
 # Functions from a column to a number for each token. The number changes at the first token of a
@@ -28,8 +37,7 @@ def _from_lengths(lengths: np.ndarray) -> np.ndarray:
 BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"), _from_lengths),
     **dict.fromkeys(("document_lengths", "doc_lens"), _from_lengths),
-    **dict.fromkeys(("cu_seqlens", "cu_seq_lens"), lambda ends: _from_lengths(np.diff(ends))),
-    **dict.fromkeys(("cu_seqlens_q", "cu_seq_lens_q"), lambda ends: _from_lengths(np.diff(ends))),
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"), _from_offsets),
     **dict.fromkeys(("sequence_id", "sequence_ids", "seq_idx"), lambda numbers: numbers),
     **dict.fromkeys(("document_ids", "doc_ids"), lambda numbers: numbers),
     # A position that is not the previous one plus one starts a document.
@@ -39,6 +47,23 @@ BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     ),
 }
 TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)  # and labels, whose column may have another name
+
+
+def whole_numbers(name: str, values: Any) -> np.ndarray:
+    """Return the values of the column `name` as integers. Booleans and floats such as 1.0 count.
+
+    Raises ValueError if they are no list of whole numbers.
+    """
+    given = np.asarray(values)
+    numbers = given
+    if given.dtype.kind in "bf":
+        with np.errstate(invalid="ignore"):  # of NaN and infinity
+            numbers = given.astype(np.int64)
+    if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (numbers != given).any():
+        raise ValueError(
+            f"column `{name}` holds no list of whole numbers; write one, or leave out the column"
+        )
+    return numbers
 
 
 def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -51,8 +76,10 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
     numbers = np.zeros(width)
     for name in [name for name in BOUNDARIES if name in columns][:1]:
         numbers = BOUNDARIES[name](columns[name].astype(np.int64))
-    if mask is not None and len(mask) == width and mask.max(initial=0) <= 1:
+    if mask is not None and len(mask) == width and mask.min(initial=0) >= 0:
         is_real = mask > 0
+        if mask.max(initial=0) > 1:
+            numbers = mask
     elif mask is not None:
         numbers = _from_lengths(mask.astype(np.int64))
     if len(numbers) != width:

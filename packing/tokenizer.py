@@ -32,7 +32,7 @@ _USUAL_NAMES = {
 }
 # These keys may change when a tokenizer is saved. They do not change the ids that
 # `encode(..., add_special_tokens=False)` returns.
-_NOT_PART_OF_THE_FINGERPRINT = ("version", "truncation", "padding", "post_processor")
+_NOT_PART_OF_THE_FINGERPRINT = {"version", "truncation", "padding", "post_processor"}
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,8 @@ class TextTokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 of all that decides the ids of a text. Formatting and order of keys do not."""
-        content = json.loads(self.tokenizer.to_str())
-        for key in _NOT_PART_OF_THE_FINGERPRINT:
-            content.pop(key, None)
+        values = json.loads(self.tokenizer.to_str())
+        content = {key: values[key] for key in values.keys() - _NOT_PART_OF_THE_FINGERPRINT}
         canonical = json.dumps(
             without_nulls(content), sort_keys=True, ensure_ascii=False, separators=(",", ":")
         )
@@ -61,10 +60,14 @@ class TextTokenizer:
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id for text that the vocabulary lacks, or None if there is no such id."""
+        """The id for text that the vocabulary lacks, or None if there is no such id.
+
+        An id that also begins or ends documents does not count. Padding is in no document.
+        """
         model = json.loads(self.tokenizer.to_str())["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
-        return None if unknown in self.special.values() else unknown
+        frame = (self.special.get("bos"), self.special.get("eos"))
+        return None if unknown in frame else unknown
 
     @property
     def padding(self) -> int:
@@ -83,12 +86,11 @@ class TextTokenizer:
 
     def describe(self) -> dict[str, Any]:
         """Return the values that packs record of their tokenizer."""
-        ids = {f"{role}_id": self.special.get(role) for role in _USUAL_NAMES}
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
             "vocab_size": self.vocab_size,
-            **ids,
+            **{f"{role}_id": self.special.get(role) for role in _USUAL_NAMES},
         }
 
 
@@ -100,8 +102,12 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
     Raises InputError if it cannot be found or read.
     """
-    file = Path(name) if Path(name).is_file() else file_of(name, "tokenizer.json")
-    config = file_of(name, "tokenizer_config.json", needed=False)
+    file = Path(name) if Path(name).is_file() else find_file(name, "tokenizer.json")
+    if file is None:
+        raise InputError(
+            f"data.tokenizer: {name}: has no tokenizer.json; {_CONVERT.format(name)}, or {REMEDY}"
+        )
+    config = find_file(name, "tokenizer_config.json")
     try:
         tokenizer = Tokenizer.from_str(file.read_text(encoding="utf-8", errors="replace"))
     except Exception as error:
@@ -115,33 +121,28 @@ def load_tokenizer(name: str) -> TextTokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     values = load_object(config, REMEDY) if config else None
-    special = {}
-    for role, names in _USUAL_NAMES.items():
+    special: dict[str, int] = {}
+    for role, usual_names in _USUAL_NAMES.items():
+        names = list(usual_names)
         if values is not None:
             token = values.get(f"{role}_token")
             names = [token["content"] if isinstance(token, dict) else token or ""]
-        ids = [tokenizer.token_to_id(name) for name in names]
-        ids = [number for number in ids if number is not None]
-        if ids:
-            special[role] = ids[0]
+        ids = map(tokenizer.token_to_id, names)
+        if (number := next((number for number in ids if number is not None), None)) is not None:
+            special[role] = number
     return TextTokenizer(name, tokenizer, special)
 
 
-def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
+def find_file(tokenizer: str, name: str) -> Path | None:
     """Return the file `name` from a tokenizer's folder, or from its hub repository or the cache.
 
-    Returns None if there is certainly no such file and it is not `needed`. Raises InputError if the
-    hub cannot be reached: ids must not depend on the network.
+    Returns None if there is certainly no such file. Raises InputError if the hub cannot be reached:
+    ids must not depend on the network.
     """
     path = Path(tokenizer)
-    repository, revision = split_revision(tokenizer)
     if path.exists():
         file = (path if path.is_dir() else path.parent) / name
-        if file.is_file() or not needed:
-            return file if file.is_file() else None
-        raise InputError(
-            f"data.tokenizer: {file}: no such file; {_CONVERT.format(file.parent)}, or {REMEDY}"
-        )
+        return file if file.is_file() else None
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import (
         HFValidationError,
@@ -149,14 +150,13 @@ def file_of(tokenizer: str, name: str, *, needed: bool = True) -> Path | None:
         RemoteEntryNotFoundError,
     )
 
+    repository, revision = split_revision(tokenizer)
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
-        is_absent = isinstance(error, RemoteEntryNotFoundError)
         # Most repositories have no template file. Without a network, the cache cannot know that.
-        if name.endswith(".jinja"):
-            is_absent = is_absent or isinstance(error, LocalEntryNotFoundError)
-        if is_absent and not needed:
+        absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError)
+        if isinstance(error, absent if name.endswith(".jinja") else RemoteEntryNotFoundError):
             return None
         raise InputError(
             f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: "

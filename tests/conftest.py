@@ -1,4 +1,4 @@
-"""What several tests need: small packs that a model can learn from, and the launcher started as a user starts it."""
+"""Shared fixtures: small packs that a model can learn from, and starters of the launcher."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ from packing import pack_maker
 from packing.arrow import Pack, PackWriter
 from tests.moments import fork_context, start_server
 
-# Two cores shared by several workers: how long one example takes says nothing.
-# A suite that passed passes again: what is drawn is the same each time. `pytest --hypothesis-profile explore` draws anew.
+# No deadlines: the workers share two cores, so the time of one example means nothing. Examples are
+# the same in every run. `pytest --hypothesis-profile explore` draws new ones.
 settings.register_profile("explore", deadline=None)
 settings.register_profile("shared machine", deadline=None, derandomize=True, max_examples=25)
 settings.load_profile("shared machine")
 
-# Whoever starts the tests in the background, or under nohup, lets them ignore signals, and what they start would inherit that.
+# Tests started in the background or under nohup ignore signals, and their child processes would
+# inherit that.
 for number, handler in (
     (signal.SIGINT, signal.default_int_handler),
     (signal.SIGHUP, signal.SIG_DFL),
@@ -40,27 +41,30 @@ for number, handler in (
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, handler)
 
-# Collecting imports torch and all else that the tests need: a million objects that stay. Looking for garbage among them costs
-# seconds then, and later a third of each small run.
+# Collection imports torch and creates a million objects that stay. Garbage collection among them
+# takes seconds during collection, and later a third of each small run.
 gc.disable()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--write-golden", action="store_true", help="write tests/golden/expected.json anew"
+        "--write-golden", action="store_true", help="overwrite tests/golden/expected.json"
     )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, then modules that start several processes: no worker then waits for them at the end."""
+    """Run long tests first, then modules that start several processes.
 
-    def late(item: pytest.Item) -> tuple[bool, bool]:
+    No worker then waits for such a test at the end.
+    """
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
         module = item.getparent(pytest.Module)
-        return item.get_closest_marker("long") is None, module is None or module.get_closest_marker(
-            "multi"
-        ) is None
+        is_long = item.get_closest_marker("long") is not None
+        is_multi = module is not None and module.get_closest_marker("multi") is not None
+        return not is_long, not is_multi
 
-    items.sort(key=late)
+    items.sort(key=order)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -70,17 +74,20 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> None:
-    if session.items:  # none where workers run them
+    if session.items:  # Empty if workers of pytest-xdist run the tests.
         start_server()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """At the end neither pytest, which looks for garbage, nor Python takes apart all that was imported: of a worker's last three
-    seconds nearly all. A worker's exit status says nothing; what is registered from here on runs before."""
+    """Exit workers without the garbage collection of pytest and Python, which takes three seconds.
+
+    Nobody reads the exit status of a worker. Exit handlers that are registered later run earlier.
+    """
     if hasattr(config, "workerinput"):
         atexit.register(os._exit, 0)
     else:
-        atexit.register(gc.unfreeze)  # or Triton's library reports as leaked what it holds
+        # Otherwise Triton's library reports its objects as leaked.
+        atexit.register(gc.unfreeze)
 
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -91,8 +98,11 @@ VOCABULARY = 61
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_tokenizers() -> Iterator[None]:
-    """Processes that tokenise are forked, where it is this process that starts them: they spend nine tenths of their time in
-    importing. Those of commands and runs in processes of their own are spawned."""
+    """Fork the tokenizing processes of this process instead of spawning them.
+
+    Spawned processes spend nine tenths of their time importing. Commands and runs in separate
+    processes still spawn them.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pack_maker, "SPAWN", fork_context)
         yield
@@ -100,18 +110,25 @@ def forked_tokenizers() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def small_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """120 training and 10 held-out packs of 32 tokens; each document counts upwards from a random token, which can be learnt."""
+    """120 training and 10 held-out packs of 32 tokens.
+
+    Every document counts upwards from a random token, so a model can learn it.
+    """
     return write_packs(tmp_path_factory.mktemp("packs") / "small", PACK_LENGTH)
 
 
 @pytest.fixture(scope="session")
 def block_packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in packs of 128 tokens, which every low-precision recipe can take. Documents have multiples of 8 tokens: on a CPU
-    torch builds attention in BF16 anew for each length."""
+    """The same documents in packs of 128 tokens, a length that every low precision supports.
+
+    Documents have multiples of 8 tokens, because torch on a CPU builds BF16 attention anew for
+    every length.
+    """
     return write_packs(tmp_path_factory.mktemp("packs") / "block", BLOCK_LENGTH, multiple=8)
 
 
 def write_packs(folder: Path, length: int, multiple: int = 1) -> Path:
+    """Write packs of `length` tokens whose documents have a multiple of `multiple` tokens."""
     rng = np.random.default_rng(0)
     with PackWriter(folder, length) as writer:
         for split, count in (("train", 120), ("held_out", 10)):
@@ -128,7 +145,7 @@ def write_packs(folder: Path, length: int, multiple: int = 1) -> Path:
 
 @pytest.fixture
 def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dict[str, Any]:
-    """One whose every linear fits every recipe; emulated where the device has none of them."""
+    """Recipe in FP8 whose linears fit every precision. Unsupported precisions are emulated."""
     config = small_recipe["model"]["config"] | {
         "vocab_size": 128,
         "hidden_size": 128,
@@ -149,13 +166,13 @@ def low_precision_recipe(small_recipe: dict[str, Any], block_packs: Path) -> dic
 
 @pytest.fixture
 def small_recipe(recipe_for: Callable[[Path], dict[str, Any]], tmp_path: Path) -> dict[str, Any]:
-    """A recipe that trains in seconds; a step is 8 packs."""
+    """Recipe that trains in seconds. A step has 8 packs."""
     return recipe_for(tmp_path / "run")
 
 
 @pytest.fixture(scope="session")
 def recipe_for(small_packs: Path) -> Callable[[Path], dict[str, Any]]:
-    """`small_recipe` for any run folder, for runs that several tests look at."""
+    """Function that returns `small_recipe` for a run folder, for runs that several tests share."""
     return lambda run_dir: {
         "name": "small",
         "model": {
@@ -186,24 +203,27 @@ def recipe_for(small_packs: Path) -> Callable[[Path], dict[str, Any]]:
 
 @pytest.fixture(scope="session")
 def references() -> Path:
-    """The folder of published packages that ours is compared with, which `make test` installs beside the environment and not into
-    it: there, transformers would find them and load them into every run."""
+    """Folder of the published packages with which ours are compared.
+
+    `make test` installs them outside the environment. In the environment, transformers would find
+    them and load them into every run.
+    """
     folder = Path(os.environ.get("REFERENCES", ROOT / ".venv" / "references"))
     if not folder.is_dir():
         pytest.skip(
-            f"needs the packages of requirements-references.txt in {folder}: `make test` installs them"
+            f"needs the packages of requirements-references.txt in {folder}. "
+            "`make test` installs them."
         )
     return folder
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 6 MiB."""
+    """Folder on a file system of 6 MiB."""
     path = tmp_path / "disk"
     path.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)], capture_output=True
-    ).returncode:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", str(path)]
+    if subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("mounting a small file system needs root")
     yield path
     subprocess.run(["umount", str(path)], check=True)
@@ -211,7 +231,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Finished:
-    """What one start of the launcher came to."""
+    """Exit status, output and run folder of one start of the launcher."""
 
     status: int
     out: str
@@ -224,9 +244,10 @@ class Finished:
 
     @property
     def refusal(self) -> str:
-        """The message with which it refused, after checking that it refused as it should: status 2 and one message, on stderr."""
+        """Error message of a refused run. Asserts status 2 and exactly one message, on stderr."""
         assert self.status == 2, self
-        assert self.err.count("error: ") == 1 and "Traceback" not in self.output, self
+        assert self.err.count("error: ") == 1, self
+        assert "Traceback" not in self.output, self
         assert self.out == "", self
         return self.err.partition("error: ")[2].rstrip("\n")
 
@@ -253,26 +274,28 @@ def write_recipe(recipe: dict[str, Any], folder: Path) -> Path:
 
 
 def yaml_of(values: dict[str, Any]) -> str:
-    """As `yaml.safe_dump`, in a fifth of its time where there is libyaml."""
+    """Do the work of `yaml.safe_dump`, with libyaml in a fifth of its time."""
     return yaml.dump(values, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper))
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below `folder` with its bytes; the lock file left out."""
+    """Return the bytes of every file below `folder` except the lock file."""
     files = (path for path in folder.rglob("*") if path.is_file() and path.name != ".lock")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def flip(path: Path, position: int = -1) -> None:
     """Change a bit of the byte at `position`."""
-    data, before = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    data = bytearray(path.read_bytes())
+    modified = path.stat().st_mtime_ns
     data[position] ^= 1
     path.write_bytes(data)
-    # clocks of file systems tick slower than a test writes twice
-    os.utime(path, ns=(before, before + 10**9))
+    # Clocks of file systems tick more slowly than a test writes.
+    os.utime(path, ns=(modified, modified + 10**9))
 
 
 def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
+    """Return the run folder, which a command-line argument may override."""
     named = (
         argument.removeprefix("run_dir=")
         for argument in arguments
@@ -283,8 +306,11 @@ def run_dir_of(recipe: dict[str, Any], arguments: tuple[str, ...]) -> Path:
 
 @pytest.fixture(scope="session")
 def start_in_processes() -> Callable[..., Finished]:
-    """Train `recipe`, written into `folder`, in processes of its own, which `accelerate launch` starts with the options `launch`
-    where these are given; further keywords are environment variables."""
+    """Function that writes `recipe` into `folder` and trains it in a separate process.
+
+    With `launch`, `accelerate launch` starts the processes with these options. Further keywords
+    are environment variables.
+    """
 
     def run(
         recipe: dict[str, Any],
@@ -313,7 +339,10 @@ def start_in_processes() -> Callable[..., Finished]:
 
 @pytest.fixture(scope="session")
 def start_as_ranks() -> Callable[..., Finished]:
-    """As `start_in_processes` with these options of `accelerate launch`, in two forked `processes` by default; tests/ranks.py."""
+    """Function that trains in forked ranks, by default two. See tests/ranks.py.
+
+    `launch` are options of `accelerate launch`, as in `start_in_processes`.
+    """
 
     def run(
         recipe: dict[str, Any], folder: Path, *arguments: str, launch: list[str], **options: Any
@@ -330,33 +359,38 @@ def start_as_ranks() -> Callable[..., Finished]:
 
 @pytest.fixture(scope="session")
 def start_here() -> Callable[..., Finished]:
-    """As `start_in_processes`, in this process and on its CPU. With "evaluate" among the arguments, that command of
-    `python -m pretrain`. Of a small run in a process of its own, nine tenths are the import of torch."""
-    import torch  # not above: tests of packing do without
+    """Function that trains in this process, on its CPU. It takes the arguments of the others.
+
+    A small run in a separate process spends nine tenths of its time importing torch. With
+    "evaluate" among the arguments, the function runs `python -m pretrain evaluate`.
+    """
+    import torch  # Imported late, because tests of packing do not need it.
     from accelerate.state import AcceleratorState
 
     import train_accelerate
     from pretrain import __main__ as pretrain
 
     def run(recipe: dict[str, Any], folder: Path, *settings: str) -> Finished:
-        out, err, threads = io.StringIO(), io.StringIO(), torch.get_num_threads()
+        out = io.StringIO()
+        err = io.StringIO()
+        threads = torch.get_num_threads()
         arguments = [str(write_recipe(recipe, folder)), *settings]
-        # where the launcher finds logging set up, as it is under pytest, it adds none
+        # The launcher adds no handler if logging is set up, as it is under pytest.
         warnings = logging.StreamHandler(err)
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "argv", ["train_accelerate.py", *arguments])
-            # drawing takes longer than such a run
+            # Drawing takes longer than such a run.
             patch.setattr(train_accelerate, "picture_of_run", lambda run: b"")
             patch.setenv("ACCELERATE_USE_CPU", "true")
-            # accelerate keeps its state in the process
+            # accelerate keeps its state in the process.
             AcceleratorState._reset_state(reset_partial_state=True)
-            torch.set_num_threads(1)  # sums as in the processes that `start_in_processes` starts
+            # Sum in the same order as the processes of `start_in_processes`.
+            torch.set_num_threads(1)
             logging.getLogger().addHandler(warnings)
             try:
                 if "evaluate" in arguments:
-                    status = pretrain.main(
-                        ["evaluate", *(each for each in arguments if each != "evaluate")]
-                    )
+                    arguments.remove("evaluate")
+                    status = pretrain.main(["evaluate", *arguments])
                 else:
                     status = train_accelerate.main()
             finally:
@@ -364,8 +398,8 @@ def start_here() -> Callable[..., Finished]:
                 torch.set_num_threads(threads)
                 AcceleratorState._reset_state(reset_partial_state=True)
         if status == 0:
-            # a run collects garbage at its end; what is left stays, and the next ones look through
-            # it no more
+            # A run collects its garbage at the end. Exclude the remaining objects from later
+            # collections.
             gc.freeze()
         return Finished(status, out.getvalue(), err.getvalue(), run_dir_of(recipe, settings))
 
@@ -376,7 +410,7 @@ def start_here() -> Callable[..., Finished]:
 def train(
     start_in_processes: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
 ) -> Callable[..., Finished]:
-    """Run the launcher on a recipe, `small_recipe` if none is given, as a user starts it, and wait for its end."""
+    """Function that runs the launcher as a user does, on `small_recipe` or another recipe."""
     return lambda *arguments, recipe=None, **options: start_in_processes(
         recipe or small_recipe, tmp_path, *arguments, **options
     )
@@ -386,13 +420,13 @@ def train(
 def train_here(
     start_here: Callable[..., Finished], small_recipe: dict[str, Any], tmp_path: Path
 ) -> Callable[..., Finished]:
-    """As `train`, in this process."""
+    """Function that trains in this process, on `small_recipe` or another recipe."""
     return lambda *arguments, recipe=None: start_here(recipe or small_recipe, tmp_path, *arguments)
 
 
 @pytest.fixture(scope="session")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tokenizer of 61 words."""
+    """Folder of a tokenizer with 61 words."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

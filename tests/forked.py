@@ -1,7 +1,8 @@
-"""What the processes of tests/moments.py and tests/ranks.py have in common: done once, by the one that they are forked from.
+"""Imports and caches of the process from which tests/moments.py and tests/ranks.py fork others.
 
-Runs import some of it late, and each process would do so anew. Nothing of it is garbage, nor will be: a collection in a forked
-process neither looks through it nor copies its pages.
+Runs import some of these modules late. Every forked process would import them again. The objects
+are frozen, so that a garbage collection in a forked process neither visits them nor copies their
+pages.
 """
 
 from __future__ import annotations
@@ -15,17 +16,19 @@ IMPORTED_LATE = (
     "pretrain.metrics.trackers",
     "numpy.ctypeslib",
     "numpy.ma",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
 )
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("gpt2", "qwen3"))
 
 gc.disable()
 for module in ("train_accelerate", *MODELS, *IMPORTED_LATE):
     importlib.import_module(module)
-# Keeps what it compiles for all models, a thousand patterns: each export would do so anew.
+# Compiles a thousand patterns, which every export would compile again.
 sys.modules["transformers.conversion_mapping"].get_checkpoint_conversion_mapping("qwen3")
-# As are the versions of packages.
-folders = sys.modules["pretrain.metrics.run_folder"]
-for package in folders.PACKAGES:
-    folders.version_of(package)
+# Caches the versions of packages.
+run_folder = sys.modules["pretrain.metrics.run_folder"]
+for package in run_folder.PACKAGES:
+    run_folder.version_of(package)
 gc.freeze()
 gc.enable()

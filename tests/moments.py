@@ -1,8 +1,8 @@
-"""The launcher in processes of its own that stop, or are signalled, at moments a test names, however fast the machine is.
+"""Launcher processes that wait, or get a signal, at a given moment, however fast the machine is.
 
-A moment is named by what the process does there: it is about to open, rename or import something, or it has logged a step. The
-processes are forked from one that has imported the launcher (tests/forked.py): of a small run nine tenths of the time are that
-import.
+A moment is defined by an action of the process: it is about to open, rename or import something, or
+it has logged a step. The processes are forked from a server that has imported the launcher
+(tests/forked.py), because a small run spends nine tenths of its time on this import.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-# `sitecustomize.py`, found by every Python that has its folder in PYTHONPATH: who is about to name step 4's checkpoint waits.
+# A `sitecustomize.py`, which runs in every Python with its folder in PYTHONPATH. A process that is
+# about to rename step 4's checkpoint to its final name waits for the file `go_on`.
 WAIT_IN_SAVING = """
 import os, sys, time
 from pathlib import Path
-here = Path(__file__).parent
+folder = Path(__file__).parent
 def watch(event, values):
     if event == "os.rename" and str(values[1]).endswith("step-00000004"):
-        (here / f"waits-{os.getpid()}").touch()
-        while not (here / "go_on").exists():
+        (folder / f"waits-{os.getpid()}").touch()
+        while not (folder / "go_on").exists():
             time.sleep(0.01)
 sys.addaudithook(watch)
 """
@@ -42,24 +43,31 @@ fork_context.set_forkserver_preload(["tests.forked"])
 
 
 def start_server() -> None:
-    """Start the process that `fork_context` forks others from, as a fork of this one, which has collected tests and computed
-    nothing. multiprocessing would start a new Python, which takes six seconds of a core, in each worker, to import the same."""
+    """Fork the server of `fork_context` from this process, which has computed nothing yet.
+
+    Without this, multiprocessing starts a new Python in every worker, which takes six seconds to
+    import the modules that collection has already imported in this process.
+    """
     resource_tracker.ensure_running()
     with patch.object(util, "spawnv_passfds", _fork_server):
         forkserver.ensure_running()
 
 
 def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int]) -> int:
-    """In place of `spawnv_passfds`: a process that runs the command's code, with no files but stderr and those `passed`."""
+    """Replace `spawnv_passfds`: fork a process that runs the code of the command.
+
+    The process keeps stderr and the files `passed`.
+    """
     if pid := os.fork():
         return pid
     try:
-        util.spawnv_passfds = _SPAWN  # what is forked from here starts other processes as ever
+        # Processes forked from the server start other processes in the usual way.
+        util.spawnv_passfds = _SPAWN
         os.dup2(os.open(os.devnull, os.O_RDWR), 1)
         kept = [0, 1, 2, *sorted(passed), os.sysconf("SC_OPEN_MAX")]
         for below, above in itertools.pairwise(kept):
             os.closerange(below + 1, above)
-        # transformers' too write to pytest's files, which are closed here
+        # Logging handlers, also of transformers, write to pytest's files, which are closed now.
         for name in (None, *logging.root.manager.loggerDict):
             logging.getLogger(name).handlers.clear()
         sys.stdin, sys.stdout, sys.stderr = (
@@ -73,11 +81,12 @@ def _fork_server(python: bytes, arguments: Sequence[str], passed: Sequence[int])
 
 @dataclass(frozen=True)
 class Moment:
-    """When `event` happens with an argument that `what`, a regular expression, is found in: send `signal` to the own process, or,
-    without one, wait there until the test says to go on.
+    """Moment in which a process waits until the test calls `go_on`, or sends itself `signal`.
 
-    `event` is one of Python's audit events, which come just before what they name (`open`, `os.rename`, `import`), or `logged`,
-    which comes just after the line of step `what` was written to metrics.jsonl.
+    The moment comes when `event` happens with an argument that matches the regular expression
+    `what`. `event` is one of Python's audit events, which happen just before the action (`open`,
+    `os.rename`, `import`), or `logged`, which happens just after step `what` was written to
+    metrics.jsonl.
     """
 
     event: str
@@ -86,19 +95,19 @@ class Moment:
 
 
 class LauncherProcess:
-    """The launcher with these arguments in a process of its own, which writes to `log`."""
+    """Launcher in a separate process that writes its output to `log`."""
 
     def __init__(self, arguments: Sequence[str], log: Path, *moments: Moment) -> None:
-        self._connection, theirs = fork_context.Pipe()
+        self._connection, process_end = fork_context.Pipe()
         self._process = fork_context.Process(
-            target=_launch, args=(arguments, log, moments, theirs), daemon=True
+            target=_launch, args=(arguments, log, moments, process_end), daemon=True
         )
         self._process.start()
-        theirs.close()
+        process_end.close()
         self.pid: int = self._process.pid
 
     def wait_until_it_waits(self) -> None:
-        """Return once the process is at its next moment without a signal; EOFError if it ends before."""
+        """Return once the process waits at a moment. Raises EOFError if it ends before."""
         self._connection.recv()
 
     def go_on(self) -> None:
@@ -108,16 +117,15 @@ class LauncherProcess:
         os.kill(self.pid, number)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Return once `condition` holds, which the process is to bring about; fails where it ends before or waits for good."""
+        """Return once `condition` holds. Fails if the process ends before, or after two minutes."""
         end = time.monotonic() + 120
         while not condition():
-            assert self._process.is_alive() and time.monotonic() < end, (
-                "the process ended before, or stands still"
-            )
+            assert self._process.is_alive(), "the process ended before the condition held"
+            assert time.monotonic() < end, "the condition does not hold after two minutes"
             time.sleep(0.01)
 
     def end(self) -> int:
-        """Wait for the process to end; returns its exit status, or minus the signal that killed it."""
+        """Wait for the end of the process. Returns its exit status, or minus a signal's number."""
         self._process.join()
         return self._process.exitcode
 
@@ -128,15 +136,18 @@ def become_launcher(
     environment: dict[str, str],
     main: Callable[[], int | None] | None = None,
 ) -> None:
-    """What a forked process does: run the launcher, or `main` in its place, on a CPU, and exit with its status. `logs`: what it
-    appends stdout and stderr to."""
+    """Run the launcher, or `main`, on a CPU in this forked process, and exit with its status.
+
+    Stdout and stderr are appended to the two `logs`.
+    """
     for stream, log in zip((1, 2), logs, strict=True):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     import torch
 
     import train_accelerate
 
-    train_accelerate.picture_of_run = lambda run: b""  # drawing takes longer than such a run
+    # Drawing takes longer than such a run.
+    train_accelerate.picture_of_run = lambda run: b""
     for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
         del os.environ[key]
     os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"} | environment
@@ -148,14 +159,16 @@ def become_launcher(
 def _launch(
     arguments: Sequence[str], log: Path, moments: Sequence[Moment], connection: Connection
 ) -> None:
-    waiting = list(moments)
+    """Run the launcher and stop it at the moments. `connection` leads to a LauncherProcess."""
+    pending = list(moments)
 
     def watch(event: str, values: tuple[Any, ...]) -> None:
-        for moment in waiting:
+        for moment in pending:
             if event == moment.event and any(
-                isinstance(v, str | Path) and re.search(moment.what, str(v)) for v in values
+                isinstance(value, str | Path) and re.search(moment.what, str(value))
+                for value in values
             ):
-                waiting.remove(moment)
+                pending.remove(moment)
                 if moment.signal is not None:
                     os.kill(os.getpid(), moment.signal)
                 else:
@@ -165,15 +178,15 @@ def _launch(
 
     from pretrain.metrics.trackers import JsonlTracker
 
-    write = JsonlTracker.log
+    log_values = JsonlTracker.log
 
-    def log_and_tell(
+    def log_and_audit(
         tracker: JsonlTracker, values: dict[str, Any], *args: Any, **options: Any
     ) -> None:
-        write(tracker, values, *args, **options)
+        log_values(tracker, values, *args, **options)
         if "loss" in values:
             sys.audit("logged", str(values["step"]))
 
-    JsonlTracker.log = log_and_tell
+    JsonlTracker.log = log_and_audit
     sys.addaudithook(watch)
     become_launcher(arguments, (log, log), {})

@@ -1,7 +1,8 @@
-"""The launcher in several processes of one group, as `accelerate launch` starts them, without the seconds that starting takes.
+"""Start the launcher in several ranks, like `accelerate launch`, without the seconds of a start.
 
-accelerate itself says which variables each process gets; the processes are forked from one that has imported the launcher.
-tests/golden, tests/launcher/test_matrix_run.py and tests/launcher/test_cluster.py start all of it as a user does.
+accelerate computes the environment of the ranks. They are forked from a process that has imported
+the launcher. tests/golden, tests/launcher/test_matrix_run.py and tests/launcher/test_cluster.py
+start ranks as a user does.
 """
 
 from __future__ import annotations
@@ -21,12 +22,19 @@ def start_ranks(
     processes: int = 2,
     main: Callable[[], int | None] | None = None,
 ) -> tuple[int, str, str]:
-    """Run the launcher with `arguments` in so many processes on the CPU, under the `options` of `accelerate launch`.
+    """Run the launcher, or `main`, in several ranks on the CPU.
 
-    Returns the worst exit status, and what all of them wrote to stdout and to stderr. `main`: what they run in place of the
-    launcher.
+    Args:
+        arguments: Arguments of the launcher.
+        options: Options of `accelerate launch`.
+        folder: Folder for the output of the ranks.
+        processes: Number of ranks.
+        main: Function that the ranks call instead of the launcher.
+
+    Returns:
+        The worst exit status, stdout and stderr of all ranks.
     """
-    import torch.distributed as dist  # not above: tests of packing do without
+    import torch.distributed as dist  # Imported late, because tests of packing do not need it.
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = {
@@ -34,50 +42,50 @@ def start_ranks(
         "LOCAL_WORLD_SIZE": str(processes),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(store.port),
-        # no rank opens a store of its own: this process has it, as torchrun does
+        # Ranks connect to the store of this process, as under torchrun, and open none themselves.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    shared, logs = environment_under(options) | group, (folder / "ranks.out", folder / "ranks.err")
+    shared = environment_under(options) | group
+    logs = (folder / "ranks.out", folder / "ranks.err")
     for log in logs:
         log.write_text("")
-    each = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
-    started = [
-        fork_context.Process(target=become_launcher, args=(arguments, logs, environment, main))
-        for environment in each
-    ]
+    ranks = []
+    for rank in range(processes):
+        environment = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        ranks.append(
+            fork_context.Process(target=become_launcher, args=(arguments, logs, environment, main))
+        )
     try:
-        for process in started:
+        for process in ranks:
             process.start()
-        for process in started:
+        for process in ranks:
             process.join()
     finally:
-        # after a Ctrl-C, of which a process that stands still learns nothing
-        for process in started:
+        # After a Ctrl-C, a rank that hangs would keep running.
+        for process in ranks:
             process.kill()
-    worst = max(process.exitcode or 0 for process in started) or min(
-        process.exitcode or 0 for process in started
-    )
+    statuses = [process.exitcode or 0 for process in ranks]
+    # A negative status is a signal.
+    worst = max(statuses) or min(statuses)
     return worst, *(log.read_text() for log in logs)
 
 
 def environment_under(options: Sequence[str]) -> dict[str, str]:
-    """What `accelerate launch` with `options` adds to the environment of the processes that it starts."""
+    """Return the variables that `accelerate launch` with `options` adds to the environment."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
     arguments = launch_command_parser().parse_args([*options, "train_accelerate.py"])
     arguments, *_ = _validate_launch_command(arguments)
-    several = arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm
-    environment = (
-        prepare_multi_gpu_env(arguments)
-        if several
-        else prepare_simple_launcher_cmd_env(arguments)[1]
-    )
+    if arguments.multi_gpu or arguments.use_fsdp or arguments.use_megatron_lm:
+        environment = prepare_multi_gpu_env(arguments)
+    else:
+        _, environment = prepare_simple_launcher_cmd_env(arguments)
     return {key: value for key, value in environment.items() if os.environ.get(key) != value}
 
 
 def in_ranks(function: Callable[..., Any], *arguments: object) -> list[Any]:
-    """What `function(rank, *arguments)` returns in each of two processes that form a group."""
+    """Return the results of `function(rank, *arguments)` in two ranks of one group."""
     import torch.distributed as dist
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,9 +1,10 @@
-"""Transformer Engine without a GPU: its own Python, on kernels of ours that quantize and multiply as the emulation does.
+"""Run Transformer Engine's Python on a CPU, with kernels that compute like the emulation.
 
-Its recipes, modules, quantizers, quantized tensors and `general_gemm` are the published package's, as they stand. In place of the
-compiled extension, `_Extension` does what a B200's kernels do: of each operand it writes the directions that its quantizer asks
-for, along which blocks lie, and a product reads the direction that its layout names. Values stand in the place of codes, scales
-of blocks in them; so a direction that nobody wrote, or that was given up, ends in an error, and a wrong one in wrong numbers.
+Recipes, modules, quantizers, quantized tensors and `general_gemm` are those of the published
+package. `_Extension` replaces the compiled extension and does what a B200's kernels do: it writes
+an operand in the directions of its quantizer's usages, and a GEMM reads the direction of its
+layout. Tensors hold dequantized values instead of codes. A direction that was not written or was
+freed is an error, and a wrong direction gives wrong numbers.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid, Quantized
 from pretrain.precision.quantizers.blocks import hadamard, quantize_mx, quantize_nvfp4
 
 PACKAGE = "transformer_engine"
-# Parts whose __init__ would load what needs a GPU or other packages; of the library's modules these are imported one by one.
-EXPORT = ".pytorch.export"  # wants a package that is not there
+# Imports a package that is not installed.
+EXPORT = ".pytorch.export"
+# Packages whose __init__ needs a GPU or other packages. They stay empty, and the modules that the
+# tests need are imported one by one.
 HOLLOW = (
     "",
     ".common",
@@ -42,7 +45,7 @@ B200 = SimpleNamespace(major=10, minor=0, multi_processor_count=1)
 
 
 class _Members(type):
-    """An enumeration of the extension that nothing here asks for: any member is a number."""
+    """Metaclass of the extension's unused enumerations. Any member is a number."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -51,7 +54,7 @@ class _Members(type):
 
 
 class _Extension(ModuleType):
-    """transformer_engine_torch."""
+    """Replacement of the compiled module `transformer_engine_torch`."""
 
     DType = enum.IntEnum(
         "DType", "kByte kInt32 kFloat32 kFloat16 kBFloat16 kFloat8E4M3 kFloat8E5M2 kFloat4E2M1"
@@ -70,42 +73,49 @@ class _Extension(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        # a class, or a function that nothing here calls
+        # A class, or a function that the tests do not call.
         return _Members(name, (), {}) if name[0].isupper() else None
 
     def quantize(self, x: Tensor, quantizer: Any) -> Any:
-        """x [rows, features] in what the quantizer's usages say. MXFP8 holds both directions as x lies, NVFP4 the transpose, and
-        the tensor's scale in the place of its amax."""
-        assert x.is_contiguous() and x.dtype == torch.bfloat16
-        fp4, parts = hasattr(quantizer, "with_rht"), {}
-        for way, wanted in (
+        """Quantize x [rows, features] in the directions of the quantizer's usages.
+
+        MXFP8 stores both directions in the layout of x. NVFP4 stores columns transposed, and the
+        scale of the tensor instead of its amax.
+        """
+        assert x.is_contiguous()
+        assert x.dtype == torch.bfloat16
+        fp4 = hasattr(quantizer, "with_rht")
+        parts = {}
+        for direction, is_used in (
             ("rowwise", quantizer.rowwise_usage),
             ("columnwise", quantizer.columnwise_usage),
         ):
             values = scale = None
-            if wanted:
-                rows = x if way == "rowwise" else x.t()
-                quantized = (
-                    self._quantize_fp4(rows, quantizer, way)
-                    if fp4
-                    else quantize_mx(rows, self._grid(quantizer))
-                )
-                values = quantized.operand if way == "rowwise" or fp4 else quantized.operand.t()
+            if is_used:
+                rows = x if direction == "rowwise" else x.t()
+                if fp4:
+                    quantized = self._quantize_fp4(rows, quantizer, direction)
+                else:
+                    quantized = quantize_mx(rows, self._grid(quantizer))
+                values = quantized.operand
+                if direction == "columnwise" and not fp4:
+                    values = values.t()
                 scale = quantized.tensor_scale
-            parts |= {f"{way}_data": values, f"{way}_scale_inv": values} | (
-                {f"amax_{way}": scale} if fp4 else {}
-            )
+            parts |= {f"{direction}_data": values, f"{direction}_scale_inv": values}
+            if fp4:
+                parts[f"amax_{direction}"] = scale
         metadata = quantizer.storage_metadata(torch.bfloat16)
         return metadata["cls"](**parts, **metadata["nontensor_kwargs"])
 
     def _grid(self, quantizer: Any) -> Grid:
         return E4M3 if quantizer.dtype == self.DType.kFloat8E4M3 else E5M2
 
-    def _quantize_fp4(self, rows: Tensor, quantizer: Any, way: str) -> Quantized:
-        rows = hadamard(rows) if way == "columnwise" and quantizer.with_rht else rows
-        uniform = (
-            torch.rand_like(rows, dtype=torch.float32) if quantizer.stochastic_rounding else None
-        )
+    def _quantize_fp4(self, rows: Tensor, quantizer: Any, direction: str) -> Quantized:
+        if direction == "columnwise" and quantizer.with_rht:
+            rows = hadamard(rows)
+        uniform = None
+        if quantizer.stochastic_rounding:
+            uniform = torch.rand_like(rows, dtype=torch.float32)
         return quantize_nvfp4(rows, two_dimensional=quantizer.with_2d_quantization, uniform=uniform)
 
     def generic_gemm(
@@ -121,13 +131,14 @@ class _Extension(ModuleType):
         *rest: Any,
         **options: Any,
     ) -> tuple[Any, ...]:
-        """b a^T, as cuBLAS counts: `a` is read by rows where `transa`, `b` where not `transb`."""
+        """Compute b a^T. As in cuBLAS, `a` is read by rows if `transa`, and `b` if not `transb`."""
         accumulate = rest[-2]
-        left, right = _along_the_sum(b, rowwise=not transb), _along_the_sum(a, rowwise=transa)
-        wanted = torch.bfloat16 if int(dtype) == self.DType.kBFloat16 else torch.float32
-        # who looks on sees the library's product, and not torch's in its place
+        left = _along_the_sum(b, rowwise=not transb)
+        right = _along_the_sum(a, rowwise=transa)
+        out_dtype = torch.bfloat16 if int(dtype) == self.DType.kBFloat16 else torch.float32
+        # Observers must see the library's GEMM and not torch's.
         with _disable_current_modes():
-            result = multiply(left, right, wanted, bias)
+            result = multiply(left, right, out_dtype, bias)
         if out is not None:
             result = out.add_(result) if accumulate else out.copy_(result)
         return result, None, None, None
@@ -141,8 +152,8 @@ class _Extension(ModuleType):
     def rmsnorm_bwd_add(
         self, dy: Tensor, x: Tensor, residual: Tensor, rstd: Tensor, weight: Tensor, *_: Any
     ) -> tuple[Tensor, Tensor]:
-        dx, of_weight = formulas.rms_norm_backward(dy, x, rstd, weight, residual)
-        return dx, of_weight.to(weight.dtype)
+        dx, weight_gradient = formulas.rms_norm_backward(dy, x, rstd, weight, residual)
+        return dx, weight_gradient.to(weight.dtype)
 
     def swiglu(self, hidden: Tensor, quantizer: Any) -> Any:
         y = formulas.swiglu(hidden)
@@ -154,30 +165,29 @@ class _Extension(ModuleType):
 
 
 def _along_the_sum(operand: Any, *, rowwise: bool) -> Operand:
-    """The values of a GEMM's operand, the axis of its sum last."""
+    """Return the values of a GEMM's operand with the summed axis last."""
     if isinstance(operand, Tensor):
         return Operand(operand.float() if rowwise else operand.float().t(), None)
-    way = "rowwise" if rowwise else "columnwise"
-    values = getattr(operand, f"_{way}_data")
+    direction = "rowwise" if rowwise else "columnwise"
+    values = getattr(operand, f"_{direction}_data")
     assert values is not None, (
-        f"a product reads an operand {way}, which was not written or was given up"
+        f"a GEMM reads an operand {direction}, but this direction was not written or was freed"
     )
-    fp4 = hasattr(operand, "_amax_rowwise")
-    return Operand(
-        values if rowwise or fp4 else values.t(), getattr(operand, f"_amax_{way}") if fp4 else None
-    )
+    if hasattr(operand, "_amax_rowwise"):
+        return Operand(values, getattr(operand, f"_amax_{direction}"))
+    return Operand(values if rowwise else values.t(), None)
 
 
 class _OnGPU(torch.Tensor):
-    """A tensor that says it is on a GPU, for the library's own check."""
+    """Tensor that claims to be on a GPU, for a check of the library."""
 
     is_cuda = True
 
 
 @contextmanager
 def transformer_engine_on_a_cpu(references: Path) -> Iterator[None]:
-    """While entered, `transformer_engine.pytorch` can be imported, and thinks that it is on a B200."""
-    before = _taken_away()
+    """Make `transformer_engine.pytorch` importable, as if this machine had a B200."""
+    before = _remove_modules()
     cuda = {"is_available": lambda: True, "current_device": lambda: "cpu", "device": nullcontext}
     cuda |= {
         "get_device_capability": lambda *_: (B200.major, B200.minor),
@@ -188,58 +198,49 @@ def transformer_engine_on_a_cpu(references: Path) -> Iterator[None]:
             _import(references)
             yield
     finally:
-        _taken_away()
+        _remove_modules()
         sys.modules.update(before)
 
 
-def _taken_away() -> dict[str, ModuleType]:
-    return {
-        name: sys.modules.pop(name)
-        for name in [name for name in sys.modules if name.startswith(PACKAGE)]
-    }
+def _remove_modules() -> dict[str, ModuleType]:
+    """Remove the library's modules from `sys.modules` and return them by name."""
+    names = [name for name in sys.modules if name.startswith(PACKAGE)]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 def _import(references: Path) -> None:
+    """Import the library's modules from the folder `references`."""
     hollow = {name: ModuleType(f"{PACKAGE}{name}") for name in (*HOLLOW, EXPORT)}
     for module in hollow.values():
         module.__path__ = [str(references.joinpath(*module.__name__.split(".")))]
         sys.modules[module.__name__] = module
     sys.modules["transformer_engine_torch"] = _Extension("transformer_engine_torch")
     hollow[".common"].decode_cudnn_version = lambda version: (9, 0, 0)
-    hollow[EXPORT].is_in_onnx_export_mode, hollow[EXPORT].assert_warmed_up = (
-        (lambda: False),
-        (lambda module: None),
-    )
+    hollow[EXPORT].is_in_onnx_export_mode = lambda: False
+    hollow[EXPORT].assert_warmed_up = lambda module: None
 
     def part(name: str) -> ModuleType:
         return importlib.import_module(f"{PACKAGE}.pytorch.{name}")
 
-    def give(module: ModuleType, *parts: ModuleType) -> None:
-        vars(module).update(
-            {
-                name: value
-                for each in parts
-                for name, value in vars(each).items()
-                if not name.startswith("__")
+    def copy_names(target: ModuleType, *sources: ModuleType) -> None:
+        for source in sources:
+            names = {
+                name: value for name, value in vars(source).items() if not name.startswith("__")
             }
-        )
+            vars(target).update(names)
 
-    te, extensions = hollow[".pytorch"], hollow[".pytorch.cpp_extensions"]
-    # first, as the library's modules import each other
-    give(te, part("tensor"), part("quantized_tensor"))
+    te = hollow[".pytorch"]
+    te.cpp_extensions = hollow[".pytorch.cpp_extensions"]
+    # These come first, because the library's modules import each other.
+    copy_names(te, part("tensor"), part("quantized_tensor"))
     gemm = part("cpp_extensions.gemm")
     gemm.get_cublas_workspace = lambda *_: torch.empty(0)
-    give(extensions, gemm)
-    te.Linear, te.quantization, te.distributed = (
-        part("module.linear").Linear,
-        part("quantization"),
-        part("distributed"),
-    )
-    te.autocast, te.DType, te.cpp_extensions = (
-        te.quantization.autocast,
-        part("constants").DType,
-        extensions,
-    )
+    copy_names(te.cpp_extensions, gemm)
+    te.Linear = part("module.linear").Linear
+    te.quantization = part("quantization")
+    te.distributed = part("distributed")
+    te.autocast = te.quantization.autocast
+    te.DType = part("constants").DType
     prepare = te.Linear.prepare_forward
     te.Linear.prepare_forward = lambda self, x, **options: prepare(
         self, x.as_subclass(_OnGPU), **options

@@ -24,7 +24,7 @@ RECIPE = {"name": "small", "model": {"source": "m"}, "data": {"packs": "p"}, "tr
 TOPOLOGIES = ("ddp", "fsdp2", "hsdp", "zero", "machines")
 
 
-def by_name(name: str) -> Path:
+def config_path(name: str) -> Path:
     return ROOT / "accelerate_configs" / f"{name}.yaml"
 
 
@@ -75,7 +75,7 @@ def test_a_file_selects_its_precision_and_its_variables_are_removed(
     # Without an FP8 library, accelerate refuses to launch.
     monkeypatch.setattr("accelerate.utils.launch.is_fp8_available", lambda: True)
     several = ["--num_machines", "1", "--num_processes", "2"] if name in SEVERAL_IN_FP8 else []
-    environment = environment_under(["--config_file", str(by_name(name)), *several])
+    environment = environment_under(["--config_file", str(config_path(name)), *several])
     assert "ACCELERATE_MIXED_PRECISION" in environment
     recipe = with_precision(load_recipe(tmp_path / "recipe.yaml"), environment)
     assert recipe.precision == precision
@@ -84,7 +84,9 @@ def test_a_file_selects_its_precision_and_its_variables_are_removed(
         for key in environment
         if key.startswith("ACCELERATE_FP8") or key == "ACCELERATE_MIXED_PRECISION"
     ] == []
-    backend = yaml.safe_load(by_name(name).read_text()).get("fp8_config", {}).get("backend", "TE")
+    backend = (
+        yaml.safe_load(config_path(name).read_text()).get("fp8_config", {}).get("backend", "TE")
+    )
     assert (
         recipe.fp8_config.model_dump()
         == LowPrecisionSettings(backend=backend).resolved(precision).model_dump()
@@ -114,10 +116,11 @@ def test_a_file_trains_with_the_precision_and_topology_of_its_name(
     }
     recipe |= {"train": {"steps": 2}, "checkpoint": {"at_end": False}}
     del recipe["precision"], recipe["evaluate"]
-    finished = start_as_ranks(recipe, tmp_path, launch=["--config_file", str(by_name(name))])
+    finished = start_as_ranks(recipe, tmp_path, launch=["--config_file", str(config_path(name))])
     assert finished.status == 0, finished
     audit = finished.audit()
-    assert audit["precision"] == SEVERAL_IN_FP8[name] and audit["confirmed_in_step"] == 2
+    assert audit["precision"] == SEVERAL_IN_FP8[name]
+    assert audit["confirmed_in_step"] == 2
     effective = {
         product["effective"] for product in audit["products"] if product["name"] != "lm_head"
     }

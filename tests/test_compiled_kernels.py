@@ -1,8 +1,9 @@
-"""Every Triton kernel of this project, compiled to machine code for a GPU that this machine has not, and never launched.
+"""Compile every Triton kernel of this project for a B200 without launching it.
 
-The interpreter says whether a kernel computes the right numbers; what it accepts may still not compile, take more shared memory
-than a GPU has, or keep its values in local memory. The compiler and the assembler come with Triton. Only the driver is made up
-here: it says which GPU there is, and takes the finished code.
+Tests with Triton's interpreter check the numbers of a kernel. A kernel that the interpreter accepts
+may still fail to compile, need more shared memory than a GPU has, or spill to local memory. The
+compiler and the assembler come with Triton. Only the driver is a stand-in: it reports the GPU and
+takes the compiled code.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.optimizer.adamw import Hyperparameters, ParameterTensors
 
 triton = pytest.importorskip(
-    "triton", minversion="3.9", reason="earlier ones ask the driver for other things"
+    "triton", minversion="3.9", reason="earlier versions use other methods of the driver"
 )
 pytestmark = [
     pytest.mark.long,
@@ -36,15 +37,26 @@ pytestmark = [
 
 from triton.runtime import driver  # noqa: E402
 
-B200 = 100  # compute capability times 10; tests/gpu run on an H200
-SHARED_MEMORY = 227 * 1024  # bytes that a program may have
-TOKENS, HIDDEN, WIDTH, WORDS = 256, 2048, 6144, 151_936  # Qwen3-1.7B's, but for the tokens
-BF16, FP32, E4M3, E5M2 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.float8_e5m2
+# The compute capability times 10. tests/gpu cover an H200.
+B200 = 100
+# Largest number of bytes of shared memory of a program.
+SHARED_MEMORY = 227 * 1024
+TOKENS = 256
+# Sizes of Qwen3-1.7B.
+HIDDEN = 2048
+WIDTH = 6144
+VOCABULARY = 151_936
+BF16 = torch.bfloat16
+FP32 = torch.float32
+E4M3 = torch.float8_e4m3fn
+E5M2 = torch.float8_e5m2
 
 
 class NoGPU:
-    """Triton's driver of a B200 that is not there. `spilled`: of each kernel that was compiled, the bytes of local memory that a
-    thread of it needs, at most."""
+    """Triton driver for a B200 that does not exist.
+
+    `spilled` has the largest number of bytes of local memory per thread of each compiled kernel.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -69,14 +81,14 @@ class NoGPU:
     ) -> tuple[None, None, int, int, int]:
         file = self.folder / f"{name}.cubin"
         file.write_bytes(code)
-        said = subprocess.run(
+        usage = subprocess.run(
             [self.tools / "cuobjdump", "-res-usage", file],
             check=True,
             capture_output=True,
             text=True,
         ).stdout
         registers, stack, local = (
-            int(re.search(rf"{what}:(\d+)", said)[1]) for what in ("REG", "STACK", "LOCAL")
+            int(re.search(rf"{resource}:(\d+)", usage)[1]) for resource in ("REG", "STACK", "LOCAL")
         )
         self.spilled[name] = max(self.spilled.get(name, 0), stack + local)
         return None, None, registers, stack + local, 1024
@@ -90,48 +102,46 @@ def bf16(*shape: int) -> Tensor:
 
 
 def by_tensor(rows: int, columns: int, fp8: torch.dtype) -> Iterator[Any]:
-    """Where a tensor is written with one scale: delayed scaling's, and current scaling's."""
+    """Return outputs with one scale per tensor, for delayed and for current scaling."""
     from pretrain.model.fused.fp8_tile import TensorScaled
 
-    one, codes = (
-        torch.ones(1),
-        (
-            torch.zeros(rows, columns, dtype=torch.uint8),
-            torch.zeros(columns, rows, dtype=torch.uint8),
-        ),
+    one = torch.ones(1)
+    codes = (
+        torch.zeros(rows, columns, dtype=torch.uint8),
+        torch.zeros(columns, rows, dtype=torch.uint8),
     )
     yield TensorScaled(fp8, *codes, one, scale=one, amax=one)
     yield TensorScaled(fp8, *codes, one, amax=one, used=one)
 
 
 def activation(kernel: Any) -> None:
-    hidden, gradient = bf16(TOKENS, 2 * WIDTH), bf16(TOKENS, WIDTH)
+    hidden = bf16(TOKENS, 2 * WIDTH)
+    gradient = bf16(TOKENS, WIDTH)
     kernel.swiglu(hidden)
     kernel.swiglu_backward(gradient, hidden)
     for activated, d_hidden in zip(
         by_tensor(TOKENS, WIDTH, E4M3), by_tensor(TOKENS, 2 * WIDTH, E5M2), strict=True
     ):
         kernel.write_swiglu(hidden, activated)
-        again = SimpleNamespace(
+        recomputed = SimpleNamespace(
             **vars(activated) | {"scale": torch.ones(1), "amax": None, "used": None, "rows": None}
         )
-        kernel.write_swiglu_backward(gradient, hidden, d_hidden, again)
+        kernel.write_swiglu_backward(gradient, hidden, d_hidden, recomputed)
 
 
 def norm(kernel: Any) -> None:
     for width in (HIDDEN, 5120):
-        x, weight = bf16(TOKENS, width), bf16(width)
+        x = bf16(TOKENS, width)
+        weight = bf16(width)
         _, rstd = kernel.rms_norm(x, weight, 1e-6)
         kernel.rms_norm_backward(x, x, rstd, weight, x)
 
 
 def rotation(kernel: Any) -> None:
     for heads, normed in ((Heads(16, 8, 128), True), (Heads(14, 2, 64), False)):
-        qkv, angles, group = (
-            bf16(TOKENS, heads.width),
-            bf16(TOKENS, heads.dim),
-            heads.query // heads.kv,
-        )
+        qkv = bf16(TOKENS, heads.width)
+        angles = bf16(TOKENS, heads.dim)
+        group = heads.query // heads.kv
         norms = HeadNorms(bf16(heads.dim), bf16(heads.dim), 1e-6) if normed else None
         gradients = [
             bf16(TOKENS, heads.query, heads.dim),
@@ -144,7 +154,8 @@ def rotation(kernel: Any) -> None:
 
 
 def loss(kernel: Any) -> None:
-    logits, labels = bf16(64, WORDS), torch.zeros(64, dtype=torch.int64)
+    logits = bf16(64, VOCABULARY)
+    labels = torch.zeros(64, dtype=torch.int64)
     for with_gradient in (True, False):
         kernel.softmax_loss(logits, labels, IGNORE, with_gradient=with_gradient)
     for scale in (None, torch.ones(())):
@@ -163,13 +174,11 @@ def update(kernel: Any) -> None:
 
 
 def experts(kernel: Any) -> None:
-    rows, weights, place = (
-        bf16(2 * TOKENS, HIDDEN),
-        torch.zeros(TOKENS, 2),
-        torch.zeros(2 * TOKENS, dtype=torch.int64),
-    )
-    for each in (weights, None):
-        kernel.combine(rows, place, each, TOKENS)
+    rows = bf16(2 * TOKENS, HIDDEN)
+    weights = torch.zeros(TOKENS, 2)
+    place = torch.zeros(2 * TOKENS, dtype=torch.int64)
+    kernel.combine(rows, place, weights, TOKENS)
+    kernel.combine(rows, place, None, TOKENS)
     kernel.combine_backward(bf16(TOKENS, HIDDEN), rows, place, weights)
 
 
@@ -184,22 +193,22 @@ LAUNCHES = {
 
 
 def launched_in(file: Path) -> set[str]:
-    """The names of the kernels in `file`, told from its source: the functions of Triton that no other of them calls."""
+    """Return the names of the kernels in a file: the Triton functions that no other one calls."""
     functions = [
         node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)
     ]
     kernels = {
-        each.name: each
-        for each in functions
-        if "triton.jit" in map(ast.unparse, each.decorator_list)
+        function.name: function
+        for function in functions
+        if "triton.jit" in map(ast.unparse, function.decorator_list)
     }
-    inside = [
+    calls = [
         node
         for kernel in kernels.values()
         for node in ast.walk(kernel)
         if isinstance(node, ast.Call)
     ]
-    return kernels.keys() - {ast.unparse(call.func) for call in inside}
+    return kernels.keys() - {ast.unparse(call.func) for call in calls}
 
 
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -208,7 +217,7 @@ def test_kernels_compile_for_a_gpu_that_is_not_there_and_none_spills(
 ) -> None:
     monkeypatch.setattr(driver, "_active", gpu := NoGPU(tmp_path))
     kernel = importlib.import_module(f"pretrain.{name}")
-    # Triton itself refuses a kernel that wants more shared memory than there is
+    # Triton refuses a kernel that needs more shared memory than the driver reports.
     LAUNCHES[name](kernel)
     assert set(gpu.spilled) == launched_in(Path(kernel.__file__))
     assert not any(gpu.spilled.values()), gpu.spilled

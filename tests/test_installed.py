@@ -1,4 +1,4 @@
-"""`pip install .`: the command that it brings, from a wheel, in a folder of its own and far from the repository."""
+"""Test the command that `pip install .` installs, outside of the repository."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ PACKAGES = ("foundation", "packing", "pretrain")
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel of a copy of the sources, unpacked as pip does; what it depends on is the test's own."""
-    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    """Folder into which pip installed a copy of the sources, without dependencies."""
+    source = tmp_path_factory.mktemp("source")
+    target = tmp_path_factory.mktemp("installed")
     for name in PACKAGES:
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE", "train_accelerate.py"):
@@ -50,17 +51,18 @@ def test_one_command_has_all_commands_and_runs_them_from_anywhere(
             command, cwd=tmp_path, env=environment, capture_output=True, text=True
         )
 
-    helped = run("--help")
-    assert helped.returncode == 0 and "usage: low-precision COMMAND" in helped.stdout
-    assert all(f"\n  {name} " in helped.stdout for name in COMMANDS)
+    usage = run("--help")
+    assert usage.returncode == 0
+    assert "usage: low-precision COMMAND" in usage.stdout
+    assert all(f"\n  {name} " in usage.stdout for name in COMMANDS)
     inspected = run("inspect", str(small_packs))
-    assert inspected.returncode == 0 and "120 packs" in inspected.stdout, inspected.stderr
+    assert inspected.returncode == 0, inspected.stderr
+    assert "120 packs" in inspected.stdout, inspected.stderr
     refused = run("report", "nothing")
-    assert (refused.returncode, refused.stderr.count("error: ")) == (
-        2,
-        1,
-    ) and "nothing" in refused.stderr
-    assert (installed / "train_accelerate.py").is_file(), "which a matrix starts"
+    assert refused.returncode == 2
+    assert refused.stderr.count("error: ") == 1
+    assert "nothing" in refused.stderr
+    assert (installed / "train_accelerate.py").is_file(), "a matrix starts this file"
 
 
 def test_every_file_of_the_packages_is_installed(installed: Path):

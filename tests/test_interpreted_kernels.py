@@ -1,4 +1,4 @@
-"""The GPU tests of our Triton kernels on a CPU, through Triton's interpreter: in one process, for the sake of its imports."""
+"""Run the GPU tests of our Triton kernels on a CPU, under Triton's interpreter, in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ INTERPRETED = [
 
 @pytest.mark.long
 def test_the_gpu_kernels_interpreted_on_a_cpu_agree_with_the_references() -> None:
-    reason = "earlier interpreters round an fma twice, convert elsewhere, and 3.6 has no range up to a tensor under NumPy 2.4"
+    reason = (
+        "earlier interpreters round an fma twice and convert in another function, and 3.6 has no "
+        "range up to a tensor under NumPy 2.4"
+    )
     pytest.importorskip("triton", minversion="3.9", reason=reason)
     files = [f"tests/gpu/test_{name}_gpu.py" for name in INTERPRETED]
     command = [sys.executable, "-m", "pytest", "-v", "-x", "-p", "no:xdist", *files]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import shutil
 import socket
@@ -80,27 +81,28 @@ class Checkpoints:
 
     Attributes:
         damaged: Damaged checkpoints that `newest` has seen.
-        latest: The checkpoint last saved or loaded. It may still be in writing.
     """
 
     def __init__(self, folder: Path, keep: int, *, before: int | None = None) -> None:
         self.folder = folder
         self.keep = keep
         self.before = before
-        self.rank = 0
-        self.world_size = 1
-        if torch.distributed.is_initialized():
-            self.rank = torch.distributed.get_rank()
-            self.world_size = torch.distributed.get_world_size()
+        is_distributed = torch.distributed.is_initialized()
+        self.rank = torch.distributed.get_rank() if is_distributed else 0
+        self.world_size = torch.distributed.get_world_size() if is_distributed else 1
         self.damaged: set[Path] = set()
-        self.latest: Path | None = None
-        # As `latest`, but only if it is complete.
+        # The checkpoint last saved or loaded, and complete.
         self._complete: Path | None = None
         # The checkpoint that was verified last. `load` need not hash it again.
         self._intact: Path | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="saving")
         self._staging = Staging()
         self._pending: PendingSave | None = None
+
+    @property
+    def latest(self) -> Path | None:
+        """Return the checkpoint last saved or loaded, which may still be in writing, or None."""
+        return self._pending.final if self._pending else self._complete
 
     # ── Saving ──
 
@@ -148,9 +150,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
         files, index = self._lay_out(model, optimizer)
         copies = self._staging.copy(files) if behind else None
-        stopped = ""
-        if copies:
-            stopped = f"; training stopped for {time.perf_counter() - start:.2g} s"
+        stopped = f"; training stopped for {time.perf_counter() - start:.2g} s" if copies else ""
         state_json = json.dumps(dict(state), indent=1, allow_nan=False).encode()
 
         def complete(records: list[FileRecord]) -> None:
@@ -162,7 +162,6 @@ class Checkpoints:
 
         written = self._thread.submit(write_part, partial, copies or files)
         self._pending = PendingSave(final, written, complete)
-        self.latest = final
         if self.world_size == 1:
             self._pending.completed = self._thread.submit(lambda: complete(written.result()))
         if behind and copies is None:
@@ -180,11 +179,12 @@ class Checkpoints:
     ) -> tuple[Files, dict[str, dict[str, TensorEntry]]]:
         """Return the files that this rank writes, and the index of all tensors in all files."""
         groups = {"model": model, "optimizer": optimizer}
-        blocks = {
-            kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()}
-            for kind, group in groups.items()
-        }
-        offers = from_all_ranks(blocks)
+        offers = from_all_ranks(
+            {
+                kind: {name: on_disk.block_of(tensor) for name, tensor in group.items()}
+                for kind, group in groups.items()
+            }
+        )
         index = {
             kind: on_disk.lay_out(kind, [offer[kind] for offer in offers], checksums(group))
             for kind, group in groups.items()
@@ -193,8 +193,7 @@ class Checkpoints:
         for kind, group in groups.items():
             stem = on_disk.rank_stem(kind, self.rank, self.world_size)
             for name, entry in index[kind].items():
-                names = {piece.file for piece in entry.pieces if piece.file.startswith(stem)}
-                for file in names:
+                for file in {piece.file for piece in entry.pieces if piece.file.startswith(stem)}:
                     files.setdefault(file, {})[name] = local_part(group[name])
         return files, index
 
@@ -204,12 +203,9 @@ class Checkpoints:
 
         `wait` raises the failure.
         """
-        if self._pending is None:
-            return False
-        futures = (self._pending.written, self._pending.completed)
-        return any(
-            future is not None and future.done() and future.exception() for future in futures
-        )
+        pending = self._pending
+        futures = (pending.written, pending.completed) if pending else ()
+        return any(future and future.done() and future.exception() for future in futures)
 
     def settle(self) -> None:
         """Complete the running save if all ranks have written their part.
@@ -221,8 +217,9 @@ class Checkpoints:
             return
         is_written = pending.written.done() and not pending.written.exception()
         parts = from_all_ranks(pending.written.result() if is_written else None)
-        if None not in parts:
-            records = [record for part in parts for record in part]
+        written_parts = [part for part in parts if part is not None]
+        if len(written_parts) == self.world_size:
+            records = [record for part in written_parts for record in part]
             pending.completed = self._thread.submit(pending.complete, records)
 
     def wait(self) -> None:
@@ -241,24 +238,19 @@ class Checkpoints:
             self._complete = pending.final
             self.damaged.discard(pending.final)  # it has been written again
             return
-        self.latest = self._complete
         if self.rank == 0:
             shutil.rmtree(on_disk.partial_folder(pending.final), ignore_errors=True)
-        if self._complete:
-            earlier = f"{self._complete} is untouched"
-        else:
-            earlier = "no earlier checkpoint was touched"
+        earlier = f"{self._complete} is" if self._complete else "earlier checkpoints are"
         raise InputError(
             f"{self.folder}: step {step_of(pending.final)} could not be saved: {reasons[0]}; "
-            f"{earlier}. {memory(free_bytes(self.folder) / GIB)} are free; make room, or set a "
-            "`run_dir` on another disk, and start again"
+            f"{earlier} untouched. {memory(free_bytes(self.folder) / GIB)} are free; make room, or "
+            "set a `run_dir` on another disk, and start again"
         )
 
-    def _failures(self, future: Future[Any]) -> list[str]:
+    def _failures(self, future: Future[Any] | None) -> list[str]:
         """Wait for `future` on all ranks and return one line for each rank where it failed."""
-        error = future.exception()
         reason = None
-        if error is not None:
+        if error := future and future.exception():
             line = one_line(error, named=type(error) is not InputError)
             reason = f"{line} (rank {self.rank})"
         return [failure for failure in from_all_ranks(reason) if failure]
@@ -316,10 +308,8 @@ class Checkpoints:
         considered.
         """
         self.wait()
-        local_steps = []
-        if self.rank == 0:
-            local_steps = [step_of(path) for path in step_folders(self.folder)]
-        steps = from_all_ranks(local_steps)[0]
+        # A network disk may show other checkpoints to the other ranks.
+        steps, *_ = from_all_ranks([step_of(path) for path in step_folders(self.folder)])
         for step in steps:
             if before is not None and step >= before:
                 continue
@@ -385,15 +375,11 @@ class Checkpoints:
         on_disk.load_tensors(path, manifest.model, model)
         on_disk.load_tensors(path, optimizer_index, optimizer)
         self._complete = path
-        self.latest = path
 
     def _require_intact(self, path: Path) -> None:
         """Raise InputError if a byte of the checkpoint at `path` has changed. Hash it only once."""
         self.wait()
-        if path == self._intact:
-            return
-        problems = self._verify(path)
-        if problems:
+        if path != self._intact and (problems := self._verify(path)):
             raise InputError(f"{path}: cannot be used: {'; '.join(problems)}")
 
     def _verify(self, path: Path) -> list[str]:
@@ -441,9 +427,10 @@ class Staging:
         start = 0
         for file, group in files.items():
             for name, tensor in group.items():
-                slot = self._memory[start : start + tensor.nbytes]
-                copy = slot.view(tensor.dtype).view(tensor.shape)
-                copies[file][name] = copy.copy_(tensor.detach(), non_blocking=True)
+                slot = self._memory[start : start + tensor.nbytes].view(tensor.dtype)
+                copies[file][name] = slot.view(tensor.shape).copy_(
+                    tensor.detach(), non_blocking=True
+                )
                 start += _rounded(tensor.nbytes)
         if device:
             torch.cuda.current_stream(device).synchronize()
@@ -519,9 +506,10 @@ def write_part(partial: Path, files: Files) -> list[FileRecord]:
 
 
 def checksums(tensors: Tensors) -> dict[str, int]:
-    """Return the sum of each tensor's bit patterns modulo 2^64. Collective.
+    """Return the sum of each tensor's bit patterns, times their positions, modulo 2^64. Collective.
 
-    The sum is the same for every sharding. Replicas count once, unless their bits differ.
+    The sum is the same for every number of shards of the first dimension. Replicas count once,
+    unless their bits differ.
     """
     # The offset identifies a block of a tensor.
     ranks = from_all_ranks(
@@ -538,12 +526,22 @@ def checksums(tensors: Tensors) -> dict[str, int]:
 
 
 def sum_of_bits(tensor: Tensor) -> int:
-    """Return the sum of the bit patterns, as integers, in this process's part of a tensor.
+    """Return the weighted sum of the bit patterns in this process's part of a tensor.
 
-    The host waits for the device.
+    A bit pattern, read as an integer, is multiplied by its position in the full tensor, counted
+    from 1. So values that are in each other's place change the sum. Products and sums are modulo
+    2^64. The host waits for the device.
     """
     bits = local_part(tensor).reshape(-1).view(getattr(torch, f"int{8 * tensor.element_size()}"))
-    return sum(int(piece.sum(dtype=torch.int64)) for piece in bits.split(PIECE))
+    first = 1
+    if tensor.dim():
+        first += on_disk.block_of(tensor).offset[0] * math.prod(tensor.shape[1:])
+    total = 0
+    for piece in bits.split(PIECE):
+        positions = torch.arange(first, first + len(piece), device=piece.device)
+        total += int((piece * positions).sum())
+        first += len(piece)
+    return total
 
 
 # ── The disk ──
@@ -566,8 +564,10 @@ def check_space(folder: Path, needed: int) -> None:
     """
     free = free_bytes(folder)
     if free < needed:
-        sizes = f"checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are free"
-        raise InputError(f"{folder}: {sizes}; make room, or lower `checkpoint.keep`")
+        raise InputError(
+            f"{folder}: checkpoints need {memory(needed / GIB)}, and {memory(free / GIB)} are "
+            "free; make room, or lower `checkpoint.keep`"
+        )
 
 
 def require_shared(folder: Path) -> None:
@@ -583,17 +583,16 @@ def require_shared(folder: Path) -> None:
     if is_first:
         token.touch()
     from_all_ranks(None)  # the token exists now
-    while True:
-        is_visible = folder.is_dir() and token.name in os.listdir(folder)
-        if is_visible or time.monotonic() >= deadline:
+    # Listing the folder refreshes the cache of a network disk.
+    while not (is_visible := folder.is_dir() and token.name in os.listdir(folder)):
+        if time.monotonic() >= deadline:
             break
         time.sleep(0.05)
     blind_hosts = from_all_ranks(None if is_visible else socket.gethostname())
     if is_first:
         token.unlink()
-    for host in blind_hosts:
-        if host:
-            raise InputError(
-                f"{folder}: {host} does not see the folder of the first machine; "
-                "put it on a disk that all machines share"
-            )
+    for host in filter(None, blind_hosts):
+        raise InputError(
+            f"{folder}: {host} does not see the folder of the first machine; "
+            "put it on a disk that all machines share"
+        )

@@ -13,8 +13,8 @@
     {"format": 1, "step": 100, "world_size": 2,
      "files":     [{"name": "model-00000-of-00002-part-000.safetensors",
                     "size": 3441185, "hashes": {"sha256": "9f8e..."}}, ...],
-     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048], "checksum": 33292288,
-                                         "pieces": [
+     "model":     {"model.norm.weight": {"dtype": "BF16", "shape": [2048],
+                                         "weighted_sum": 33292288, "pieces": [
                       {"file": "model-00000-of-00002-part-000.safetensors",
                        "offset": [0], "shape": [1024]}, ...]}, ...},
      "optimizer": {...},
@@ -178,7 +178,9 @@ class TensorEntry:
     dtype: str  # name in safetensors
     shape: tuple[int, ...]  # global
     pieces: tuple[Piece, ...]
-    checksum: int | None = None  # of the live tensor; None in checkpoints of earlier versions
+    # Of the live tensor (`checksums`). None in checkpoints of earlier versions, whose `checksum`
+    # did not weigh positions.
+    weighted_sum: int | None = None
 
 
 @dataclass(frozen=True)
@@ -270,18 +272,14 @@ def lay_out(
     for rank, offer in enumerate(offers):
         for named_block in offer.items():
             holders.setdefault(named_block, []).append(rank)
-
-    def largest_first(named_block: tuple[str, ShardBlock]) -> tuple[int, str, tuple[int, ...]]:
-        name, block = named_block
-        return -block.bytes, name, block.offset
-
     written = [0] * len(offers)  # bytes assigned to each rank
-    for name, block in sorted(holders, key=largest_first):
+    largest_first = sorted(holders, key=lambda item: (-item[1].bytes, item[0], item[1].offset))
+    for name, block in largest_first:
         if not block.bytes:  # with more ranks than rows, some ranks hold nothing
             continue
         rank = min(holders[name, block], key=lambda rank: (written[rank], rank))
-        part = written[rank] // PART_BYTES
-        file = f"{rank_stem(kind, rank, len(offers))}-part-{part:03d}.safetensors"
+        stem = rank_stem(kind, rank, len(offers))
+        file = f"{stem}-part-{written[rank] // PART_BYTES:03d}.safetensors"
         pieces[name].append(Piece(file, block.offset, block.shape))
         written[rank] += block.bytes
     return {
@@ -327,13 +325,12 @@ def mismatches(index: Mapping[str, TensorEntry], targets: Mapping[str, Tensor]) 
     for name in sorted(targets.keys() & index.keys()):
         saved = index[name]
         target = targets[name]
-        dtype = DTYPES[saved.dtype]
-        both_floating = dtype.is_floating_point and target.dtype.is_floating_point
-        is_convertible = dtype == target.dtype or both_floating
+        dtypes = {DTYPES[saved.dtype], target.dtype}
+        is_convertible = len(dtypes) == 1 or all(dtype.is_floating_point for dtype in dtypes)
         if saved.shape != tuple(target.shape) or not is_convertible:
-            expected = f"{DTYPE_NAMES[target.dtype]} {list(target.shape)}"
             problems.append(
-                f"{name} is {saved.dtype} {list(saved.shape)} there and {expected} here"
+                f"{name} is {saved.dtype} {list(saved.shape)} there and "
+                f"{DTYPE_NAMES[target.dtype]} {list(target.shape)} here"
             )
     return problems
 
@@ -354,15 +351,13 @@ def load_tensors(
             block = block_of(target)
             local = local_part(target)
             for piece in index[name].pieces:
-                overlap = _overlap(piece, block)
-                if overlap is None:
-                    continue
-                in_piece, in_block = overlap
-                file = open_file(piece.file)
-                # A tensor without dimensions has no slices, so full pieces are read as a tensor.
-                is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
-                values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
-                local[in_block].copy_(values)
+                if overlap := _overlap(piece, block):
+                    in_piece, in_block = overlap
+                    file = open_file(piece.file)
+                    # A tensor without dimensions has no slices, so full pieces are read whole.
+                    is_full = in_piece == tuple(slice(0, size) for size in piece.shape)
+                    values = file.get_tensor(name) if is_full else file.get_slice(name)[in_piece]
+                    local[in_block].copy_(values)
 
 
 def _overlap(

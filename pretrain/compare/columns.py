@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any
 
 from foundation.units import UNKNOWN, count, markdown, memory, percent
 from pretrain.compare.comparison import ComparedRun, RunComparison, own_speed
-from pretrain.compare.differences import CONFIDENCE, Gap
+from pretrain.compare.differences import CONFIDENCE
 from pretrain.compare.fairness import distinguishing_keys, option
 from pretrain.metrics.run_record import END_KEY, FEWEST_STEPS, LOSS_KEY, RunRecord
 
@@ -23,20 +22,13 @@ class Column:
     title: str
     meaning: str
     # Returns the value of a row, or None if it is unknown. The page sorts by it.
-    get: Callable[[Any], Any]
+    value: Callable[[Any], Any]
     # Returns the text of a value.
     form: Callable[[Any], str] = str
     # Returns text to print behind the value of a row.
     suffix: Callable[[Any], str] = lambda row: ""
     # The column holds text: it is aligned to the left, and the page sorts it ascending first.
     is_text: bool = False
-
-    def value(self, row: Any) -> Any:
-        """Return the value of a row, or None if it is unknown or not finite."""
-        value = self.get(row)
-        if isinstance(value, float) and not math.isfinite(value):
-            return None
-        return value
 
     def text(self, row: Any) -> str:
         """Return the text of a row, which is a dash for an unknown value."""
@@ -46,10 +38,10 @@ class Column:
 
 def table_of(columns: Sequence[Column], rows: Sequence[Any]) -> str:
     """Return a Markdown table."""
-    last_text = max(place for place, column in enumerate(columns) if column.is_text)
     header = [column.title for column in columns]
     cells = [[column.text(row) for column in columns] for row in rows]
-    return markdown(header, cells, names=last_text + 1)
+    # Columns of text come first.
+    return markdown(header, cells, names=sum(column.is_text for column in columns))
 
 
 def meanings(columns: Iterable[Column]) -> list[str]:
@@ -71,6 +63,25 @@ def as_text(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+def column_of_part(
+    attribute: str,
+    title: str,
+    meaning: str,
+    value: Callable[[Any], Any],
+    form: Callable[[Any], str] = str,
+) -> Column:
+    """Return a column with `value` of an attribute of the rows, for rows that have the attribute.
+
+    The attribute of a row may be None.
+    """
+
+    def of_row(row: Any) -> Any:
+        part = getattr(row, attribute)
+        return None if part is None else value(part)
+
+    return Column(title, meaning, of_row, form)
+
+
 def _summary_column(
     title: str,
     meaning: str,
@@ -85,10 +96,10 @@ def _summary_column(
     hardware that the run had for itself count.
     """
 
-    def get(compared: ComparedRun) -> Any:
+    def value(compared: ComparedRun) -> Any:
         return compared.run.summary.get(key) if counts(compared.run) else None
 
-    return Column(title, meaning, get, form, **options)
+    return Column(title, meaning, value, form, **options)
 
 
 def _end_suffix(compared: ComparedRun) -> str:
@@ -104,10 +115,26 @@ RUN = Column("run", "", lambda compared: compared.label, is_text=True)
 
 def figures_of(comparison: RunComparison) -> list[Column]:
     """Return the columns that have a value for at least one run."""
-    speed = "median over all steps except the first two, padding included"
+    # A branch may have fewer steps at its end than the other runs.
+    is_same_end = len({run.summary.get(END_KEY) for run in comparison.runs}) == 1
     columns = [
         RUN,
-        *_setting_columns(comparison),
+        Column(
+            "precision",
+            "precision of the matrix products",
+            lambda compared: compared.run.precision,
+            is_text=True,
+        ),
+        Column(
+            "weights",
+            "storage of the weights",
+            lambda compared: compared.run.config.get("weights"),
+            is_text=True,
+        ),
+        *map(_setting_column, distinguishing_keys(comparison.runs)),
+        Column(
+            "backend", "engine of the products", lambda compared: compared.run.backend, is_text=True
+        ),
         _summary_column("steps", "", "steps", "{:,}".format, suffix=_end_suffix),
         _summary_column("tokens", "", "tokens", count),
         _summary_column(
@@ -115,7 +142,9 @@ def figures_of(comparison: RunComparison) -> list[Column]:
             f"training loss in nats per token, {AT_END}",
             LOSS_KEY,
             "{:.4f}".format,
-            suffix=_steps_suffix(comparison),
+            suffix=lambda compared: (
+                "" if is_same_end else f" (last {compared.run.summary[END_KEY]})"
+            ),
         ),
         _summary_column(
             "held-out",
@@ -132,7 +161,7 @@ def figures_of(comparison: RunComparison) -> list[Column]:
         ),
         _summary_column(
             "tok/s",
-            speed,
+            "median over all steps except the first two, padding included",
             "tokens_per_second",
             "{:,.0f}".format,
             counts=lambda run: not run.side_by_side,
@@ -182,71 +211,23 @@ def figures_of(comparison: RunComparison) -> list[Column]:
     return [column for column in columns if any(column.value(row) is not None for row in rows)]
 
 
-def _setting_columns(comparison: RunComparison) -> list[Column]:
-    """Return columns for precision, weights, differing settings, and the engine."""
-    columns = [
-        Column(
-            "precision",
-            "precision of the matrix products",
-            lambda compared: compared.run.precision,
-            is_text=True,
-        ),
-        Column(
-            "weights",
-            "storage of the weights",
-            lambda compared: compared.run.config.get("weights"),
-            is_text=True,
-        ),
-    ]
-    for key in distinguishing_keys(comparison.runs):
-        get = partial(_option_of, key=key)
-        column = Column(key, "a setting in which runs differ", get, as_text, is_text=True)
-        columns.append(column)
-    backend = Column(
-        "backend", "engine of the products", lambda compared: compared.run.backend, is_text=True
+def _setting_column(key: str) -> Column:
+    """Return the column of a setting that differs between runs."""
+    return Column(
+        key,
+        "a setting in which runs differ",
+        lambda compared: option(compared.run, key),
+        as_text,
+        is_text=True,
     )
-    return [*columns, backend]
-
-
-def _option_of(compared: ComparedRun, key: str) -> Any:
-    """Return the value of a setting of a run."""
-    return option(compared.run, key)
-
-
-def _steps_suffix(comparison: RunComparison) -> Callable[[ComparedRun], str]:
-    """Return the suffix of the loss at the end: its number of steps, if runs differ in it.
-
-    A branch may have fewer steps at its end than the other runs.
-    """
-    numbers = {run.summary.get(END_KEY) for run in comparison.runs}
-    if len(numbers) == 1:
-        return lambda compared: ""
-    return lambda compared: f" (last {compared.run.summary[END_KEY]})"
 
 
 def differences_of(comparison: RunComparison) -> list[Column]:
     """Return columns with each run's loss minus the baseline's at the end, and its verdict."""
-
-    def gap_column(
-        title: str, meaning: str, value: Callable[[Gap], Any], form: Callable[[Any], str] = str
-    ) -> Column:
-        def get(compared: ComparedRun) -> Any:
-            return value(compared.gap) if compared.gap else None
-
-        return Column(title, meaning, get, form)
-
+    gap_column = partial(column_of_part, "gap")
     base = comparison.baseline.label
     confidence = f"{100 * CONFIDENCE:.0f} %"
-    interval = (
-        f"half of the {confidence} interval of the mean along this run, not over seeds. It "
-        f"considers that neighbouring steps are correlated. Below {FEWEST_STEPS} steps there is "
-        "none"
-    )
-    verdict = (
-        f"position of the interval: within ± {comparison.tolerance:g} nats around the baseline, or "
-        f"beyond. A run is called beyond only if the {confidence} hold for all rows together "
-        "(Bonferroni)"
-    )
+
     return [
         RUN,
         gap_column(
@@ -255,7 +236,20 @@ def differences_of(comparison: RunComparison) -> list[Column]:
             lambda gap: gap.mean,
             partial(signed, digits=5),
         ),
-        gap_column(f"± {confidence}", interval, lambda gap: gap.half_width, "{:.5f}".format),
+        gap_column(
+            f"± {confidence}",
+            f"half of the {confidence} interval of the mean along this run, not over seeds. It "
+            f"considers that neighbouring steps are correlated. Below {FEWEST_STEPS} steps there "
+            "is none",
+            lambda gap: gap.half_width,
+            "{:.5f}".format,
+        ),
         gap_column("steps", "", lambda gap: gap.steps),
-        Column("verdict", verdict, lambda compared: compared.verdict),
+        Column(
+            "verdict",
+            f"position of the interval: within ± {comparison.tolerance:g} nats around the "
+            f"baseline, or beyond. A run is called beyond only if the {confidence} hold for all "
+            "rows together (Bonferroni)",
+            lambda compared: compared.verdict,
+        ),
     ]

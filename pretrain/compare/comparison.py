@@ -81,7 +81,7 @@ class ComparedRun:
 
         Return None for the baseline and if `not_paired` gives a reason.
         """
-        if self.is_baseline or self.not_paired:
+        if self.is_baseline or self.not_paired or self.differences is None:
             return None
         return Gap.over(ends_of(self.differences), self.comparisons)
 
@@ -102,11 +102,9 @@ class ComparedRun:
         """
         if self.is_baseline or self.not_paired or not same_held_out(self.base, self.run):
             return None
-        steps, losses = self.run.curve("held_out_loss")
-        base_steps, base_losses = self.base.curve("held_out_loss")
-        if not len(steps) or not len(base_steps) or steps[-1] != base_steps[-1]:
-            return None
-        return float(losses[-1] - base_losses[-1])
+        steps, differences = loss_differences(self.base, self.run, "held_out_loss")
+        last_steps = {run.last_evaluation.get("step") for run in (self.base, self.run)}
+        return float(differences[-1]) if last_steps == set(steps[-1:]) else None
 
     @property
     def speedup(self) -> float | None:
@@ -115,13 +113,9 @@ class ComparedRun:
         Otherwise the speed of a machine would be attributed to a precision. Software versions may
         differ, because their effect may be the subject of the comparison.
         """
-        speed = own_speed(self.run)
-        base_speed = own_speed(self.base)
-        if not speed or not base_speed or self.is_baseline:
+        if self.is_baseline or machine_of(self.base) != machine_of(self.run):
             return None
-        if machine_of(self.base) != machine_of(self.run):
-            return None
-        return speed / base_speed
+        return speed_ratio(self.base, self.run)
 
 
 @dataclass(frozen=True)
@@ -135,9 +129,8 @@ class RunComparison:
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """Compare `runs`, which must be comparable, with the first run."""
         labels = unique_names([run.name for run in runs], runs)
-        compared_runs = []
-        for place, (run, label) in enumerate(zip(runs, labels, strict=True)):
-            compared = ComparedRun(
+        compared_runs = [
+            ComparedRun(
                 run,
                 base=runs[0],
                 label=label,
@@ -146,7 +139,8 @@ class RunComparison:
                 tolerance=tolerance,
                 comparisons=len(runs) - 1,
             )
-            compared_runs.append(compared)
+            for place, (run, label) in enumerate(zip(runs, labels, strict=True))
+        ]
         return cls(compared_runs, tolerance)
 
     @property
@@ -180,8 +174,10 @@ class RunComparison:
                 reason = run.summary.get("halted", "its results do not count as an end")
                 notes.append(f"{compared.label} {run.broke_off}: {reason}")
             elif compared.not_paired and not over_seeds:
-                base = self.baseline.label
-                notes.append(f"{compared.label} is not paired with {base}: {compared.not_paired}.")
+                notes.append(
+                    f"{compared.label} is not paired with {self.baseline.label}: "
+                    f"{compared.not_paired}."
+                )
             if run.changed_settings:
                 changes = [f"`{key}` was {text}" for key, text in run.changed_settings.items()]
                 notes.append(
@@ -223,11 +219,17 @@ def own_speed(run: RunRecord) -> float | None:
     return run.summary.get("tokens_per_second")
 
 
+def speed_ratio(base: RunRecord, run: RunRecord) -> float | None:
+    """Return the speed of `run` divided by that of `base`, or None if `own_speed` lacks one."""
+    base_speed = own_speed(base)
+    speed = own_speed(run)
+    return speed / base_speed if speed and base_speed else None
+
+
 def machine_of(run: RunRecord) -> str:
     """Return the machine of a run: "2 × NVIDIA H200", or a CPU with its number of cores."""
     processes, name = run.devices
     machine = f"{processes} × {name}"
     if name == "CPU":
-        cores = run.environment.get("cpu_cores")
-        machine += f", {cores} cores, {run.environment.get('system')}"
+        machine += f", {run.environment.get('cpu_cores')} cores, {run.environment.get('system')}"
     return machine

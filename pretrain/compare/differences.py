@@ -9,6 +9,7 @@ with the same seed.
 from __future__ import annotations
 
 import math
+import statistics
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,20 +48,17 @@ def t_probability(t: float, freedom: int) -> float:
     a finite sum (Abramowitz and Stegun 26.7.3-4).
     """
     angle = math.atan(t / math.sqrt(freedom))
-    sine = math.sin(angle)
     cosine = math.cos(angle)
-    is_even = freedom % 2 == 0
-    if is_even:
-        term = total = 1.0
+    if freedom % 2 == 0:
+        probability = 0.0
+        term = math.sin(angle)
     else:
-        term = cosine
-        total = cosine if freedom > 1 else 0.0
-    for place in range(2 + freedom % 2, freedom - 1, 2):
+        probability = 2 / math.pi * angle
+        term = 2 / math.pi * math.sin(angle) * cosine
+    for place in range(2 + freedom % 2, freedom + 1, 2):
+        probability += term
         term *= cosine**2 * (place - 1) / place
-        total += term
-    if is_even:
-        return sine * total
-    return 2 / math.pi * (angle + sine * total)
+    return probability
 
 
 def t_quantile(freedom: int, confidence: float) -> float:
@@ -125,9 +123,8 @@ class Gap:
         mean = float(differences.mean())
         if steps < FEWEST_STEPS:
             return cls(mean, None, 0.0, steps)
-        half = half_width(differences, CONFIDENCE)
         cautious = half_width(differences, 1 - (1 - CONFIDENCE) / comparisons)
-        return cls(mean, half, cautious, steps)
+        return cls(mean, half_width(differences), cautious, steps)
 
     @property
     def upper(self) -> float:
@@ -167,13 +164,13 @@ class SeedDifference:
         seeds = sorted(losses.keys() & baseline.keys())
         if not seeds:
             return None
-        level = math.fsum(baseline[seed] for seed in seeds) / len(seeds)
+        level = statistics.fmean(baseline[seed] for seed in seeds)
         return cls({seed: losses[seed] - baseline[seed] for seed in seeds}, level)
 
     @property
     def mean(self) -> float:
         """Return the mean difference over seeds."""
-        return math.fsum(self.by_seed.values()) / len(self.by_seed)
+        return statistics.fmean(self.by_seed.values())
 
     @property
     def sum_of_squares(self) -> float:
@@ -188,21 +185,18 @@ class SeedDifference:
         number = len(self.by_seed)
         if number < FEWEST_SEEDS:
             return None
-        variance = self.sum_of_squares / (number - 1)
-        return t_quantile(number - 1, confidence) * math.sqrt(variance / number)
+        error = math.sqrt(self.sum_of_squares / (number - 1) / number)
+        return t_quantile(number - 1, confidence) * error
 
-    def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str | None:
-        """Return the verdict of a single look, or None for fewer than FEWEST_SEEDS.
+    def verdict(self, margin: float = MARGIN, comparisons: int = 1) -> str:
+        """Return the verdict of a single look.
 
         The interval at EQUIVALENCE is compared with the margin, a share of the baseline's loss.
         The interval at CONFIDENCE for all `comparisons` together (Bonferroni) is compared with
         zero.
         """
-        equivalence_half = self.half_width(EQUIVALENCE)
         zero_half = self.half_width(1 - (1 - CONFIDENCE) / comparisons)
-        if equivalence_half is None or zero_half is None:
-            return None
-        return self._verdict_of(equivalence_half, zero_half, margin)
+        return self._verdict_of(self.half_width(EQUIVALENCE), zero_half, margin)
 
     def anytime_half_width(self, error: float) -> float | None:
         """Return half of an interval that holds after every number of seeds at once.
@@ -235,17 +229,19 @@ class SeedDifference:
         `error`. The verdict is "cannot tell" until the interval at `error` is finite.
         """
         equivalence_half = self.anytime_half_width(2 * error)
-        zero_half = self.anytime_half_width(error)
-        if equivalence_half is None or zero_half is None:
-            return CANNOT_TELL
-        return self._verdict_of(equivalence_half, zero_half, margin)
+        return self._verdict_of(equivalence_half, self.anytime_half_width(error), margin)
 
-    def _verdict_of(self, equivalence_half: float, zero_half: float, margin: float) -> str:
+    def _verdict_of(
+        self, equivalence_half: float | None, zero_half: float | None, margin: float
+    ) -> str:
         """Return the verdict from two half-widths of the mean's interval.
 
         The interval of `equivalence_half` may lie within the margin. The interval of `zero_half`
-        may exclude zero or the margin. Both can be true: "worse, within the margin".
+        may exclude zero or the margin. Both can be true: "worse, within the margin". Without an
+        interval the verdict is "cannot tell".
         """
+        if equivalence_half is None or zero_half is None:
+            return CANNOT_TELL
         distance = abs(self.mean)
         tolerance = margin * abs(self.baseline)
         direction = WORSE if self.mean > 0 else BETTER

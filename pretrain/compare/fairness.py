@@ -65,7 +65,7 @@ def training_of(run: RunRecord) -> dict[str, Any]:
         )
     recipe = recipe_of(run)
     identity = identity_of(recipe, run.data_fingerprint) | run.source_config
-    identity["evaluate.packs"] = recipe.evaluate.packs
+    identity |= {"evaluate.packs": recipe.evaluate.packs}
     training = {key: value for key, value in identity.items() if not key.startswith(COMPARED)}
     # A run that changed its precision on a resume belongs to neither of the two precisions.
     return training | run.changed_settings
@@ -73,14 +73,15 @@ def training_of(run: RunRecord) -> dict[str, Any]:
 
 def differing(first: RunRecord, second: RunRecord) -> dict[str, tuple[Any, Any]]:
     """Return the keys that make two runs different trainings, with both values."""
-    first_training = training_of(first)
-    second_training = training_of(second)
-    changed = changed_keys(first_training, second_training)
+    trainings = [training_of(run) for run in (first, second)]
+    changed = changed_keys(*trainings)
     if "model.source" in changed:
         # The configs of two sources differ in many keys. The name of the source is enough.
         changed = [key for key in changed if not key.startswith(SOURCE)]
-    first_values = settings_of(first) | first_training
-    second_values = settings_of(second) | second_training
+    first_values, second_values = (
+        settings_of(run) | training
+        for run, training in zip((first, second), trainings, strict=True)
+    )
     return {
         key: (in_a_word(key, first_values.get(key)), in_a_word(key, second_values.get(key)))
         for key in changed
@@ -158,9 +159,8 @@ def option(run: RunRecord, key: str) -> Any:
 
 def why_not_paired(first: RunRecord, second: RunRecord) -> str | None:
     """Return why step n of one run cannot be compared with step n of the other, else None."""
-    differences = differing(first, second)
-    data_keys = {key: both for key, both in differences.items() if key.startswith(SAME_TEXT)}
-    if data_keys:
+    differences = differing(first, second).items()
+    if data_keys := {key: both for key, both in differences if key.startswith(SAME_TEXT)}:
         return f"their steps see different data: {in_words(data_keys)}"
     steps, first_tokens, second_tokens = _common_steps(first, second, "tokens")
     if (first_tokens != second_tokens).any():
@@ -185,30 +185,26 @@ def _common_steps(
     return steps, first_values[in_first], second_values[in_second]
 
 
-def _skipped_packs(run: RunRecord, first_step: int) -> list[tuple[int, int]]:
-    """Return (step, number of steps whose packs rollbacks had skipped by then).
+def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
+    """Return the number of steps whose packs rollbacks have skipped, by step.
 
-    The list starts with `first_step` and has an entry for each later rollback.
+    A number holds from its step on. The steps are `first_step` and those of later rollbacks.
     """
-    rollbacks = [
-        (record["step"], record["left_out"]) for record in run.metrics if kind(record) == "rollback"
-    ]
-    at_first_step = run.past["left_out"]
-    later = []
-    for step, skipped in rollbacks:
-        if step <= first_step:
-            at_first_step = skipped
-        else:
-            later.append((step, skipped))
-    return [(first_step, at_first_step), *later]
+    skipped = {first_step: run.past["left_out"]}
+    for record in run.metrics:
+        if kind(record) == "rollback":
+            skipped[max(record["step"], first_step)] = record["left_out"]
+    return skipped
 
 
-def loss_differences(first: RunRecord, second: RunRecord) -> tuple[np.ndarray, np.ndarray]:
+def loss_differences(
+    first: RunRecord, second: RunRecord, key: str = "loss"
+) -> tuple[np.ndarray, np.ndarray]:
     """Return steps (int64) and the second run's loss minus the first's (float64).
 
-    Only steps with two finite losses are included.
+    Only steps with two finite losses are included. `key` may be "held_out_loss".
     """
-    steps, first_losses, second_losses = _common_steps(first, second, "loss")
+    steps, first_losses, second_losses = _common_steps(first, second, key)
     differences = second_losses - first_losses
     finite = np.isfinite(differences)
     return steps[finite], differences[finite]
@@ -224,9 +220,7 @@ def same_held_out(first: RunRecord, second: RunRecord) -> bool:
     """Return True if the last evaluations of both runs used the same packs with the same labels."""
     first_settings = settings_of(first)
     second_settings = settings_of(second)
-    for key in ("data.mask_boundaries", "data.length"):
-        if first_settings.get(key) != second_settings.get(key):
-            return False
-    first_last = (first.evaluations or [{}])[-1]
-    second_last = (second.evaluations or [{}])[-1]
-    return same_measure(first_last, second_last, HELD_OUT_PACKS)
+    labels = ("data.mask_boundaries", "data.length")
+    return same_measure(first.last_evaluation, second.last_evaluation, HELD_OUT_PACKS) and all(
+        first_settings.get(key) == second_settings.get(key) for key in labels
+    )

@@ -51,7 +51,7 @@ def range_after_the_fall(
     the rest.
     """
     tails = [curve[int(len(curve) * FALL_SHARE) :] for curve in curves]
-    values = np.concatenate([*tails, *points])
+    values = np.concatenate([*tails, *points, []])
     values = values[np.isfinite(values)]
     if not len(values):
         return None

@@ -12,14 +12,15 @@ import math
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.signals import StopRequest
 from foundation.units import duration, markdown, or_dash
 from pretrain.compare.comparison import TOLERANCE
-from pretrain.compare.matrix_file import Cell, Matrix, load_matrix
-from pretrain.compare.matrix_run import Outcome, command_of, report_stop, run_all, say
+from pretrain.compare.matrix_file import Cell, Matrix, key_of, load_matrix
+from pretrain.compare.matrix_run import command_of, report_stop, run_all, say
 from pretrain.compare.output_files import check_replaceable
 from pretrain.compare.report import Report
 from pretrain.metrics.run_folder import RunFolder
@@ -30,26 +31,23 @@ def ranked(cells: Sequence[Cell]) -> list[RunRecord]:
     """Return the runs of the cells that have started, the best first.
 
     Finished runs come before unfinished ones, and runs with a held-out loss before runs without.
-    Within these classes, lower losses come first. Runs within TOLERANCE of the best of their class
-    count as equal and stay in the order of `cells`.
+    Within these classes, lower losses come first. Runs within TOLERANCE of the best of them count
+    as equal and stay in the order of `cells`, and so do the runs within TOLERANCE of the next one.
     """
     entries = []
-    for place, cell in enumerate(cells):
-        run = cell.record()
-        if run:
+    for cell in cells:
+        if run := cell.record():
             run_class = (not cell.is_finished(), "held_out_loss" not in run.summary)
             training_loss = run.summary.get(LOSS_KEY, math.inf)
-            loss = run.summary.get("held_out_loss", training_loss)
-            entries.append((run_class, loss, place, run))
-    ranks = []
-    best_class = None
-    best_loss = 0.0
-    for run_class, loss, place, run in sorted(entries, key=lambda entry: entry[:2]):
-        if run_class != best_class or loss - best_loss > TOLERANCE:
-            best_class = run_class
-            best_loss = loss
-        ranks.append((best_class, best_loss, place, run))
-    return [run for *_, run in sorted(ranks, key=lambda rank: rank[:3])]
+            entries.append((run_class, run.summary.get("held_out_loss", training_loss), run))
+    # The class and the best loss of the runs that count as equal to a run.
+    ranks = {}
+    best: tuple[Any, float] = (None, 0.0)
+    for run_class, loss, run in sorted(entries, key=lambda entry: entry[:2]):
+        if run_class != best[0] or loss - best[1] > TOLERANCE:
+            best = (run_class, loss)
+        ranks[run.path] = best
+    return sorted((run for *_, run in entries), key=lambda run: ranks[run.path])
 
 
 def write_report(matrix: Matrix) -> str:
@@ -67,9 +65,9 @@ def write_report(matrix: Matrix) -> str:
     baseline = matrix.baseline if matrix.baseline in finished else (seeds or finished)[0]
     folders = {cell.run_dir for cell in finished}
     runs = [run for run in ranked(matrix.cells) if run.path in folders or "halted" in run.summary]
-    keys = [text.partition("=")[0] for cell in matrix.cells for text in cell.overrides]
-    vary = [*dict.fromkeys(keys), "data.fingerprint"]
-    report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), vary)
+    vary = {key_of(text) for cell in matrix.cells for text in cell.overrides}
+    vary.add("data.fingerprint")
+    report = Report.over(sorted(runs, key=lambda run: run.path != baseline.run_dir), [*vary])
     page = page_of(matrix)
     report.write(page)
     parts = [*report.tables(), f"Written: {page}"]
@@ -77,8 +75,7 @@ def write_report(matrix: Matrix) -> str:
         parts.append(
             f"The baseline {matrix.baseline.name} is not finished: {baseline.name} takes its place."
         )
-    missing = len(matrix.cells) - len(runs)
-    if missing:
+    if missing := len(matrix.cells) - len(runs):
         parts.append(f"{missing} of {len(matrix.cells)} cells are not finished and not included.")
     return "\n\n".join(parts)
 
@@ -94,12 +91,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises InputError for a mistake in the arguments.
     """
     options = parse_arguments(arguments)
-    changes = {}
-    for key in ("at_once", "gpus", "processes"):
-        value = getattr(options, key)
-        if value is not None:
-            changes[key] = value
-    matrix = load_matrix(options.matrix, options.overrides, **changes)
+    matrix = load_matrix(
+        options.matrix,
+        options.overrides,
+        at_once=options.at_once,
+        gpus=options.gpus,
+        processes=options.processes,
+    )
     cells = matrix.only(options.only)
     if options.cell is not None:
         if options.cell >= len(cells):
@@ -134,26 +132,21 @@ def run_cells(matrix: Matrix, cells: Sequence[Cell], *, single: bool) -> int:
             finished = sum(cell.is_finished() for cell in cells)
             say(f"{finished} of {len(cells)} cells are already finished")
         outcomes = run_all(matrix, cells, stop)
-        say(f"\n{_outcome_table(outcomes)}\n")
+        rows = [
+            [
+                outcome.cell.name,
+                outcome.status,
+                or_dash(outcome.seconds or None, duration),
+                str(outcome.cell.run_dir),
+            ]
+            for outcome in outcomes
+        ]
+        say(f"\n{markdown(['cell', 'status', 'took', 'run folder'], rows, names=4)}\n")
         if not single:
             say(write_report(matrix))
     if stop.requested:
-        return report_stop(stop)
+        return report_stop(stop.requested)
     return 0 if all(outcome.is_finished for outcome in outcomes) else 1
-
-
-def _outcome_table(outcomes: Sequence[Outcome]) -> str:
-    """Return a table with the status, time and folder of each cell."""
-    rows = [
-        [
-            outcome.cell.name,
-            outcome.status,
-            or_dash(outcome.seconds, duration),
-            str(outcome.cell.run_dir),
-        ]
-        for outcome in outcomes
-    ]
-    return markdown(["cell", "status", "took", "run folder"], rows, names=4)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -163,30 +156,39 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Run all cells of an experiment and compare them. Finished cells are not run "
         "again.",
     )
-    add = parser.add_argument
-    add("matrix", type=Path, help="the experiment, a YAML file; see recipes/matrices/")
-    add(
+    parser.add_argument(
+        "matrix", type=Path, help="the experiment, a YAML file; see recipes/matrices/"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override the recipe in every cell",
     )
-    add(
+    parser.add_argument(
         "--only",
         action="append",
         default=[],
         metavar="key=value",
         help="run only the cells with this value; may be repeated",
     )
-    add(
+    parser.add_argument(
         "--cell",
         type=int,
         metavar="N",
         help="run only the N-th of the selected cells, counted from 0, as in a job array",
     )
-    add("--at-once", type=int, metavar="N", help="number of cells to run at the same time")
-    add("--gpus", type=int, metavar="N", help="distribute the cells over this number of GPUs")
-    add("--processes", type=int, metavar="N", help="number of processes of each cell")
-    add("--count", action="store_true", help="print the number of cells and exit")
-    add("--dry-run", action="store_true", help="print the command of each cell and exit")
+    parser.add_argument(
+        "--at-once", type=int, metavar="N", help="number of cells to run at the same time"
+    )
+    parser.add_argument(
+        "--gpus", type=int, metavar="N", help="distribute the cells over this number of GPUs"
+    )
+    parser.add_argument(
+        "--processes", type=int, metavar="N", help="number of processes of each cell"
+    )
+    parser.add_argument("--count", action="store_true", help="print the number of cells and exit")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the command of each cell and exit"
+    )
     return parser.parse_intermixed_args(arguments)

@@ -20,7 +20,15 @@ from pydantic import Field
 
 from foundation.errors import InputError
 from foundation.reading import load_yaml
-from foundation.settings import FilePath, PathText, PositiveCount, Settings, parse, value_from_text
+from foundation.settings import (
+    FilePath,
+    PathText,
+    PositiveCount,
+    S,
+    Settings,
+    parse,
+    value_from_text,
+)
 from pretrain.checkpoint.state import changed_keys
 from pretrain.compare.fairness import in_words
 from pretrain.metrics.run_folder import MATRIX_FILE
@@ -141,11 +149,9 @@ class Cell:
     @property
     def settings(self) -> Values:
         """Return the settings that decide the training, its data, its measurement and its speed."""
-        idle = _IDLE
-        if self.recipe.data.prepares:
-            # The packs follow from other settings.
-            idle = (*_IDLE, "data.packs")
-        return settings_without(self.recipe, idle)
+        # If the run prepares its packs, their place follows from other settings.
+        packs = ("data.packs",) if self.recipe.data.prepares else ()
+        return settings_without(self.recipe, _IDLE + packs)
 
     @property
     def differences(self) -> dict[str, tuple[Any, Any]]:
@@ -166,26 +172,25 @@ class Cell:
 
         Return None if the run has no step yet or the folder holds another training.
         """
-        if not self.mark.is_file() or self.differences:
-            return None
         with contextlib.suppress(InputError):
-            return read_run(self.run_dir)
+            if self.mark.is_file() and not self.differences:
+                return read_run(self.run_dir)
         return None
 
     def is_finished(self) -> bool:
         """Return True if the folder holds this training and the training is finished."""
-        return self.record() is not None and read_finished(self.run_dir) is not None
+        is_current = self.mark.is_file() and not self.differences
+        return is_current and read_finished(self.run_dir) is not None
 
     def check_folder(self) -> None:
         """Raise InputError if the folder holds another finished training.
 
         Its launcher might take that training for this one.
         """
-        differences = self.differences
-        if differences and read_finished(self.run_dir) is not None:
+        if self.differences and read_finished(self.run_dir) is not None:
             raise InputError(
                 f"{self.run_dir}: was trained with other settings (now, and then): "
-                f"{in_words(differences)}; set them back, name another `run_dir`, or remove "
+                f"{in_words(self.differences)}; set them back, name another `run_dir`, or remove "
                 f"{self.run_dir} to train it again"
             )
 
@@ -226,13 +231,12 @@ class Matrix:
         A cell matches if, for every key, its value is one of the values given for the key. Raises
         InputError if no cell matches.
         """
-        keys = {text.partition("=")[0] for text in filters}
-        chosen = []
-        for cell in self.cells:
-            if keys <= cell.values.keys():
-                values = {f"{key}={_text(key, cell.values[key])}" for key in keys}
-                if values <= set(filters):
-                    chosen.append(cell)
+        keys = {key_of(text) for text in filters}
+        chosen = [
+            cell
+            for cell in self.cells
+            if keys == {key_of(text) for text in as_overrides(cell.values) if text in filters}
+        ]
         if not chosen:
             names = ", ".join(cell.name for cell in self.cells)
             raise InputError(
@@ -244,11 +248,19 @@ class Matrix:
 def load_matrix(path: str | Path, overrides: Sequence[str] = (), **changes: Any) -> Matrix:
     """Read the matrix file at `path` and return its cells.
 
-    `overrides` of the command line precede the file's. `changes` replace keys of the file.
-    Raises InputError that names the file and the key or cell.
+    `overrides` of the command line precede the file's. `changes` that are not None replace keys of
+    the file. Raises InputError that names the file and the key or cell.
     """
-    settings = parse(MatrixSettings, load_yaml(path) | changes, str(path))
-    return make_matrix(str(path), settings, overrides)
+    return make_matrix(str(path), read_settings(MatrixSettings, path, changes), overrides)
+
+
+def read_settings(cls: type[S], path: str | Path, changes: Mapping[str, Any]) -> S:
+    """Read the file at `path`. `changes` that are not None replace keys of the file.
+
+    Raises InputError that names the file and the key.
+    """
+    replaced = {key: value for key, value in changes.items() if value is not None}
+    return parse(cls, load_yaml(path) | replaced, str(path))
 
 
 def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = ()) -> Matrix:
@@ -261,7 +273,13 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
             "lower `processes`"
         )
     combinations = _combinations(settings)
-    _check_overrides(path, combinations, overrides)
+    overridden = dict(parse_overrides(overrides))
+    for key in itertools.chain.from_iterable(values for values, _ in combinations):
+        if key in overridden:
+            raise InputError(
+                f"{path}: `{key}` distinguishes the cells, so it cannot be overridden; to run "
+                f"only some cells, use `--only {key}=VALUE`, once for each value"
+            )
     environment = _precision_environment(accelerate)
     common = [*as_overrides(flatten(settings.overrides)), *overrides]
     cells: list[Cell] = []
@@ -285,9 +303,14 @@ def make_matrix(path: str, settings: MatrixSettings, overrides: Sequence[str] = 
         cells.append(cell)
     if not cells:
         raise InputError(f"{path}: describes no cell; set `axes`, or list `cells`")
-    baseline = _find_baseline(path, settings.baseline, cells)
-    on_cpu = bool(accelerate.get("use_cpu"))
-    return Matrix(path, settings, tuple(cells), baseline, processes or 1, on_cpu=on_cpu)
+    return Matrix(
+        path,
+        settings,
+        tuple(cells),
+        baseline=_find_baseline(path, settings.baseline, cells),
+        processes=processes or 1,
+        on_cpu=bool(accelerate.get("use_cpu")),
+    )
 
 
 def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
@@ -301,24 +324,10 @@ def _processes_of(settings: MatrixSettings, accelerate: Values) -> int | None:
 
 def _precision_environment(accelerate: Values) -> dict[str, str]:
     """Return the precision variables that `accelerate launch` sets for a configuration."""
-    environment = {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))}
-    for key, value in (accelerate.get("fp8_config") or {}).items():
-        environment[f"ACCELERATE_FP8_{str(key).upper()}"] = str(value)
-    return environment
-
-
-def _check_overrides(
-    path: str, combinations: Sequence[tuple[Values, Values]], overrides: Sequence[str]
-) -> None:
-    """Raise InputError if an override sets a key that distinguishes cells."""
-    overridden = dict(parse_overrides(overrides))
-    for values, _ in combinations:
-        for key in values:
-            if key in overridden:
-                raise InputError(
-                    f"{path}: `{key}` distinguishes the cells, so it cannot be overridden; to run "
-                    f"only some cells, use `--only {key}=VALUE`, once for each value"
-                )
+    fp8_config = accelerate.get("fp8_config") or {}
+    return {"ACCELERATE_MIXED_PRECISION": str(accelerate.get("mixed_precision", "no"))} | {
+        f"ACCELERATE_FP8_{str(key).upper()}": str(value) for key, value in fp8_config.items()
+    }
 
 
 def _make_cell(
@@ -336,7 +345,7 @@ def _make_cell(
     if any(text.startswith("run_dir=") for text in overrides):
         raise InputError("`run_dir`: every cell has its own folder; set the matrix's `run_dir`")
     run_dir = fill_in(settings.run_dir, {"matrix": settings.name, "cell": name})
-    last = {text.partition("=")[0]: text for text in [*overrides, f"run_dir={run_dir}"]}
+    last = {key_of(text): text for text in [*overrides, f"run_dir={run_dir}"]}
     arguments = tuple(last.values())
     recipe = with_precision(load_recipe(settings.recipe, arguments), dict(environment))
     return Cell(name, values, arguments, recipe, Path(run_dir))
@@ -347,9 +356,10 @@ def _combinations(settings: MatrixSettings) -> list[tuple[Values, Values]]:
 
     The combinations of the axes come first, then the listed cells, then the groups.
     """
-    combinations = []
-    for values in [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]:
-        combinations.append((values, values))
+    combinations = [
+        (values, values)
+        for values in [*filter(None, _crossed(settings.axes)), *map(flatten, settings.cells)]
+    ]
     for group in settings.groups:
         for values, (name, cell) in itertools.product(_crossed(group.axes), group.cells.items()):
             combinations.append(({CELL: name, **values}, flatten(cell) | values))
@@ -391,6 +401,11 @@ def _name_of(values: Values) -> str:
         text = as_path_part(label(value, in_a_path=True) if key == "precision" else value)
         parts.append(text if key in _WITHOUT_KEY else f"{key.rpartition('.')[-1]}={text}")
     return "-".join(parts)
+
+
+def key_of(override: str) -> str:
+    """Return the key of a key=value argument."""
+    return override.partition("=")[0]
 
 
 def as_overrides(values: Values) -> list[str]:

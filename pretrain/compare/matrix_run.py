@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -43,7 +44,8 @@ class Outcome:
     cell: Cell
     # "finished", "finished before", "failed", "halted", "stopped" or "not started".
     status: str
-    seconds: float | None = None
+    # 0 if the cell was not started.
+    seconds: float = 0.0
 
     @property
     def is_finished(self) -> bool:
@@ -82,15 +84,14 @@ class StartedCell:
 
         After a signal, the launcher ends before its trainer has saved.
         """
-        if self.process.poll() is None:
-            return False
-        return not any(map(self._is_running, psutil.process_iter()))
+        launcher_has_ended = self.process.poll() is not None
+        return launcher_has_ended and not any(map(self._is_running, psutil.process_iter()))
 
     def _is_running(self, process: psutil.Process) -> bool:
         """Return True if `process` belongs to the group and is running."""
         with contextlib.suppress(ProcessLookupError, psutil.NoSuchProcess):
-            in_group = os.getpgid(process.pid) == self.process.pid
-            return in_group and process.status() != psutil.STATUS_ZOMBIE
+            if os.getpgid(process.pid) == self.process.pid:
+                return process.status() != psutil.STATUS_ZOMBIE
         return False
 
     def outcome(self, *, stop_requested: bool) -> Outcome:
@@ -100,16 +101,9 @@ class StartedCell:
             status = "finished"
         elif run and "halted" in run.summary:
             status = "halted"
-        elif stop_requested:
-            status = "stopped"
         else:
-            status = "failed"
+            status = "stopped" if stop_requested else "failed"
         return Outcome(self.cell, status, time.monotonic() - self.started)
-
-    def end_of_log(self) -> list[str]:
-        """Return the last lines of the output since this start."""
-        output = self.cell.log.read_bytes()[self.log_begins :].decode(errors="replace")
-        return output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
 
 
 def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Outcome]:
@@ -131,17 +125,17 @@ def run_all(matrix: Matrix, cells: Sequence[Cell], stop: StopRequest) -> list[Ou
     try:
         while running or (waiting and not stop.requested):
             while len(running) < at_once and not stop.requested:
-                cell = next_of(waiting, alone=not running)
-                if cell is None:
+                ready = next_of(waiting, alone=not running)
+                if ready is None:
                     break
-                waiting.remove(cell)
+                waiting.remove(ready)
                 shares_device = at_once > (matrix.slots or 1)
                 try:
-                    running.append(start(matrix, cell, running, side_by_side=shares_device))
-                    say(f"{cell.name}: started; its output goes to {cell.log}")
+                    running.append(start(matrix, ready, running, side_by_side=shares_device))
+                    say(f"{ready.name}: started; its output goes to {ready.log}")
                 except InputError as error:
-                    outcomes[cell.name].status = "failed"
-                    say(f"{cell.name}: failed: {error}")
+                    outcomes[ready.name].status = "failed"
+                    say(f"{ready.name}: failed: {error}")
             _pass_on_signals(running, stop)
             for started in list(running):
                 if started.has_ended():
@@ -172,14 +166,14 @@ def _pass_on_signals(running: Sequence[StartedCell], stop: StopRequest) -> None:
 
 def _report_end(started: StartedCell, outcome: Outcome, outcomes: Sequence[Outcome]) -> None:
     """Print how a cell ended, with the end of its log if it has failed or halted."""
-    progress = ""
-    if len(outcomes) > 1:
-        done = sum(outcome.is_finished for outcome in outcomes)
-        progress = f", {done} of {len(outcomes)} cells done"
+    done = sum(outcome.is_finished for outcome in outcomes)
+    progress = f", {done} of {len(outcomes)} cells done" if len(outcomes) > 1 else ""
     say(f"{started.cell.name}: {outcome.status} after {duration(outcome.seconds)}{progress}")
     if outcome.status in ("failed", "halted"):
-        say(f"  the end of {started.cell.log}:")
-        say("\n".join(f"  | {line}" for line in started.end_of_log()))
+        log = started.cell.log
+        output = log.read_bytes()[started.log_begins :].decode(errors="replace")
+        lines = output.rstrip().splitlines()[-SHOWN_LOG_LINES:]
+        say("\n  | ".join([f"  the end of {log}:", *lines]))
 
 
 def say(text: str) -> None:
@@ -187,10 +181,10 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def report_stop(stop: StopRequest) -> int:
+def report_stop(number: signal.Signals) -> int:
     """Print that a signal has stopped the command. Return the command's exit status."""
     say("\nstopped; the same command continues from here")
-    return 128 + stop.requested
+    return 128 + number
 
 
 def next_of(waiting: Sequence[Cell], *, alone: bool) -> Cell | None:
@@ -216,10 +210,8 @@ def start(
     if the folder is not the folder of a run.
     """
     check_ours(cell.run_dir)
-    slot = None
-    if matrix.slots is not None:
-        used = [started.slot for started in running]
-        slot = min(range(matrix.slots), key=used.count)
+    used = [started.slot for started in running]
+    slot = min(range(matrix.slots), key=used.count) if matrix.slots else None
     environment = environment_on(matrix, slot)
     mark(matrix.settings.name, cell, side_by_side=side_by_side)
     return StartedCell(cell, command_of(matrix, cell), environment, slot)
@@ -241,6 +233,12 @@ def command_of(matrix: Matrix, cell: Cell) -> list[str]:
     if matrix.settings.processes is not None:
         launch += ["--num_processes", str(matrix.processes)]
     return [*launch, os.path.relpath(LAUNCHER), str(matrix.settings.recipe), *cell.overrides]
+
+
+def launch_command(accelerate: Path, recipe: Path, overrides: Sequence[str]) -> str:
+    """Return the command that trains a recipe, for the user to copy."""
+    launch = ["accelerate", "launch", "--config_file", str(accelerate), "train_accelerate.py"]
+    return shlex.join([*launch, str(recipe), *overrides])
 
 
 def environment_on(matrix: Matrix, slot: int | None) -> dict[str, str]:
@@ -272,10 +270,13 @@ def mark(matrix: str, cell: Cell, *, side_by_side: bool) -> None:
     run shared its machine with other runs. Then its speed does not show the speed of its precision,
     and reports omit it.
     """
-    shared = side_by_side
-    if cell.mark.exists():
-        shared = shared or json.loads(cell.mark.read_text())["side_by_side"]
+    was_shared = cell.mark.exists() and json.loads(cell.mark.read_text())["side_by_side"]
     write_json(
         cell.mark,
-        {"matrix": matrix, "cell": cell.values, "side_by_side": shared, "settings": cell.settings},
+        {
+            "matrix": matrix,
+            "cell": cell.values,
+            "side_by_side": side_by_side or was_shared,
+            "settings": cell.settings,
+        },
     )

@@ -8,8 +8,8 @@ some HTML.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,24 +39,21 @@ LAYER = "gap/cosine/"
 # Titles of panels.
 LOSS_GAP = "low precision's loss minus BF16's"
 COSINE = "the gradient's cosine with BF16's"
+# Panels in their order, with the key of a step. The difference from the baseline has no key.
+PANELS = {
+    "training loss": "loss",
+    "held-out loss": "held_out_loss",
+    "minus the baseline": None,
+    "gradient norm": "gradient_norm",
+    "learning rate": "learning_rate",
+    "frozen updates": "frozen_updates",
+    LOSS_GAP: "gap/loss",
+    COSINE: "gap/cosine",
+}
+# Panels whose curves are smoothed.
+SMOOTHED = ("training loss", "minus the baseline", "gradient norm", "frozen updates")
 # Panels with curves that have no value at most steps. Their points are marked.
 POINTS = ("held-out loss", LOSS_GAP, COSINE)
-PANELS = (
-    "training loss",
-    "held-out loss",
-    "minus the baseline",
-    "gradient norm",
-    "learning rate",
-    "frozen updates",
-    LOSS_GAP,
-    COSINE,
-)
-# Key of a step for panels whose curves are smoothed.
-SMOOTHED = {
-    "training loss": "loss",
-    "gradient norm": "gradient_norm",
-    "frozen updates": "frozen_updates",
-}
 # Keys of quantization statistics, with their titles.
 MEASURES = {
     "underflow": "underflow",
@@ -64,13 +61,15 @@ MEASURES = {
     "scale": "scale, as log2",
     "amax": "largest value, as log2",
 }
+# Measures that are drawn as binary logarithms.
+LOGARITHMIC = ("scale", "amax")
 # Settings that differ between all runs and are no part of a comparison.
 NAMES = ("settings.name", "settings.run_dir", "settings.log.")
 
 # Step numbers and values.
 Curve = tuple[np.ndarray, np.ndarray]
 # Maps of a run by measure and operand: `layers`, `steps`, and `values` [layer, step].
-HeatMaps = Mapping[tuple[str, str], Mapping[str, Any]]
+HeatMaps = dict[tuple[str, str], dict[str, Any]]
 
 
 def render(
@@ -121,21 +120,19 @@ def render(
 
 def _about(run: RunRecord) -> str:
     """Return the model, machine and torch version of the baseline in one line."""
-    parts = [model_name(run), machine_of(run)]
+    about = f"{model_name(run)} · {machine_of(run)}"
     torch = (run.environment.get("packages") or {}).get("torch")
-    if torch:
-        parts.append(f"torch {torch}")
-    return " · ".join(part for part in parts if part)
+    return f"{about} · torch {torch}" if torch else about
 
 
 def pictures(comparison: RunComparison) -> dict[str, Figure]:
     """Return the pictures of the page by name. Pictures without content are omitted."""
     figures = {"curves": curves_figure(comparison)}
-    statistics = {}
-    for compared in comparison.compared_runs:
-        maps = heat_maps(compared.run.path / STATISTICS_FILE)
-        if maps:
-            statistics[compared.label] = maps
+    statistics = {
+        compared.label: maps
+        for compared in comparison.compared_runs
+        if (maps := heat_maps(compared.run.path / STATISTICS_FILE))
+    }
     if statistics:
         figures["quantization"] = heat_figure(statistics)
     return figures
@@ -144,40 +141,31 @@ def pictures(comparison: RunComparison) -> dict[str, Figure]:
 def curves_of(compared: ComparedRun) -> dict[tuple[str, str], Curve]:
     """Return the curves of a run by (panel, layer). The layer is "" for curves of the model.
 
-    Curves with a value at every step are smoothed, except the learning rate. Of the layers' cosines
-    with BF16, those with the lowest value at the last measurement are included.
+    Of the layers' cosines with BF16, those with the lowest value at the last measurement are
+    included.
     """
     run = compared.run
-    raw = {panel: run.curve(key) for panel, key in SMOOTHED.items()}
+    curves = {(panel, ""): run.curve(key) for panel, key in PANELS.items() if key}
     if compared.differences and not compared.is_baseline:
-        raw["minus the baseline"] = compared.differences
-    curves = {}
-    for panel, (steps, values) in raw.items():
-        curves[panel, ""] = (steps, moving_mean(values, window_of(len(values))))
-    curves["held-out loss", ""] = run.curve("held_out_loss")
-    curves["learning rate", ""] = run.curve("learning_rate")
-    curves[LOSS_GAP, ""] = _finite_part(run.curve("gap/loss"))
-    curves[COSINE, ""] = _finite_part(run.curve("gap/cosine"))
+        curves["minus the baseline", ""] = compared.differences
     for key in _worst_layers(run):
-        curves[COSINE, key.removeprefix(LAYER)] = _finite_part(run.curve(key))
+        curves[COSINE, key.removeprefix(LAYER)] = run.curve(key)
+    for (panel, layer), (steps, values) in curves.items():
+        if panel in SMOOTHED:
+            curves[panel, layer] = (steps, moving_mean(values, window_of(len(values))))
+        elif panel in POINTS:
+            finite = np.isfinite(values)
+            curves[panel, layer] = (steps[finite], values[finite])
     return {place: curve for place, curve in curves.items() if np.isfinite(curve[1]).any()}
-
-
-def _finite_part(curve: Curve) -> Curve:
-    """Return the points of a curve that have a finite value."""
-    steps, values = curve
-    finite = np.isfinite(values)
-    return steps[finite], values[finite]
 
 
 def _worst_layers(run: RunRecord) -> list[str]:
     """Return the keys of the layers with the lowest cosine at the last measurement of the gap."""
     measured = [step for step in run.steps if "gap/loss" in step]
-    if not measured:
-        return []
     cosines = {
         key: value
-        for key, value in measured[-1].items()
+        for step in measured[-1:]
+        for key, value in step.items()
         if key.startswith(LAYER) and value is not None
     }
     return sorted(cosines, key=cosines.__getitem__)[:WORST_LAYERS]
@@ -193,12 +181,11 @@ def curves_figure(comparison: RunComparison) -> Figure:
     compared_runs = comparison.compared_runs
     curves = [curves_of(compared) for compared in compared_runs]
     panels = [panel for panel in PANELS if any((panel, "") in by_place for by_place in curves)]
-    panels = panels or [PANELS[0]]
+    panels = panels or ["training loss"]
     figure = make_subplots(
         rows=len(panels), cols=1, shared_xaxes=True, vertical_spacing=0.03, subplot_titles=panels
     )
     in_tokens = len({run.tokens_per_step for run in comparison.runs}) > 1
-    is_alone = len(compared_runs) == 1
     for row, panel in enumerate(panels, start=1):
         for compared, by_place in zip(compared_runs, curves, strict=True):
             layers = {
@@ -206,16 +193,18 @@ def curves_figure(comparison: RunComparison) -> Figure:
             } or {"": (np.array([]), np.array([]))}
             scale = compared.run.tokens_per_step if in_tokens else 1
             for layer, (steps, values) in layers.items():
-                trace = _trace(compared, panel, layer, steps * scale, values)
-                # A run has one entry in the legend, and each of its layers has one.
-                in_legend = bool(layer) or (row == 1 and not is_alone)
-                figure.add_scatter(**trace, showlegend=in_legend, row=row, col=1)
+                figure.add_scatter(
+                    **_trace(compared, panel, layer, steps * scale, values),
+                    # A run has one entry in the legend, and each of its layers has one.
+                    showlegend=bool(layer) or (row == 1 and len(compared_runs) > 1),
+                    row=row,
+                    col=1,
+                )
         if panel == "gradient norm":
             figure.update_yaxes(type="log", row=row, col=1)
         elif panel in ("training loss", "minus the baseline"):
-            values = [by_place[panel, ""][1] for by_place in curves if (panel, "") in by_place]
-            limits = range_after_the_fall(values) if values else None
-            figure.update_yaxes(range=limits, row=row, col=1)
+            shown = [by_place[panel, ""][1] for by_place in curves if (panel, "") in by_place]
+            figure.update_yaxes(range=range_after_the_fall(shown), row=row, col=1)
     figure.update_xaxes(title="tokens" if in_tokens else "step", row=len(panels), col=1)
     return figure.update_layout(height=80 + 270 * len(panels), hovermode="x unified")
 
@@ -224,15 +213,13 @@ def _trace(
     compared: ComparedRun, panel: str, layer: str, x: np.ndarray, y: np.ndarray
 ) -> dict[str, Any]:
     """Return plotly's arguments for one curve. Long curves are thinned to MOST_POINTS."""
-    places = np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS))
-    chosen = np.unique(places.astype(int))
-    has_markers = panel in POINTS or len(x) == 1
+    chosen = np.unique(np.linspace(0, len(x) - 1, min(len(x), MOST_POINTS)).astype(int))
     return {
         "x": x[chosen],
         "y": y[chosen],
         "name": escape(f"{compared.label}: {layer}" if layer else compared.label),
         "legendgroup": compared.label,
-        "mode": "lines+markers" if has_markers else "lines",
+        "mode": "lines+markers" if panel in POINTS or len(x) == 1 else "lines",
         "line": {
             "color": compared.colour,
             "dash": "dot" if layer else compared.dash,
@@ -241,7 +228,7 @@ def _trace(
     }
 
 
-def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+def heat_maps(path: Path) -> HeatMaps:
     """Read a run's quantization statistics as maps by measure and operand.
 
     A map has `layers`, `steps`, and `values` as float64 [layer, step]. Scales and largest values
@@ -250,26 +237,22 @@ def heat_maps(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
     lines = read_lines(path) if path.is_file() else []
     steps = [line["step"] for line in lines]
     layers = list(dict.fromkeys(record["layer"] for line in lines for record in line["operands"]))
-    maps: dict[tuple[str, str], dict[str, Any]] = {}
-    for line in lines:
-        column = steps.index(line["step"])
+    maps: HeatMaps = defaultdict(
+        lambda: {
+            "layers": layers,
+            "steps": steps,
+            "values": np.full((len(layers), len(steps)), np.nan),
+        }
+    )
+    for column, line in enumerate(lines):
         for record in line["operands"]:
             row = layers.index(record["layer"])
             for measure in MEASURES:
-                place = (measure, record["operand"])
-                if place not in maps:
-                    values = np.full((len(layers), len(steps)), np.nan)
-                    maps[place] = {"layers": layers, "steps": steps, "values": values}
-                maps[place]["values"][row, column] = _measured(record, measure)
+                value = record[measure]
+                if measure in LOGARITHMIC:
+                    value = np.log2(value) if value else None
+                maps[measure, record["operand"]]["values"][row, column] = value
     return maps
-
-
-def _measured(record: Mapping[str, Any], measure: str) -> float | None:
-    """Return a measure of an operand's statistics, as it is drawn."""
-    value = record[measure]
-    if measure in ("scale", "amax"):
-        return np.log2(value) if value else None
-    return value
 
 
 def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
@@ -303,28 +286,30 @@ def heat_figure(statistics: Mapping[str, HeatMaps]) -> Figure:
     rows = max(
         len(heat_map["layers"]) for maps in statistics.values() for heat_map in maps.values()
     )
+    # A choice of the menu shows the traces whose entry in `choices` equals it.
+    buttons = [
+        {
+            "label": choice,
+            "method": "restyle",
+            "args": [{"visible": [choice == shown_by for shown_by in choices]}],
+        }
+        for choice in dict.fromkeys(choices)
+    ]
     figure.update_yaxes(autorange="reversed").update_xaxes(type="category", title="step")
     return figure.update_layout(
         height=min(1200, 200 + 14 * rows),
         coloraxis={"colorscale": "Viridis"},
-        updatemenus=[_menu(choices)],
+        updatemenus=[
+            {
+                "buttons": buttons,
+                "x": 0,
+                "xanchor": "left",
+                "y": 1.0,
+                "yanchor": "bottom",
+                "pad": {"b": 30},
+            }
+        ],
     )
-
-
-def _menu(choices: Sequence[str]) -> dict[str, Any]:
-    """Return plotly's menu. A choice shows the traces whose entry in `choices` equals it."""
-    buttons = []
-    for choice in dict.fromkeys(choices):
-        visible = [choice == shown_by for shown_by in choices]
-        buttons.append({"label": choice, "method": "restyle", "args": [{"visible": visible}]})
-    return {
-        "buttons": buttons,
-        "x": 0,
-        "xanchor": "left",
-        "y": 1.0,
-        "yanchor": "bottom",
-        "pad": {"b": 30},
-    }
 
 
 def audit_of(run: RunRecord) -> list[str]:
@@ -332,7 +317,7 @@ def audit_of(run: RunRecord) -> list[str]:
     only_precision = {run.audit.get("effective", run.precision): run.audit}
     lines = []
     for name, audit in run.audit.get("precisions", only_precision).items():
-        numbers = Counter(_effective(product) for product in audit.get("products", []))
+        numbers = Counter(map(_effective, audit.get("products", [])))
         linears = ", ".join(
             f"{plural(number, 'linear')} in {effective}"
             for effective, number in numbers.most_common()
@@ -344,9 +329,8 @@ def audit_of(run: RunRecord) -> list[str]:
 
 def _effective(product: Mapping[str, Any]) -> str:
     """Return the observed precision of a product, with the reason if it is not quantized."""
-    if product.get("reason"):
-        return f"{product['effective']} ({product['reason']})"
-    return product["effective"]
+    reason = product.get("reason")
+    return f"{product['effective']} ({reason})" if reason else product["effective"]
 
 
 def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
@@ -354,10 +338,16 @@ def differing_values(comparison: RunComparison) -> dict[str, dict[str, str]]:
 
     Each key has its values, and for each value the labels of the runs that have it.
     """
-    records = []
-    for run in comparison.runs:
-        settings = run.config | {"precision": run.precision}  # a schedule as one text
-        records.append(flatten({"settings": settings, "environment": run.environment}))
+    records = [
+        # The precision is one text, also that of a schedule.
+        flatten(
+            {
+                "settings": run.config | {"precision": run.precision},
+                "environment": run.environment,
+            }
+        )
+        for run in comparison.runs
+    ]
     keys = dict.fromkeys(key for record in records for key in record if not key.startswith(NAMES))
     differing = {}
     for key in keys:

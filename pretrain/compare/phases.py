@@ -25,8 +25,7 @@ from pydantic import Field
 from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import replace_file
-from foundation.reading import load_yaml
-from foundation.settings import PathText, Share, parse
+from foundation.settings import PathText, Share
 from foundation.signals import StopRequest
 from foundation.units import markdown, memory, or_dash, percent, plural
 from pretrain.compare.matrix_file import (
@@ -36,12 +35,21 @@ from pretrain.compare.matrix_file import (
     Matrix,
     MatrixSettings,
     Values,
+    as_overrides,
     make_matrix,
+    read_settings,
 )
-from pretrain.compare.matrix_run import Outcome, command_of, report_stop, run_all, say
+from pretrain.compare.matrix_run import (
+    Outcome,
+    command_of,
+    launch_command,
+    report_stop,
+    run_all,
+    say,
+)
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.metrics.run_record import WARM_UP_STEPS
-from pretrain.settings.config import fill_in, flatten, parse_overrides
+from pretrain.settings.config import fill_in, flatten
 
 # Minimum number of steps for a meaningful median of the speed.
 LEAST_STEPS = WARM_UP_STEPS + 3
@@ -115,10 +123,7 @@ class Search:
     @property
     def values(self) -> Values:
         """Return the values of the chosen cells. Later phases override earlier ones."""
-        values: Values = {}
-        for best in self.chosen:
-            values |= best.cell.values
-        return values
+        return {key: value for best in self.chosen for key, value in best.cell.values.items()}
 
     def matrix(self, phase: PhaseSettings, values: Values) -> Matrix:
         """Return the cells of `phase` with the chosen `values`.
@@ -160,18 +165,17 @@ class Search:
     def judge(self, phase: str, outcomes: Sequence[Outcome]) -> bool:
         """Add the cells of an ended phase, and return True if the search continues."""
         measured = [Measured.of(phase, outcome) for outcome in outcomes]
-        measured.sort(key=lambda cell: -cell.speed)
-        self.measured += measured
-        best = measured[0]
+        self.measured += sorted(measured, key=lambda cell: -cell.speed)
+        best = max(measured, key=lambda cell: cell.speed)
         if not best.speed:
             self.ended = f"no cell of phase {phase} is stable"
             return False
         if self.chosen:
             gain = best.speed / self.chosen[-1].speed - 1
-            least_gain = self.settings.least_gain
-            if gain < least_gain:
+            if gain < self.settings.least_gain:
                 self.ended = (
-                    f"the fastest of phase {phase} gains {gain:+.1%}, less than {least_gain:+.1%}"
+                    f"the fastest of phase {phase} gains {gain:+.1%}, less than "
+                    f"{self.settings.least_gain:+.1%}"
                 )
                 return False
         self.chosen.append(best)
@@ -182,76 +186,56 @@ class Search:
 
         Cells are sorted by phase and speed.
         """
-        table = markdown(
-            ["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""],
-            [self._row(measured) for measured in self.measured],
-            names=2,
-        )
-        lines = [table, f"Ended: {self.ended}."]
+        rows = [
+            [
+                measured.phase,
+                measured.cell.name,
+                or_dash(measured.speed or None, "{:,.0f}".format),
+                or_dash(measured.figures.get("mfu_bf16_peak"), percent),
+                or_dash(measured.figures.get("memory_gib"), memory),
+                "**best**" if measured in self.chosen[-1:] else measured.unstable,
+            ]
+            for measured in self.measured
+        ]
+        header = ["phase", "cell", "tokens/s", "MFU (BF16)", "memory", ""]
+        lines = [markdown(header, rows, names=2), f"Ended: {self.ended}."]
         if self.chosen:
-            lines.append(
-                f"To train with the best configuration, without the `overrides` of {self.path}:"
-            )
-            lines.append(f"    {self._command()}")
+            settings = self.settings
+            overrides = [*self.overrides, *as_overrides(self.values)]
+            lines += [
+                f"To train with the best configuration, without the `overrides` of {self.path}:",
+                f"    {launch_command(settings.accelerate, settings.recipe, overrides)}",
+            ]
         return "\n\n".join(lines)
 
-    def _row(self, measured: Measured) -> list[str]:
-        """Return the table's row of a cell."""
-        return [
-            measured.phase,
-            measured.cell.name,
-            or_dash(measured.speed or None, "{:,.0f}".format),
-            or_dash(measured.figures.get("mfu_bf16_peak"), percent),
-            or_dash(measured.figures.get("memory_gib"), memory),
-            "**best**" if measured in self.chosen[-1:] else measured.unstable,
-        ]
 
-    def _command(self) -> str:
-        """Return the command that trains the recipe with the best configuration."""
-        overridden = dict(parse_overrides(self.overrides))
-        keys = self.values.keys() | overridden.keys()
-        overrides = [
-            text for text in self.chosen[-1].cell.overrides if text.partition("=")[0] in keys
-        ]
-        command = [
-            "accelerate",
-            "launch",
-            "--config_file",
-            str(self.settings.accelerate),
-            "train_accelerate.py",
-            str(self.settings.recipe),
-            *overrides,
-        ]
-        return shlex.join(command)
-
-
-def load_phases(path: Path, overrides: Sequence[str], **changes: float) -> Search:
-    """Read the phases file at `path`. `changes` replace keys of the file.
+def load_phases(path: Path, overrides: Sequence[str], **changes: Any) -> Search:
+    """Read the phases file at `path`. `changes` that are not None replace keys of the file.
 
     Raises InputError that names the file and the key.
     """
-    settings = parse(PhasesSettings, load_yaml(path) | changes, str(path))
-    return Search(path, settings, tuple(overrides))
+    return Search(path, read_settings(PhasesSettings, path, changes), tuple(overrides))
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser("python -m pretrain phases", __doc__)
-    add = parser.add_argument
-    add("phases", type=Path, help="the phases and their order, a YAML file; see recipes/phases/")
-    add(
+    parser.add_argument(
+        "phases", type=Path, help="the phases and their order, a YAML file; see recipes/phases/"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override the recipe in every cell",
     )
-    add(
+    parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
         help="distribute the cells of a phase over this number of GPUs",
     )
-    add(
+    parser.add_argument(
         "--dry-run",
         action="store_true",
         help="print the commands of all phases, based on the first cells, and exit",
@@ -265,17 +249,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises InputError for a mistake in the arguments.
     """
     options = parse_arguments(arguments)
-    changes = {} if options.gpus is None else {"gpus": options.gpus}
-    search = load_phases(options.phases, options.overrides, **changes)
+    search = load_phases(options.phases, options.overrides, gpus=options.gpus)
     matrices = search.check()
     if options.dry_run:
+        note = ""
         for phase, matrix in zip(search.settings.phases, matrices, strict=True):
-            note = ""
-            if matrix is not matrices[0]:
-                note = ", based on the first cells; the search uses the best cells"
             print(f"# {phase.name}{note}")
-            for cell in matrix.cells:
-                print(shlex.join(command_of(matrix, cell)))
+            print("\n".join(shlex.join(command_of(matrix, cell)) for cell in matrix.cells))
+            note = ", based on the first cells; the search uses the best cells"
         return 0
     with RunFolder(search.folder), StopRequest(passed_on=True) as stop:
         return measure(search, stop)
@@ -290,7 +271,7 @@ def measure(search: Search, stop: StopRequest) -> int:
         say(f"\nphase {place} of {len(phases)}, {phase.name}: {plural(len(matrix.cells), 'cell')}")
         outcomes = run_all(matrix, matrix.cells, stop)
         if stop.requested:
-            return report_stop(stop)
+            return report_stop(stop.requested)
         continues = search.judge(phase.name, outcomes)
         replace_file(page, f"{search.report()}\n".encode())
         if not continues:

@@ -68,23 +68,22 @@ class Report:
     def tables(self) -> list[str]:
         """Return the answer, the tables and the notes as parts of a Markdown text."""
         parts = [self.answer]
+        explanations = []
+        compared_runs = self.comparison.compared_runs
         if self.seeds:
             columns = self.seeds.columns()
             parts.append(table_of(columns, self.seeds.results))
             parts.append(_bullets([*meanings(columns), *self.seeds.notes()]))
-            paired = [group for group in self.seeds.compared if group.difference]
-            if paired:
+            if paired := [group for group in self.seeds.compared if group.difference]:
                 parts.append(table_of(self.seeds.columns_by_seed(), paired))
-        compared_runs = self.comparison.compared_runs
         parts.append(table_of(figures_of(self.comparison), compared_runs))
-        explanations = []
         if not self.seeds and len(compared_runs) > 1:
             columns = differences_of(self.comparison)
             parts.append(table_of(columns, compared_runs[1:]))
             explanations = meanings(columns)
         notes = self.comparison.notes(over_seeds=bool(self.seeds))
         parts.append(_bullets([*explanations, *notes]))
-        return [part for part in parts if part]
+        return list(filter(None, parts))
 
     def write(self, page: Path, *, every: float | None = None) -> None:
         """Write the page. With `every`, it reloads itself after that number of seconds."""
@@ -105,22 +104,27 @@ class Report:
             raise InputError(
                 f"--gate: the baseline {base.label} has not finished; name a finished run first"
             )
-        failures = [_failure_of(compared, base, tolerance) for compared in compared_runs]
-        return [failure for failure in failures if failure]
+        return [
+            failure
+            for compared in compared_runs
+            if (failure := _failure_of(compared, base, tolerance))
+        ]
 
 
 def _failure_of(compared: ComparedRun, base: ComparedRun, tolerance: float) -> str | None:
     """Return why a run fails the gate, or None if it passes."""
     if compared.run.broke_off:
         return f"{compared.label} {compared.run.broke_off}"
-    if compared.not_paired:
+    gap = compared.gap
+    if gap is None:
         raise InputError(
             f"--gate: {compared.label} cannot be compared with {base.label}: {compared.not_paired}"
         )
     if compared.run.is_unfinished:
-        steps = plural(compared.run.summary["steps"], "step")
-        return f"{compared.label} is not finished: it has {steps}"
-    gap = compared.gap
+        return (
+            f"{compared.label} is not finished: it has "
+            f"{plural(compared.run.summary['steps'], 'step')}"
+        )
     # Without an interval, `upper` is the mean.
     if gap.upper <= tolerance:
         return None
@@ -146,13 +150,12 @@ def _failed_groups(seeds: SeedComparison, tolerance: float) -> Iterator[str]:
     for group in seeds.compared:
         difference = group.difference
         half_width = difference.half_width() if difference else None
-        missing = len(group.runs) - len(group.losses)
-        if missing:
+        if missing := len(group.runs) - len(group.losses):
             yield (
                 f"{group.name}: {plural(missing, 'run')} of {len(group.runs)} have no end that "
                 "counts"
             )
-        elif half_width is None:
+        elif difference is None or half_width is None:
             yield (
                 f"{group.name} has too few seeds in common with {base.name}: an interval needs "
                 f"{FEWEST_SEEDS}"
@@ -179,11 +182,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         report = watch(options)
     else:
         report = _report_on(options)
-        parts = report.tables()
+        print("\n\n".join(report.tables()))
         if options.out:
             report.write(options.out)
-            parts.append(f"Written: {options.out}")
-        print("\n\n".join(parts))
+            print(f"\nWritten: {options.out}")
     if options.gate is None:
         return 0
     failures = report.judge() if report else ["no run has a step yet"]
@@ -201,8 +203,12 @@ def _report_on(options: argparse.Namespace) -> Report:
     """
     folders = [path for path in options.runs if not path.is_file()] or options.runs
     runs = list({path.resolve(): read_run(path) for path in folders}.values())
-    tolerance = TOLERANCE if options.gate is None else options.gate
-    return Report.over(runs, options.vary, tolerance=tolerance, margin=options.margin / 100)
+    return Report.over(
+        runs,
+        options.vary,
+        tolerance=TOLERANCE if options.gate is None else options.gate,
+        margin=options.margin / 100,
+    )
 
 
 def watch(options: argparse.Namespace) -> Report | None:
@@ -217,10 +223,9 @@ def watch(options: argparse.Namespace) -> Report | None:
         while True:
             with suppress(NoStepYet):
                 report = _report_on(options)
-                all_ended = all(map(_has_ended, report.comparison.runs))
-                report.write(options.out, every=options.watch)
-                if all_ended:
+                if all(map(_has_ended, report.comparison.runs)):
                     break
+                report.write(options.out, every=options.watch)
             time.sleep(options.watch)
     if report:
         report.write(options.out)
@@ -240,23 +245,26 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compare runs: tables on the console, and a page with curves. The first run "
         "is the baseline.",
     )
-    add = parser.add_argument
-    add("runs", nargs="+", type=Path, metavar="RUN", help="run folder; the first is the baseline")
-    add("--out", type=Path, metavar="PAGE.html", help="also write the report as a page")
-    add(
+    parser.add_argument(
+        "runs", nargs="+", type=Path, metavar="RUN", help="run folder; the first is the baseline"
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="PAGE.html", help="also write the report as a page"
+    )
+    parser.add_argument(
         "--vary",
         action="append",
         default=[],
         metavar="KEY",
         help="key or section that may differ between the runs; may be repeated",
     )
-    add(
+    parser.add_argument(
         "--gate",
         type=float,
         metavar="NATS",
         help="exit with status 1 if a run's loss ends more than this above the baseline's",
     )
-    add(
+    parser.add_argument(
         "--watch",
         nargs="?",
         type=float,
@@ -264,7 +272,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="SECONDS",
         help="write the page repeatedly while runs are training; default interval: 10",
     )
-    add(
+    parser.add_argument(
         "--margin",
         type=float,
         default=100 * MARGIN,

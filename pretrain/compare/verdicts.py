@@ -10,13 +10,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from foundation.units import UNKNOWN, duration, markdown, memory, or_dash
 from pretrain.compare.columns import signed
-from pretrain.compare.comparison import own_speed
+from pretrain.compare.comparison import speed_ratio
 from pretrain.compare.differences import (
     BEYOND_MARGIN,
     CANNOT_TELL,
@@ -35,6 +35,8 @@ MOST_SEEDS = 20
 MOST_FOLD = math.log(1000)
 # Exponents of the power laws that are fitted to a loss.
 POWERS = np.arange(0.05, 1.5, 0.05)
+# Word of the baseline in the table.
+BASELINE = "baseline"
 # Advice about a candidate.
 USE = "use this"
 NO_GAIN = "no gain at equal loss is shown"
@@ -146,13 +148,14 @@ class Rounds:
 
         A training takes as long as its last one, or as the trial predicts.
         """
+        return sum(map(self._seconds_of, (self.protocol.base, *candidates)))
+
+    def _seconds_of(self, name: str) -> float:
+        """Return the estimated seconds of a training."""
         protocol = self.protocol
-        total = 0.0
-        for name in (protocol.base, *candidates):
-            is_branch = bool(protocol.begin_with) or name != protocol.base
-            steps = protocol.steps - (protocol.trunk if is_branch else 0)
-            total += self.took.get(name) or protocol.start + protocol.seconds[name] * steps
-        return total
+        is_branch = bool(protocol.begin_with) or name != protocol.base
+        steps = protocol.steps - (protocol.trunk if is_branch else 0)
+        return self.took.get(name) or protocol.start + protocol.seconds[name] * steps
 
     # ── Verdicts ──────────────────────────────────────────────────────────────────────────────────
 
@@ -168,15 +171,15 @@ class Rounds:
             if verdict.is_faster_at_equal_loss
             and verdict.word not in (WORSE, WORSE + BEYOND_MARGIN)
         ]
-        best = max(eligible, key=lambda verdict: verdict.gain, default=None)
+        eligible.sort(key=lambda verdict: verdict.gain or 0.0, reverse=True)
         for verdict in verdicts:
-            verdict.advice = self._advice(verdict, eligible, best)
+            verdict.advice = self._advice(verdict, eligible)
         return verdicts
 
-    def _advice(self, verdict: Verdict, eligible: Sequence[Verdict], best: Verdict | None) -> str:
+    def _advice(self, verdict: Verdict, eligible: Sequence[Verdict]) -> str:
         """Return the advice about a candidate.
 
-        `eligible` are the candidates that may be recommended, and `best` is the recommended one.
+        `eligible` are the candidates that may be recommended, the recommended one first.
         """
         if verdict.is_open:
             if not verdict.more_seconds:
@@ -192,7 +195,7 @@ class Rounds:
                 )
             return "its speed is not known, because it is emulated"
         if verdict in eligible:
-            return USE if verdict is best else f"pays less than {best.name}"
+            return USE if verdict is eligible[0] else f"pays less than {eligible[0].name}"
         if verdict.is_faster_at_equal_loss:
             return f"pays at {verdict.tokens:.2f} × the tokens"
         return NO_GAIN
@@ -206,13 +209,15 @@ class Rounds:
         failures = [run.broke_off for _, run in pairs if run.broke_off]
         if failures:
             return Verdict(name, word=f"broke off: {failures[0]}")
-        verdict = Verdict(name, _difference(pairs, "held_out_loss"), _difference(pairs, LOSS_KEY))
-        verdict.word = verdict.served.anytime_verdict(protocol.margin, protocol.error)
+        served = _difference(pairs, "held_out_loss")
+        verdict = Verdict(name, served, _difference(pairs, LOSS_KEY))
+        verdict.word = served.anytime_verdict(protocol.margin, protocol.error)
         if verdict.is_open:
-            verdict.more_seconds = self._seconds_to_verdict(verdict)
+            verdict.more_seconds = self._seconds_to_verdict(name, served)
         speedups = _speedups(pairs)
         if speedups:
-            verdict.tokens_per_second = statistics.median(own_speed(run) for _, run in pairs)
+            speeds = [run.summary["tokens_per_second"] for _, run in pairs]
+            verdict.tokens_per_second = statistics.median(speeds)
             verdict.speedup = speedups.mean
             verdict.memory_gib = pairs[0][1].summary.get("memory_gib")
         slopes = {place: loss_slope(base) for place, (base, _) in enumerate(pairs)}
@@ -227,19 +232,21 @@ class Rounds:
         Both stay None unless the baseline's loss falls clearly. The interval also needs a speed and
         a decided loss.
         """
-        slope_half = slopes.half_width()
-        if slope_half is None or slopes.mean + slope_half >= 0:
-            return
+        slope_half = slopes.anytime_half_width(self.protocol.error)
         served = verdict.served
+        if served is None or slope_half is None or slopes.mean + slope_half >= 0:
+            return
         verdict.tokens = self.tokens_for(served.mean, slopes.mean)
-        if not verdict.speedup or verdict.word == CANNOT_TELL:
+        if speedups is None or verdict.word == CANNOT_TELL:
             return
         loss_half = served.anytime_half_width(self.protocol.error)
         speed_half = speedups.anytime_half_width(self.protocol.error)
+        if loss_half is None or speed_half is None:
+            return
         most = self.tokens_for(served.mean + loss_half, slopes.mean + slope_half)
         least = self.tokens_for(served.mean - loss_half, slopes.mean - slope_half)
         verdict.gain_interval = [
-            (speedups.mean - speed_half) / most,
+            max(0.0, speedups.mean - speed_half) / most,
             (speedups.mean + speed_half) / least,
         ]
 
@@ -254,19 +261,19 @@ class Rounds:
         before = self.protocol.trunk if self.protocol.begin_with else 0
         return (fold * steps - before) / (steps - before)
 
-    def _seconds_to_verdict(self, verdict: Verdict) -> float | None:
+    def _seconds_to_verdict(self, name: str, served: SeedDifference) -> float | None:
         """Return the estimated seconds until a verdict, if mean and spread stay the same.
 
         The differences so far are repeated until a verdict is reached. Return None if MOST_SEEDS
         seeds would not be enough.
         """
-        values = list(verdict.served.by_seed.values())
+        values = list(served.by_seed.values())
         for seeds in range(len(values) + 1, MOST_SEEDS + 1):
             repeated = {place: values[place % len(values)] for place in range(seeds)}
-            difference = SeedDifference(repeated, verdict.served.baseline)
+            difference = SeedDifference(repeated, served.baseline)
             word = difference.anytime_verdict(self.protocol.margin, self.protocol.error)
-            if not Verdict(verdict.name, word=word).is_open:
-                return (seeds - len(values)) * self.seconds([verdict.name])
+            if not Verdict(name, word=word).is_open:
+                return (seeds - len(values)) * self.seconds([name])
         return None
 
     # ── Table ─────────────────────────────────────────────────────────────────────────────────────
@@ -275,44 +282,42 @@ class Rounds:
         """Return the Markdown table of the baseline and the candidates."""
         # FP32 is evaluated in FP32.
         served = "held out" if self.protocol.base == "fp32" else "served in BF16"
-        rows = [self._base_row(), *map(self._row, verdicts)]
+        baseline = replace(
+            self.verdict(self.protocol.base),
+            word=BASELINE,
+            speedup=1.0,
+            tokens=1.0,
+            gain_interval=None,
+        )
+        rows = [self._row(verdict) for verdict in (baseline, *verdicts)]
         return markdown(["precision", "seeds", served, *HEADER], rows)
 
-    def _base_row(self) -> list[str]:
-        """Return the table's row of the baseline."""
-        runs = [by_name[self.protocol.base] for by_name in self.runs]
-        losses = [
-            f"{statistics.fmean(run.summary[key] for run in runs):.4f}"
-            for key in ("held_out_loss", LOSS_KEY)
-        ]
-        speeds = [speed for speed in map(own_speed, runs) if speed]
-        speed = statistics.median(speeds) if speeds else None
-        peak = or_dash(runs[0].summary.get("memory_gib"), memory)
-        row = [self.protocol.base, str(len(runs)), *losses, or_dash(speed, "{:,.0f}".format)]
-        return [*row, "1", "1", "1", UNKNOWN, peak, "baseline"]
-
     def _row(self, verdict: Verdict) -> list[str]:
-        """Return the table's row of a candidate."""
-        factors = [
-            or_dash(value, "{:.2f} ×".format)
-            for value in (verdict.speedup, verdict.tokens, verdict.gain)
-        ]
+        """Return the table's row of a candidate or of the baseline."""
         return [
             verdict.name,
             str(len(verdict.served.by_seed) if verdict.served else 0),
-            self._percent(verdict.served),
-            self._percent(verdict.trained),
+            self._loss(verdict, verdict.served),
+            self._loss(verdict, verdict.trained),
             or_dash(verdict.tokens_per_second, "{:,.0f}".format),
-            *factors,
+            *(
+                or_dash(value, "{:.2f} ×".format)
+                for value in (verdict.speedup, verdict.tokens, verdict.gain)
+            ),
             or_dash(verdict.gain_interval, "{0[0]:.2f} to {0[1]:.2f}".format),
             or_dash(verdict.memory_gib, memory),
             verdict.word,
         ]
 
-    def _percent(self, difference: SeedDifference | None) -> str:
-        """Return a difference in percent of the baseline's loss: "+0.071 ± 0.150 %"."""
+    def _loss(self, verdict: Verdict, difference: SeedDifference | None) -> str:
+        """Return a difference in percent of the baseline's loss: "+0.071 ± 0.150 %".
+
+        For the baseline, return its loss.
+        """
         if difference is None:
             return UNKNOWN
+        if verdict.word == BASELINE:
+            return f"{difference.baseline:.4f}"
         scale = 100 / difference.baseline
         half = difference.anytime_half_width(self.protocol.error)
         interval = "" if half is None else f" ± {scale * half:.3f}"
@@ -321,9 +326,8 @@ class Rounds:
 
 def _difference(pairs: Sequence[tuple[RunRecord, RunRecord]], key: str) -> SeedDifference:
     """Return the difference in `key` of the summaries, from pairs (baseline, candidate)."""
-    base = {run.config["seed"]: run.summary[key] for run, _ in pairs}
-    candidate = {run.config["seed"]: run.summary[key] for _, run in pairs}
-    return SeedDifference.of(candidate, base)
+    by_seed = {run.config["seed"]: run.summary[key] - base.summary[key] for base, run in pairs}
+    return SeedDifference(by_seed, statistics.fmean(base.summary[key] for base, _ in pairs))
 
 
 def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | None:
@@ -331,14 +335,12 @@ def _speedups(pairs: Sequence[tuple[RunRecord, RunRecord]]) -> SeedDifference | 
 
     Return None if a speed is not known.
     """
-    speedups = {}
-    for place, (base, run) in enumerate(pairs):
-        base_speed = own_speed(base)
-        speed = own_speed(run)
-        if not base_speed or not speed:
-            return None
-        speedups[place] = speed / base_speed
-    return SeedDifference(speedups, 1.0)
+    speedups = {
+        place: speedup
+        for place, (base, run) in enumerate(pairs)
+        if (speedup := speed_ratio(base, run))
+    }
+    return SeedDifference(speedups, 1.0) if len(speedups) == len(pairs) else None
 
 
 def loss_slope(run: RunRecord) -> float:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import shlex
 import shutil
 import statistics
 import time
@@ -33,26 +32,22 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, replace
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from foundation.command import CommandParser
 from foundation.errors import InputError
 from foundation.files import write_json
 from foundation.reading import load_object
 from foundation.signals import StopRequest
-from foundation.units import count, duration, plural
+from foundation.units import count, duration
+from packing.arrow import Packs
 from packing.order import order_of
 from packing.prepare import prepare
 from packing.store import open_packs
 from pretrain.compare.differences import CONFIDENCE, FEWEST_SEEDS, fewest_seeds
 from pretrain.compare.fairness import in_words
-from pretrain.compare.matrix_file import (
-    CELL,
-    Cell,
-    Matrix,
-    as_overrides,
-)
-from pretrain.compare.matrix_run import say
+from pretrain.compare.matrix_file import CELL, Cell, Matrix, as_overrides
+from pretrain.compare.matrix_run import launch_command, say
 from pretrain.compare.verdicts import MOST_SEEDS, NO_GAIN, USE, Protocol, Rounds, Verdict
 from pretrain.compare.which_trainings import (
     HEAD,
@@ -63,7 +58,8 @@ from pretrain.compare.which_trainings import (
     train,
 )
 from pretrain.metrics.run_folder import RunFolder
-from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord
+from pretrain.metrics.run_record import FEWEST_STEPS, RunRecord, read_run
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.config import branch_checkpoint, load_recipe, parse_overrides
 from pretrain.settings.recipe import Recipe
@@ -77,7 +73,7 @@ VERDICT_FILE = "verdict.json"
 ON_GPU = Path("accelerate_configs/bf16.yaml")
 ON_CPU = Path("accelerate_configs/cpu.yaml")
 # Settings that overrides may not set, because this command sets them.
-RESERVED = (
+RESERVED = {
     "precision",
     "seed",
     "run_dir",
@@ -85,7 +81,7 @@ RESERVED = (
     "train.tokens",
     "train.epochs",
     "train.begin_with",
-)
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -120,61 +116,62 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. Raises InputError for a mistake."""
     parser = CommandParser(prog="python -m pretrain which", description=__doc__)
-    add = parser.add_argument
-    add("recipe", type=Path, help="recipe of the training that you plan, a YAML file")
-    add(
+    parser.add_argument(
+        "recipe", type=Path, help="recipe of the training that you plan, a YAML file"
+    )
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="settings that override the recipe",
     )
-    add(
+    parser.add_argument(
         "--hours",
         type=float,
         default=4.0,
         metavar="H",
         help="time limit; no round starts that would not end within it; default: 4",
     )
-    add(
+    parser.add_argument(
         "--margin",
         type=float,
         default=0.3,
         metavar="PERCENT",
         help="differences up to this share of the baseline's loss count as none; default: 0.3",
     )
-    add(
+    parser.add_argument(
         "--precisions",
         type=lambda text: text.split(","),
         metavar="A,B",
         help="precisions to compare, the baseline first; append +head to quantize the head too; "
         "default: all that this machine supports, or emulated ones if it supports none",
     )
-    add(
+    parser.add_argument(
         "--seeds",
         type=int,
         default=5,
         metavar="N",
         help=f"number of rounds to plan for, at least {FEWEST_SEEDS}; default: 5",
     )
-    add(
+    parser.add_argument(
         "--steps",
         type=int,
         metavar="N",
         help="steps of each training; default: as many as --hours allow",
     )
-    add(
+    parser.add_argument(
         "--from",
         dest="begin_with",
         metavar="CHECKPOINT",
         help="a step-* folder to branch all trainings from, including the baseline's",
     )
-    add(
+    parser.add_argument(
         "--config_file",
         type=Path,
         metavar="FILE",
         help=f"accelerate configuration; default: {ON_GPU}, or {ON_CPU} without a GPU",
     )
-    add(
+    parser.add_argument(
         "--run_dir",
         metavar="FOLDER",
         help="folder of the trainings; default: runs/which/ and the recipe's name",
@@ -193,26 +190,27 @@ def check_options(options: argparse.Namespace, recipe: Recipe) -> None:
         )
     if not (options.margin > 0 and options.hours > 0):
         raise InputError("command line: --margin and --hours must be above 0")
-    keys = dict(parse_overrides(options.overrides))
-    reserved = sorted(key for key in keys if key in RESERVED)
-    if reserved:
+    if reserved := sorted(RESERVED & dict(parse_overrides(options.overrides)).keys()):
         raise InputError(
             f"command line: `{reserved[0]}` is set by this command; remove it, or see --help"
         )
+    if options.seeds > MOST_SEEDS:
+        raise InputError(
+            f"--seeds {options.seeds}: a candidate gets {MOST_SEEDS} seeds at most; set "
+            f"--seeds {MOST_SEEDS} or fewer"
+        )
     minimum = least_steps(step_of_checkpoint(options.begin_with))
-    steps = options.steps or recipe.train.steps
-    if steps and steps < minimum:
+    steps = recipe.train.steps if options.steps is None else options.steps
+    if steps is not None and steps < minimum:
         raise InputError(
             f"{steps} steps per training, by --steps or else `train.steps`: {minimum} is the "
             "minimum; set more"
         )
-    if options.steps:
-        most = steps_in_an_epoch(recipe)
-        if options.steps > most:
-            raise InputError(
-                f"--steps {options.steps}: data is repeated after step {most}, which hides what a "
-                f"precision costs in loss; set --steps {most} or fewer"
-            )
+    if options.steps and options.steps > (most := steps_in_an_epoch(recipe)):
+        raise InputError(
+            f"--steps {options.steps}: data is repeated after step {most}, which hides what a "
+            f"precision costs in loss; set --steps {most} or fewer"
+        )
 
 
 def has_gpu() -> bool:
@@ -280,9 +278,9 @@ def new_protocol(
             f"{names[0]} and at least one other precision must run and differ; see "
             f"{question.folder}/trial"
         )
-    tokens_per_step = question.recipe.batch.tokens
     seconds = {
-        name: tokens_per_step / run.summary["tokens_per_second"] for name, run in runs.items()
+        name: question.recipe.batch.tokens / run.summary["tokens_per_second"]
+        for name, run in runs.items()
     }
     # Time besides the steps. The lower median excludes what compiles once for all trainings.
     besides = [
@@ -318,9 +316,10 @@ def run_trials(question: Question, names: Sequence[str], stop: StopRequest) -> d
         # The recipe was changed after a trial. Nothing is fixed yet, so run the trial again.
         if cell.differences:
             shutil.rmtree(cell.run_dir)
-    cell_names = ", ".join(cell.values[CELL] for cell in matrix.cells)
-    steps = plural(TRIAL_STEPS, "step")
-    say(f"first {steps} of each precision, about a minute each: {cell_names}")
+    say(
+        f"first {TRIAL_STEPS} steps of each precision, about a minute each: "
+        f"{', '.join(cell.values[CELL] for cell in matrix.cells)}"
+    )
     return train(matrix, stop, may_fail=True)
 
 
@@ -329,17 +328,13 @@ def distinct_runs(cells: Mapping[str, Cell]) -> dict[str, RunRecord]:
 
     A candidate with +head computes the same as without it if its head stays in BF16.
     """
-    runs: dict[str, RunRecord] = {}
-    observed = set()
+    by_products: dict[str, tuple[str, RunRecord]] = {}
     for name, cell in cells.items():
-        if not cell.is_finished():
-            continue
-        run = cell.record()
-        products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
-        if products not in observed:
-            observed.add(products)
-            runs[name] = run
-    return runs
+        if cell.is_finished():
+            run = read_run(cell.run_dir)
+            products = str([(part["name"], part["effective"]) for part in run.audit["products"]])
+            by_products.setdefault(products, (name, run))
+    return dict(by_products.values())
 
 
 def default_candidates(weights: str) -> list[str]:
@@ -349,22 +344,25 @@ def default_candidates(weights: str) -> list[str]:
     GPU that supports none, and a CPU, compare one emulated precision. On a CPU the baseline is FP32
     if the recipe's `weights` are FP32.
     """
-    quantized = [name for name, precision in PRECISIONS.items() if precision.quantized]
+    emulated = next(name for name, precision in PRECISIONS.items() if precision.quantized)
     if not has_gpu():
-        return ["fp32" if weights == "fp32" else "bf16", quantized[0]]
+        return ["fp32" if weights == "fp32" else "bf16", emulated]
     # A child process, which releases the memory of the GPU when it ends.
     with ProcessPoolExecutor(1, get_context("spawn")) as child:
-        supported = child.submit(supported_precisions, quantized).result()
-    with_head = [f"{name}{HEAD}" for name in supported[:1]]
-    return ["bf16", *(supported or quantized[:1]), *with_head]
+        supported = child.submit(supported_precisions).result()
+    return ["bf16", *(supported or [emulated]), *(f"{name}{HEAD}" for name in supported[:1])]
 
 
-def supported_precisions(quantized: Sequence[str]) -> list[str]:
-    """Return the names in `quantized` that the GPU supports. Runs in a child process."""
+def supported_precisions() -> list[str]:
+    """Return the quantized precisions that the GPU supports. Runs in a child process."""
     from pretrain.precision.selection import missing_on  # imports torch
 
     missing = missing_on("cuda")
-    return [name for name in quantized if missing(PRECISIONS[name]) is None]
+    return [
+        name
+        for name, precision in PRECISIONS.items()
+        if isinstance(precision, QuantizedPrecision) and missing(precision) is None
+    ]
 
 
 def steps_that_fit(
@@ -400,7 +398,7 @@ def steps_that_fit(
     in_recipe = recipe.train.steps
     if not in_recipe and recipe.train.tokens:
         in_recipe = math.ceil(recipe.train.tokens / recipe.batch.tokens)
-    steps = options.steps or min(in_hours, in_an_epoch, in_recipe or in_an_epoch)
+    steps = options.steps or int(min(in_hours, in_an_epoch, in_recipe or in_an_epoch))
     minimum = least_steps(trunk)
     if steps < minimum:
         if steps == in_hours:
@@ -426,7 +424,7 @@ def steps_in_an_epoch(recipe: Recipe) -> float:
         return math.inf
     if recipe.data.prepares:
         prepare(recipe.data, progress=True)
-    packs = open_packs(recipe.data, "train")
+    packs = cast(Packs, open_packs(recipe.data, "train"))
     open_packs(recipe.data, "held_out")  # raises InputError if they cannot be used
     mixture = order_of(packs, 1, recipe.seed).mixture
     sources = zip(mixture.counts, mixture.share_of_packs, strict=True)
@@ -441,9 +439,7 @@ def least_steps(trunk: int | None) -> int:
     The steps of its end must belong to the candidate alone. `trunk` is the step of the checkpoint
     that all trainings branch from, or None.
     """
-    if trunk is None:
-        return math.ceil(FEWEST_STEPS / (1 - TRUNK))
-    return trunk + FEWEST_STEPS
+    return math.ceil(FEWEST_STEPS / (1 - TRUNK)) if trunk is None else trunk + FEWEST_STEPS
 
 
 def step_of_checkpoint(path: str | None) -> int | None:
@@ -466,13 +462,11 @@ def announce(rounds: Rounds, hours: float) -> None:
             "\nSkipped, because they failed or computed the same as another: "
             f"{', '.join(skipped)}; to try them again, use another --run_dir."
         )
-    base = protocol.base
-    candidates = ", ".join(protocol.candidates)
-    trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {base}"
+    trunk = f"from {protocol.begin_with}" if protocol.begin_with else f"in {protocol.base}"
     seconds = rounds.seconds(protocol.candidates)
     say(
-        f"\nBaseline {base}, candidates {candidates}. The margin is fixed at "
-        f"{100 * protocol.margin:g} % of the loss.\n"
+        f"\nBaseline {protocol.base}, candidates {', '.join(protocol.candidates)}. The margin is "
+        f"fixed at {100 * protocol.margin:g} % of the loss.\n"
         f"A round is one seed: {protocol.steps:,} steps each, the first {protocol.trunk:,} "
         f"{trunk}; about {duration(seconds)}.\n"
         f"{protocol.seeds} rounds are planned, about {duration(protocol.seeds * seconds)}; the "
@@ -493,9 +487,8 @@ def next_round(
         return None
     seed = question.recipe.seed + len(rounds.runs)
     matrix = question.round(rounds.protocol, seed, open_names)
-    in_time = rounds.seconds(open_names) <= seconds_left
-    is_first = not rounds.runs
-    if in_time or is_first or all(has_ended(matrix, cell) for cell in matrix.cells):
+    is_short = rounds.seconds(open_names) <= seconds_left
+    if is_short or not rounds.runs or all(has_ended(matrix, cell) for cell in matrix.cells):
         return matrix
     return None
 
@@ -503,13 +496,10 @@ def next_round(
 def train_round(rounds: Rounds, matrix: Matrix, stop: StopRequest) -> None:
     """Train a round, and add its runs to `rounds`."""
     _, *candidates = (cell.values[CELL] for cell in matrix.cells)
-    estimate = duration(rounds.seconds(candidates))
-    say(f"\nround {len(rounds.runs) + 1}, about {estimate}")
+    say(f"\nround {len(rounds.runs) + 1}, about {duration(rounds.seconds(candidates))}")
     cells = train(matrix, stop, may_fail=False)
-    rounds.runs.append({name: cell.record() for name, cell in cells.items()})
-    for name, cell in cells.items():
-        if cell.is_finished():
-            rounds.took[name] = seconds_of(cell)
+    rounds.runs.append({name: read_run(cell.run_dir) for name, cell in cells.items()})
+    rounds.took |= {name: seconds_of(cell) for name, cell in cells.items() if cell.is_finished()}
     # Nothing branches from these checkpoints any more.
     for cell in matrix.cells:
         shutil.rmtree(cell.run_dir / "checkpoints", ignore_errors=True)
@@ -519,16 +509,20 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
     """Write verdict.json and return the text to print."""
     protocol = rounds.protocol
     text = answer(question, protocol, verdicts)
-    candidates = {
-        verdict.name: asdict(verdict) | {"gain_at_equal_loss": verdict.gain} for verdict in verdicts
-    }
     write_json(
         question.folder / VERDICT_FILE,
-        {"answer": text, "protocol": asdict(protocol), "candidates": candidates},
+        {
+            "answer": text,
+            "protocol": asdict(protocol),
+            "candidates": {
+                verdict.name: asdict(verdict) | {"gain_at_equal_loss": verdict.gain}
+                for verdict in verdicts
+            },
+        },
     )
-    tokens = count(protocol.steps * question.recipe.batch.tokens)
     limits = (
-        f"This holds for this model after {tokens} tokens, with a margin of "
+        "This holds for this model after "
+        f"{count(protocol.steps * question.recipe.batch.tokens)} tokens, with a margin of "
         f"± {100 * protocol.margin:g} % of the baseline's loss. The intervals hold at "
         f"{100 * (1 - protocol.error):.3g} % after every round, if differences over seeds are "
         "normally distributed. In simulations of skewed differences, 95 % intervals missed the "
@@ -542,33 +536,18 @@ def write_answer(question: Question, rounds: Rounds, verdicts: Sequence[Verdict]
 def answer(question: Question, protocol: Protocol, verdicts: Sequence[Verdict]) -> str:
     """Return a line for each candidate, and the recommendation with its command."""
     lines = [f"{verdict.name}: {verdict.word}, {verdict.advice}." for verdict in verdicts]
-    recommended = [verdict for verdict in verdicts if verdict.advice == USE]
-    if recommended:
-        best = recommended[0]
+    best = next((verdict for verdict in verdicts if verdict.advice == USE), None)
+    if best and best.gain_interval:
         low, high = best.gain_interval
         lines.append(
             f"Train in {best.name}: {best.gain:.2f} times ({low:.2f} to {high:.2f}) "
             f"{protocol.base}'s speed at equal loss."
         )
-        lines.append(f"  {_command(question, protocol, best.name)}")
+        values = question.values_of(best.name)
+        if protocol.begin_with:
+            values["train.begin_with"] = protocol.begin_with
+        overrides = [*question.overrides, *as_overrides(values)]
+        lines.append(f"  {launch_command(question.accelerate, question.recipe_file, overrides)}")
     elif all(verdict.advice == NO_GAIN for verdict in verdicts):
         lines.append(f"Stay with {protocol.base}.")
     return "\n".join(lines)
-
-
-def _command(question: Question, protocol: Protocol, name: str) -> str:
-    """Return the command that trains the recipe in a precision."""
-    values = question.values_of(name)
-    if protocol.begin_with:
-        values["train.begin_with"] = protocol.begin_with
-    command = [
-        "accelerate",
-        "launch",
-        "--config_file",
-        str(question.accelerate),
-        "train_accelerate.py",
-        str(question.recipe_file),
-        *question.overrides,
-        *as_overrides(values),
-    ]
-    return shlex.join(command)

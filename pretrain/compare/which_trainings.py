@@ -25,6 +25,7 @@ from pretrain.compare.matrix_file import (
 from pretrain.compare.matrix_run import DEVICES, report_stop, run_all, say
 from pretrain.compare.verdicts import Protocol
 from pretrain.metrics.run_folder import SUMMARY_FILE
+from pretrain.metrics.run_record import read_run
 from pretrain.precision.settings import PRECISIONS
 from pretrain.settings.recipe import Recipe
 
@@ -91,17 +92,12 @@ class Question:
     def round(self, protocol: Protocol, seed: int, candidates: Sequence[str]) -> Matrix:
         """Return the trainings of one seed of the baseline and of `candidates`."""
         base = protocol.base
-        base_values = self.values_of(base)
         # Each cell fills in {seed}. So reports group the seeds of a cell.
         trunk = f"{self.folder}/rounds/{base}-seed={{seed}}/checkpoints/step-{protocol.trunk:08d}"
         branch: Values = {"train.begin_with": protocol.begin_with or trunk}
-        if protocol.begin_with:
-            base_values |= branch
-        else:
-            base_values["checkpoint.every"] = protocol.trunk
-        cells = {base: base_values}
-        for name in candidates:
-            cells[name] = self.values_of(name) | branch
+        of_base = branch if protocol.begin_with else {"checkpoint.every": protocol.trunk}
+        cells = {base: self.values_of(base) | of_base}
+        cells |= {name: self.values_of(name) | branch for name in candidates}
         schedule = self.recipe.schedule
         common: Values = {
             "train.steps": protocol.steps,
@@ -117,8 +113,7 @@ class Question:
         }
         if protocol.begin_with:
             # Decay over the same share of the steps that are trained here.
-            trained_here = 1 - protocol.trunk / protocol.steps
-            common["schedule.decay"] = schedule.decay * trained_here
+            common["schedule.decay"] = schedule.decay * (1 - protocol.trunk / protocol.steps)
         return self._matrix("rounds", common, cells, seed=[seed])
 
     def values_of(self, name: str) -> Values:
@@ -127,13 +122,12 @@ class Question:
         Options of the recipe that its precision does not accept are set to None.
         """
         precision = PRECISIONS[name.removesuffix(HEAD)]
-        values: Values = {
+        contradictions = self.recipe.fp8_config.contradictions(precision)
+        return {
             "precision": precision.name,
             "fp8_config.scope": "linear+head" if name.endswith(HEAD) else "linear",
+            **{f"fp8_config.{key}": None for key in contradictions},
         }
-        for key in self.recipe.fp8_config.contradictions(precision):
-            values[f"fp8_config.{key}"] = None
-        return values
 
     def _matrix(
         self, name: str, common: Values, cells: Mapping[str, Values], **axes: list[int]
@@ -163,7 +157,7 @@ def train(matrix: Matrix, stop: StopRequest, *, may_fail: bool) -> dict[str, Cel
         check_gpu_is_free(matrix)
         (outcome,) = run_all(matrix, [cell], stop)
         if stop.requested:
-            sys.exit(report_stop(stop))
+            sys.exit(report_stop(stop.requested))
         is_allowed = cell is not matrix.baseline and (may_fail or outcome.status == "halted")
         if not outcome.is_finished and not is_allowed:
             raise InputError(
@@ -212,4 +206,4 @@ def seconds_of(cell: Cell) -> float:
     """
     summary_time = (cell.run_dir / SUMMARY_FILE).stat().st_mtime
     since_last_start = summary_time - cell.mark.stat().st_mtime
-    return max(since_last_start, 3600 * cell.record().summary["hours"])
+    return max(since_last_start, 3600 * read_run(cell.run_dir).summary["hours"])

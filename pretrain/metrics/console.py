@@ -31,8 +31,9 @@ class Console:
         self.total_steps = total_steps
         self.enabled = enabled
         self.stream = stream or sys.stdout
-        # The first step of this process, which compiles, and the time at which it ended.
-        self._first_end: tuple[int, float] | None = None
+        # The first step of this process, which compiles, and the time at which it ended. (0, 0.0)
+        # before it has ended.
+        self._first_end: tuple[int, float] = (0, 0.0)
         # Steps since the last printed line.
         self._since_line: list[Mapping[str, Any]] = []
 
@@ -52,7 +53,7 @@ class Console:
         utilization and data wait are means since the last line. All other numbers are of this
         step alone.
         """
-        if self._first_end is None:
+        if not self._first_end[0]:
             self._first_end = (record["step"], time.monotonic())
         self._since_line.append(record)
         if show:
@@ -68,9 +69,8 @@ class Console:
             if key.startswith(prefix)
         ]
         by_source = f" ({', '.join(sources)})" if sources else ""
-        penalty = ""
-        if "held_out_penalty" in record:
-            penalty = f"   penalty {record['held_out_penalty']:.4f}"
+        has_penalty = "held_out_penalty" in record
+        penalty = f"   penalty {record['held_out_penalty']:.4f}" if has_penalty else ""
         self._write(
             f"eval {self._position(record['step'])}   "
             f"held-out loss {record['held_out_loss']:.4f}{by_source}   "
@@ -116,24 +116,20 @@ class Console:
         yield f"{self._time_left(record['step']):>9} left"
 
     def _loss(self, key: str) -> str:
-        """Return the mean of `key` since the last line, with a constant width."""
-        return or_dash(self._mean(key), "{:.4f}".format).rjust(7)
+        """Return the mean of the finite values of `key` since the last line, of constant width.
 
-    def _mean(self, key: str) -> float | None:
-        """Return the mean of the finite values of `key` since the last line.
-
-        Return NaN if no value is finite, and None if no step has a value because it has no labels.
+        Return NaN if no value is finite, and a dash if no step has a value because it has no
+        labels.
         """
         values = [record[key] for record in self._since_line if record.get(key) is not None]
-        if not values:
-            return None
         finite = [value for value in values if math.isfinite(value)]
-        return statistics.fmean(finite or [math.nan])
+        mean = statistics.fmean(finite or [math.nan]) if values else None
+        return or_dash(mean, "{:.4f}".format).rjust(7)
 
     def _rate(self, key: str, milliseconds: float) -> float:
         """Return the mean of the rate `key` since the last line, weighted by the steps' time."""
-        weighted = math.fsum(record[key] * record["step_ms"] for record in self._since_line)
-        return weighted / milliseconds
+        weighted = (record[key] * record["step_ms"] for record in self._since_line)
+        return math.fsum(weighted) / milliseconds
 
     def _time_left(self, step: int) -> str:
         """Return the estimated time left from the mean time of a step.

@@ -12,6 +12,7 @@ differences.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -45,21 +46,17 @@ class Shape:
         """
         config: PretrainedConfig = model.config.get_text_config()
 
-        def first_of(*names: str, default: int | None = None) -> int | None:
+        def first_of(*names: str, default: int = 0) -> int:
             """Return the first attribute that is set. Architectures name one width differently."""
-            try:
-                for name in names:
-                    if value := getattr(config, name, None):
-                        return value
-            except RuntimeError:  # the size differs between layers
-                return None
-            return default
+            with suppress(RuntimeError):  # the size differs between layers
+                values = (getattr(config, name, None) for name in names)
+                return next(filter(None, values), default)
+            return 0
 
-        hidden = first_of("hidden_size", default=0)
+        hidden = first_of("hidden_size")
         heads = first_of("num_attention_heads")
         kv_heads = first_of("num_key_value_heads", "num_kv_heads", default=heads)
-        is_multi_query = getattr(config, "multi_query", False)
-        if is_multi_query and not getattr(config, "new_decoder_architecture", False):
+        if first_of("multi_query") and not first_of("new_decoder_architecture"):
             kv_heads = 1
         sizes = {
             "layers": first_of("num_hidden_layers"),
@@ -72,7 +69,7 @@ class Shape:
             ),
             "vocabulary": first_of("vocab_size"),
         }
-        missing = [name for name, size in sizes.items() if type(size) is not int]
+        missing = [name for name, size in sizes.items() if type(size) is not int or not size]
         if missing:
             raise InputError(
                 f"model: {type(model).__name__} does not have equal layers with attention: it has "
@@ -251,8 +248,7 @@ def ours(model: ModelFlops, length: int) -> float:
 
 def palm(model: ModelFlops, length: int) -> float:
     """Return 6N + 12LHQT, where N excludes embeddings, a tied head, and idle experts."""
-    counted = model.parameters - model.idle_weights - model.embedding_parameters
-    return 6.0 * counted + _square_attention(model, length)
+    return _square_attention(model, length, excluded=model.embedding_parameters)
 
 
 def nanogpt(model: ModelFlops, length: int) -> float:
@@ -260,8 +256,7 @@ def nanogpt(model: ModelFlops, length: int) -> float:
 
     An untied input embedding counts, although no product uses it.
     """
-    counted = model.parameters - model.idle_weights - model.position_parameters
-    return 6.0 * counted + _square_attention(model, length)
+    return _square_attention(model, length, excluded=model.position_parameters)
 
 
 def combined_formula(model: ModelFlops, length: int) -> float:
@@ -270,8 +265,7 @@ def combined_formula(model: ModelFlops, length: int) -> float:
     Attention takes 2 S H^2 (2 + 2/G) + 4 S^2 H for S tokens. The rotation of queries and keys
     counts.
     """
-    rotation = 0 if model.position_parameters else 4 * model.shape.hidden
-    return _components(model, length, rotation)
+    return _components(model, length, 0 if model.position_parameters else 4 * model.shape.hidden)
 
 
 def component_summation_v2025(model: ModelFlops, length: int) -> float:
@@ -308,9 +302,13 @@ def attention_to_ffn_ratio(model: ModelFlops, length: int) -> float:
     return _attention(model, length) / _feed_forward(model)
 
 
-def _square_attention(model: ModelFlops, length: int) -> float:
-    """Return 12 LHQT: scores and weighted values for all pairs of tokens, also masked ones."""
-    return 12.0 * model.shape.layers * model.shape.query_width * length
+def _square_attention(model: ModelFlops, length: int, excluded: int) -> float:
+    """Return 6N + 12LHQT. N are the parameters without idle experts and `excluded` ones.
+
+    12LHQT are scores and weighted values for all pairs of tokens, also masked ones.
+    """
+    counted = model.parameters - model.idle_weights - excluded
+    return 6.0 * counted + 12.0 * model.shape.layers * model.shape.query_width * length
 
 
 def _attention(model: ModelFlops, length: int) -> float:
@@ -319,11 +317,10 @@ def _attention(model: ModelFlops, length: int) -> float:
     llm_TII assumes that heads * head_dim equals `hidden`.
     """
     hidden = model.shape.hidden
-    group = model.shape.heads / model.shape.kv_heads
     query = 2 * hidden**2
-    key_value = 2 * (2 * hidden**2 / group)
-    output = 2 * hidden**2
-    return query + key_value + output + 4 * length * hidden
+    key = query / (model.shape.heads / model.shape.kv_heads)
+    # The output takes as much as the query, and the value as much as the key.
+    return query + 2 * key + query + 4 * length * hidden
 
 
 def _feed_forward(model: ModelFlops) -> float:

@@ -55,10 +55,8 @@ class TrainingHalted(InputError):
 
 def some_of(names: Sequence[str]) -> str:
     """Return the first three names and the number of further names."""
-    text = ", ".join(names[:3])
-    if len(names) > 3:
-        text += f" and {len(names) - 3} more"
-    return text
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
@@ -67,9 +65,8 @@ def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
     `place` is (part along the BF16 gradient, norm of the part across it), as shares of the norm of
     the BF16 gradient, which itself is at (1, 0). `usual` is the moving average of the places.
     """
-    if math.dist(place, (1, 0)) <= math.dist(usual, (1, 0)):
-        return 0.0
-    return math.dist(place, usual)
+    came_nearer = math.dist(place, (1, 0)) <= math.dist(usual, (1, 0))
+    return 0.0 if came_nearer else math.dist(place, usual)
 
 
 @dataclass(frozen=True)
@@ -145,16 +142,14 @@ class Health:
             labelled: Some token of the step has a label. Without labels the loss is 0 and is not
                 recorded.
         """
-        broken = []
-        if not math.isfinite(loss):
-            broken.append(f"the loss is {loss}")
-        if not math.isfinite(gradient_norm):
-            broken.append(f"the gradient norm is {gradient_norm}")
+        numbers = {"loss": loss, "gradient norm": gradient_norm}
+        broken = [
+            f"the {name} is {value}" for name, value in numbers.items() if not math.isfinite(value)
+        ]
         if broken:
             return self._decide(step, "on_nan", " and ".join(broken), can_go_back)
-        spike = None
-        if labelled and self.settings.on_spike != "ignore":
-            spike = self._find_spike(loss)
+        may_spike = labelled and self.settings.on_spike != "ignore"
+        spike = self._find_spike(loss) if may_spike else None
         if spike and self.settings.on_spike != "warn":
             return self._decide(step, "on_spike", spike, can_go_back)
         self.state.consecutive_skips = 0
@@ -212,11 +207,10 @@ class Health:
         so, and to stop otherwise, because a step cannot be skipped after its update.
         """
         reason = f"the update has overflowed, in {some_of(names)}"
-        obstacle = ""
-        if self.settings.on_nan == "rollback":
-            obstacle = self._rollback_obstacle(can_go_back)
-            if not obstacle:
-                return StepDecision("rollback", reason)
+        rolls_back = self.settings.on_nan == "rollback"
+        obstacle = self._obstacle("rollback", can_go_back) if rolls_back else ""
+        if rolls_back and not obstacle:
+            return StepDecision("rollback", reason)
         return StepDecision(
             "stop",
             f"{reason}{obstacle}, and this step is not saved: its weights hold infinity or NaN",
@@ -266,19 +260,15 @@ class Health:
         """Decide about a bad step by the setting `key`, and count skipped steps."""
         state = self.state
         action = getattr(self.settings, key)
-        obstacle = ""
-        if action == "skip":
-            if state.consecutive_skips < CONSECUTIVE_SKIPS:
-                state.skipped_steps += 1
-                state.consecutive_skips += 1
-                return StepDecision(
-                    "skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)"
-                )
-            obstacle = f", and skipping the {CONSECUTIVE_SKIPS} steps before it did not help"
-        elif action == "rollback":
-            obstacle = self._rollback_obstacle(can_go_back)
-            if not obstacle:
-                return StepDecision("rollback", reason)
+        obstacle = self._obstacle(action, can_go_back)
+        if action == "rollback" and not obstacle:
+            return StepDecision("rollback", reason)
+        if action == "skip" and not obstacle:
+            state.skipped_steps += 1
+            state.consecutive_skips += 1
+            return StepDecision(
+                "skip", f"step {step} skipped: {reason} ({state.skipped_steps} skipped so far)"
+            )
         if key == "on_nan":
             restart = "start again in another `run_dir`"
             if can_go_back:
@@ -289,17 +279,21 @@ class Health:
                 "If the data of this step is correct, lower `optimizer.learning_rate` or "
                 "`optimizer.clip`"
             )
-        settings = (
-            f"`health.{key}: skip` skips such steps, `rollback` goes back to the last checkpoint"
-        )
         unchanged = _unchanged(step - 1 - state.consecutive_skips)
-        return StepDecision("stop", f"{reason}{obstacle}. {unchanged}", f"{remedy}. {settings}")
+        return StepDecision(
+            "stop",
+            f"{reason}{obstacle}. {unchanged}",
+            f"{remedy}. `health.{key}: skip` skips such steps, `rollback` goes back to the last "
+            "checkpoint",
+        )
 
-    def _rollback_obstacle(self, can_go_back: bool) -> str:
-        """Return the end of a sentence that says why a rollback is impossible, or ""."""
-        if self.state.rollbacks >= MOST_ROLLBACKS:
+    def _obstacle(self, action: str, can_go_back: bool) -> str:
+        """Return the end of a sentence that says why `action` is impossible, or ""."""
+        if action == "skip" and self.state.consecutive_skips >= CONSECUTIVE_SKIPS:
+            return f", and skipping the {CONSECUTIVE_SKIPS} steps before it did not help"
+        if action == "rollback" and self.state.rollbacks >= MOST_ROLLBACKS:
             return f", and the run has gone back {MOST_ROLLBACKS} times already"
-        if not can_go_back:
+        if action == "rollback" and not can_go_back:
             return ", and there is no checkpoint yet to go back to (`checkpoint.every`)"
         return ""
 

@@ -78,16 +78,19 @@ class Recorder:
         }
         if self.flops is not None:
             flops = self.flops.step(step_tokens, sum_squared_lengths)
-            record["flops_per_token"] = flops / step_tokens
-            record["calculation_method"] = ours.__name__
-            record["tflops"] = flops / self._seconds / self.world_size / TERA
+            record |= {
+                "flops_per_token": flops / step_tokens,
+                "calculation_method": ours.__name__,
+                "tflops": flops / self._seconds / self.world_size / TERA,
+            }
             if self.peak_tflops is not None:
-                record["peak_tflops"] = self.peak_tflops
-                record["mfu_bf16_peak"] = record["tflops"] / self.peak_tflops
-                nanogpt_per_token = nanogpt(self.flops, self.pack_length)
-                nanogpt_flops = nanogpt_per_token * record["tokens_per_second"]
+                nanogpt_flops = nanogpt(self.flops, self.pack_length) * record["tokens_per_second"]
                 nanogpt_tflops = nanogpt_flops / self.world_size / TERA
-                record["mfu_nanogpt"] = nanogpt_tflops / self.peak_tflops
+                record |= {
+                    "peak_tflops": self.peak_tflops,
+                    "mfu_bf16_peak": record["tflops"] / self.peak_tflops,
+                    "mfu_nanogpt": nanogpt_tflops / self.peak_tflops,
+                }
         return record | memory_figures(self.device) | {"recompiles": self._recompiles}
 
 
@@ -134,20 +137,19 @@ def gradient_statistics(
     sums: dict[str, list[torch.Tensor]] = defaultdict(list)
     for name, parameter in model.named_parameters():
         gradient = gradient_of(parameter)
-        if gradient is None:
-            continue
-        values = local_part(gradient)
-        total = values.sum(dtype=torch.float32).double()
-        norm = torch.linalg.vector_norm(values, dtype=torch.float32).double()
-        size = torch.full_like(total, values.numel())
-        sums[layer_of(name, layers)].append(torch.stack([total, norm.square(), size]))
+        if gradient is not None:
+            values = local_part(gradient)
+            total = values.sum(dtype=torch.float32).double()
+            norm = torch.linalg.vector_norm(values, dtype=torch.float32).double()
+            size = torch.full_like(total, values.numel())
+            sums[layer_of(name, layers)].append(torch.stack([total, norm.square(), size]))
     by_layer = torch.stack([torch.stack(parameters).sum(0) for parameters in sums.values()])
     # Values that several ranks hold are counted once per rank in all three sums, so means and
     # deviations stay the same.
     table = accelerator.reduce(by_layer, reduction="sum").tolist()
-    figures = {}
+    figures: dict[str, float] = {}
     for layer, (total, squares, number) in zip(sums, table, strict=True):
         mean = total / number
-        figures[f"grad_mean/{layer}"] = mean
-        figures[f"grad_std/{layer}"] = math.sqrt(max(squares / number - mean**2, 0.0))
+        deviation = math.sqrt(max(squares / number - mean**2, 0.0))
+        figures |= {f"grad_mean/{layer}": mean, f"grad_std/{layer}": deviation}
     return figures

@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -113,10 +113,8 @@ def check_ours(path: Path) -> None:
             f"{path}: cannot be used as the run folder: {existing} cannot be written to; set "
             "another `run_dir`"
         )
-    names = os.listdir(path) if path.exists() else []
-    foreign = sorted(
-        name for name in names if not name.startswith(".") and name not in _BEFORE_CONFIG
-    )
+    names = {*os.listdir(path)} if path.exists() else set()
+    foreign = sorted(name for name in names - _BEFORE_CONFIG if not name.startswith("."))
     config = path / "config.yaml"
     if foreign and not (config.is_file() and load_yaml(config).keys() >= _CONFIG_KEYS):
         raise InputError(
@@ -162,10 +160,8 @@ def _git(root: Path) -> dict[str, Any] | None:
         command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
-    # An installed package may be somewhere below the checkout of another project.
-    if not (root / ".git").exists():
-        return None
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.CalledProcessError):
-        return None
+    with suppress(OSError, subprocess.CalledProcessError):
+        # An installed package may be somewhere below the checkout of another project.
+        if (root / ".git").exists():
+            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    return None

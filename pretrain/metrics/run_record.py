@@ -7,7 +7,7 @@ import json
 import math
 import shlex
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -138,12 +138,17 @@ class RunRecord:
 
         A resumed run may evaluate on other packs than before.
         """
-        evaluations = [record for record in self.metrics if kind(record) == "evaluation"]
+        last = self.last_evaluation
         return [
             record
-            for record in evaluations
-            if same_measure(record, evaluations[-1], HELD_OUT_PACKS)
+            for record in self.metrics
+            if kind(record) == "evaluation" and same_measure(record, last, HELD_OUT_PACKS)
         ]
+
+    @property
+    def last_evaluation(self) -> Record:
+        """Return the last evaluation, or an empty record without an evaluation."""
+        return next((line for line in reversed(self.metrics) if kind(line) == "evaluation"), {})
 
     @property
     def when_evaluated(self) -> str:
@@ -151,9 +156,8 @@ class RunRecord:
 
         Reports print it behind the held-out loss.
         """
-        last_step = self.summary["steps"]
-        evaluated_step = self.evaluations[-1]["step"] if self.evaluations else last_step
-        return "" if evaluated_step == last_step else f" (step {evaluated_step:,})"
+        evaluated_step = self.last_evaluation.get("step", self.summary["steps"])
+        return "" if evaluated_step == self.summary["steps"] else f" (step {evaluated_step:,})"
 
     @property
     def data_fingerprint(self) -> str | None:
@@ -173,8 +177,8 @@ class RunRecord:
     @property
     def settings(self) -> dict[str, Any]:
         """Return the config by dotted key, with the source's config and the data's fingerprint."""
-        fingerprint = {"data.fingerprint": self.data_fingerprint}
-        return flatten(self.config) | self.source_config | fingerprint
+        settings = flatten(self.config) | self.source_config
+        return settings | {"data.fingerprint": self.data_fingerprint}
 
     @property
     def changed_settings(self) -> dict[str, str]:
@@ -260,8 +264,6 @@ def read_run(run_dir: Path, last_step: float = math.inf) -> RunRecord:
 
     Raises NoStepYet if `run_dir` is not a run folder or the run has no step yet.
     """
-    if not run_dir.is_dir():
-        raise NoStepYet(f"{run_dir}: there is no such run folder")
     folder = RunFolder(run_dir, owner=False)
     metrics = [record for record in read_metrics(run_dir) if record["step"] <= last_step]
     # An evaluation may precede the first step.
@@ -322,9 +324,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 def _read_object(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file, or an empty one if the run has not written it yet."""
-    if not path.exists():
-        return {}
-    return load_object(path, "the report needs the complete file")
+    return load_object(path, "the report needs the complete file") if path.exists() else {}
 
 
 # ── Summary ───────────────────────────────────────────────────────────────────────────────────────
@@ -341,36 +341,30 @@ def summary(records: Iterable[Record]) -> dict[str, Any]:
     records = list(records)
     steps = [record for record in records if kind(record) == "step"]
     last = steps[-1]
+    steady = steps[WARM_UP_STEPS:] or steps
+    end = list(itertools.compress(steps, at_the_end(np.array([step["step"] for step in steps]))))
+    *_, evaluation = [{}, *own_evaluations(records)]
+    milliseconds = sum(_finite(steady, "step_ms"))
+    rollbacks = [record["rollbacks"] for record in records if kind(record) == "rollback"]
+    halts = [record["reason"] for record in records if kind(record) == "halted"]
     figures = {
         "steps": last["step"],
         "tokens": last["tokens"],
         "epoch": last.get("epoch"),
         "hours": sum(_finite(steps, "step_ms")) / 3.6e6,
         "loss": last["loss"],
+        LOSS_KEY: _statistic(statistics.fmean, end, "loss"),
+        END_KEY: len(end),
+        "held_out_loss": evaluation.get("held_out_loss"),
+        "held_out_perplexity": evaluation.get("held_out_perplexity"),
+        **{key: _statistic(statistics.median, steady, key) for key in MEDIANS},
+        "data_wait_share": sum(_finite(steady, "data_wait_ms")) / (milliseconds or math.inf),
+        "memory_gib": _statistic(max, steps, "memory_gib"),
+        "recompiles": sum(_finite(steps, "recompiles")),
+        "skipped_steps": sum(bool(step.get("skipped")) for step in steps),
+        "rollbacks": max(rollbacks, default=None),
+        "halted": halts[0] if halts else last.get("halted"),
     }
-    is_at_end = at_the_end(np.array([step["step"] for step in steps]))
-    end = list(itertools.compress(steps, is_at_end))
-    losses = _finite(end, "loss")
-    figures[LOSS_KEY] = statistics.fmean(losses) if losses else None
-    figures[END_KEY] = len(end)
-    evaluations = list(own_evaluations(records))
-    if evaluations:
-        for key in ("held_out_loss", "held_out_perplexity"):
-            figures[key] = evaluations[-1].get(key)
-    steady = steps[WARM_UP_STEPS:] or steps
-    for key in MEDIANS:
-        values = _finite(steady, key)
-        figures[key] = statistics.median(values) if values else None
-    milliseconds = sum(_finite(steady, "step_ms"))
-    waited = sum(_finite(steady, "data_wait_ms"))
-    figures["data_wait_share"] = waited / milliseconds if milliseconds else 0.0
-    figures["memory_gib"] = max(_finite(steps, "memory_gib"), default=None)
-    figures["recompiles"] = sum(_finite(steps, "recompiles"))
-    figures["skipped_steps"] = sum(bool(step.get("skipped")) for step in steps)
-    rollbacks = [record["rollbacks"] for record in records if kind(record) == "rollback"]
-    figures["rollbacks"] = max(rollbacks, default=None)
-    halts = [record["reason"] for record in records if kind(record) == "halted"]
-    figures["halted"] = halts[0] if halts else last.get("halted")
     return {key: value for key, value in figures.items() if value is not None}
 
 
@@ -380,29 +374,38 @@ def _finite(records: Iterable[Record], key: str) -> list[float]:
     return [value for value in values if value is not None and math.isfinite(value)]
 
 
+def _statistic(
+    function: Callable[[list[float]], float], records: Iterable[Record], key: str
+) -> float | None:
+    """Return `function` of the finite values of `key`, or None if there are none."""
+    values = _finite(records, key)
+    return function(values) if values else None
+
+
 def last_screen(run: RunRecord, folder: RunFolder) -> tuple[str, dict[str, str]]:
     """Return the title and the rows that a finished run prints last, for `Console.panel`.
 
     Values that are not known have no row.
     """
     figures = run.summary
-    steps = plural(figures["steps"], "step")
     first_step = run.steps[0]["step"]
     # Another run has trained the steps before the first one of a branch.
     branch = f"; this run from step {first_step:,} on," if first_step > 1 else ""
-    time = duration(figures["hours"] * 3600)
-    rows = {"trained": f"{steps}, {count(figures['tokens'])} tokens{branch} in {time}"}
+    rows = {
+        "trained": f"{plural(figures['steps'], 'step')}, {count(figures['tokens'])} tokens{branch} "
+        f"in {duration(figures['hours'] * 3600)}"
+    }
     if LOSS_KEY in figures:
         steps_at_end = plural(figures[END_KEY], "step")
         rows["loss"] = f"{figures[LOSS_KEY]:.4f} (mean of the last {steps_at_end})"
     if "held_out_loss" in figures:
-        perplexity = f"{figures['held_out_perplexity']:.4g}"
-        rows["held-out loss"] = f"{figures['held_out_loss']:.4f} (perplexity {perplexity})"
+        rows["held-out loss"] = (
+            f"{figures['held_out_loss']:.4f} (perplexity {figures['held_out_perplexity']:.4g})"
+        )
     mfu = f", {percent(figures['mfu_bf16_peak'])} MFU" if "mfu_bf16_peak" in figures else ""
-    waiting = percent(figures["data_wait_share"])
     rows["speed"] = (
         f"{count(figures['tokens_per_second'])} tokens/s{mfu} (median), "
-        f"{waiting} of the time waiting for data"
+        f"{percent(figures['data_wait_share'])} of the time waiting for data"
     )
     rows["memory"] = memory(figures["memory_gib"])
     if folder.final.exists():

@@ -8,12 +8,14 @@ fails during the run gets no more records, and the training continues.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
 import os
 import re
 import secrets
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -36,6 +38,8 @@ OTHER_NAMES = {
 # Variables that make MLflow write to a folder. Its default is a database, which `mlflow-skinny`
 # cannot open.
 MLFLOW_IN_A_FOLDER = {"MLFLOW_TRACKING_URI": "mlruns", "MLFLOW_ALLOW_FILE_STORE": "true"}
+# Errors of trackers that do not stop the run. A canceled task is not an Exception.
+FAILURES = (Exception, asyncio.CancelledError)
 
 
 class JsonlTracker:
@@ -120,17 +124,16 @@ class Trackers:
         self.file.start()
         names = [name for name in self._log.trackers if name != "jsonl" and self.file.main_process]
         run_id = self._run_id() if names else ""
-        scalars = {}
-        for key, value in flatten(config).items():
-            is_scalar = isinstance(value, int | float | str)
-            scalars[key] = value if is_scalar else json.dumps(value, default=str)
+        scalars = {
+            key: value if isinstance(value, int | float | str) else json.dumps(value, default=str)
+            for key, value in flatten(config).items()
+        }
         for name in names:
             try:
-                service = self._make(name, run_id)
-                self.services[name] = service
-                service.start()
-                service.store_init_configuration(scalars)
-            except Exception as error:  # each tracker raises its own classes
+                self.services[name] = self._make(name, run_id)
+                self.services[name].start()
+                self.services[name].store_init_configuration(scalars)
+            except FAILURES as error:  # each tracker raises its own classes
                 raise InputError(
                     f"`log.trackers`: {name} does not start: {_describe(error)}; fix that, or "
                     "remove it from the list"
@@ -147,26 +150,26 @@ class Trackers:
         """Create the tracker `name`. It continues the run of an earlier start if it can."""
         tracker_class = LOGGER_TYPE_TO_CLASS[name]
         title = self._run_dir.name
-        if name == "tensorboard":
+        resumed_step = self.file.resumed_step
+        by_name: dict[str, dict[str, Any]] = {
             # Purge what was logged after the resumed checkpoint.
-            resumed_step = self.file.resumed_step
-            purge_step = resumed_step + 1 if resumed_step else None
-            return tracker_class("tensorboard", self._run_dir, purge_step=purge_step)
-        options = {}
-        if name == "wandb":
-            options = {"dir": str(self._run_dir), "name": title}
-            # The agent of a sweep sets the identifier itself.
-            if not (os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")):
-                options |= {"id": run_id, "resume": "allow"}
-        elif name == "trackio":
+            "tensorboard": {"purge_step": resumed_step + 1 if resumed_step else None},
+            "wandb": {"dir": str(self._run_dir), "name": title},
             # trackio finds a run to resume by its name.
-            options = {"name": f"{title}-{run_id}", "resume": "allow"}
-        elif name == "mlflow":
-            options = {"run_name": title}
-            if "MLFLOW_TRACKING_URI" not in os.environ:
-                os.environ.update(MLFLOW_IN_A_FOLDER)
+            "trackio": {"name": f"{title}-{run_id}", "resume": "allow"},
+            "mlflow": {"run_name": title},
+        }
+        options = by_name.get(name, {})
+        # The agent of a sweep sets the identifier itself.
+        is_in_sweep = os.environ.get("WANDB_SWEEP_ID") or os.environ.get("WANDB_RUN_ID")
+        if name == "wandb" and not is_in_sweep:
+            options |= {"id": run_id, "resume": "allow"}
+        if name == "mlflow" and "MLFLOW_TRACKING_URI" not in os.environ:
+            os.environ.update(MLFLOW_IN_A_FOLDER)
+        # TensorBoard's files are in a folder of this name.
+        project = name if name == "tensorboard" else self._log.project
         folder = [self._run_dir] if tracker_class.requires_logging_directory else []
-        return tracker_class(self._log.project, *folder, **options)
+        return tracker_class(project, *folder, **options)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Log `record` to `metrics.jsonl`, and the parts that trackers can show to the trackers.
@@ -184,9 +187,7 @@ class Trackers:
             for key, value in record.items()
             if type(value) in (int, float) and key != "step"
         }
-        for other_name, key in OTHER_NAMES.items():
-            if key in numbers:
-                numbers[other_name] = numbers[key]
+        numbers |= {other: numbers[key] for other, key in OTHER_NAMES.items() if key in numbers}
         for name in list(self.services):
             if record.get("event", "evaluation") == "evaluation":
                 self._call(name, "log", numbers, step=record["step"])
@@ -197,7 +198,7 @@ class Trackers:
         """Call a method of a tracker. If it fails, warn and do not use the tracker again."""
         try:
             getattr(self.services[name], method)(*arguments, **options)
-        except Exception as error:  # each tracker raises its own classes
+        except FAILURES as error:  # each tracker raises its own classes
             del self.services[name]
             logging.getLogger(__name__).warning(
                 "`log.trackers`: %s has failed and gets nothing more until the next start: %s",
@@ -221,14 +222,15 @@ def check_trackers(log: LogSettings) -> None:
                 f"{', '.join(sorted(LOGGER_TYPE_TO_CLASS))}"
             )
         if name not in map(str, get_available_trackers()):
-            package = name.replace("_", "-")
             raise InputError(
-                f"`log.trackers`: {name!r} is not installed; `pip install {package}`, or remove it "
-                "from the list"
+                f"`log.trackers`: {name!r} is not installed; `pip install "
+                f"{name.replace('_', '-')}`, or remove it from the list"
             )
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     """Return the class and the message of an error, without passwords and queries in URLs."""
+    # `str(error)` of a tracker's own class may raise an error.
+    text = " ".join("".join(traceback.format_exception_only(error)).split())
     secret = r"(?<=//)[^/\s]*@|\?[^\s\"')]*=[^\s\"')]*"
-    return re.sub(secret, "", f"{type(error).__name__}: {error}")
+    return re.sub(secret, "", text)[:300]

@@ -1,18 +1,25 @@
-"""Packed attention: every token sees its own document only, whichever kernel computes it.
+"""Packed attention: every token sees only its own document, whichever kernel computes it.
 
-A model built with `attn_implementation=choose(...).name` calls one of the functions below in each layer, through transformers'
-attention registry, with q, k, v and the keyword arguments that its own forward was given:
+A model that is built with `attn_implementation=choose(...).name` calls one of the functions below
+in each layer. transformers' attention registry passes q, k, v and the keyword arguments of the
+model's forward:
 
-    hf.base_model(input_ids=..., position_ids=..., use_cache=False, cu_seqlens=..., max_seqlen=..., document_mask=...)
+    hf.base_model(input_ids=..., position_ids=..., use_cache=False,
+                  cu_seqlens=..., max_seqlen=..., document_mask=...)
 
-* `cu_seqlens`: [bucket] int32 on the model's device, 0, then the documents' ends, then T repeated up to the bucket's size.
-* `max_seqlen`: int, always the pack length, which no document crosses: a constant, so that kernels are compiled once.
-* `document_mask`: only packed_sdpa reads it; `document_mask()` makes it, once a batch and not once a layer.
+* `cu_seqlens`: [bucket] int32 on the model's device: 0, the ends of the documents, then T repeated
+  up to the size of the bucket.
+* `max_seqlen`: int, the pack length, which no document exceeds. A constant, so that kernels are
+  compiled once.
+* `document_mask`: result of `document_mask`, computed once a batch instead of once a layer. Only
+  packed_sdpa reads it.
 
-No attention mask is registered beside them: for a name that transformers' mask registry does not know, the model builds none.
+No attention mask is registered beside them. The model builds none for a name that transformers'
+mask registry does not know.
 
-Below these stand kernels without a graph, of FlashAttention-4 and torch, and the operators that are made of them. q and the
-output are [T, H, D], k and v [T, KV, D]; attention is causal in each document, and `scale` is what q k^T is multiplied by.
+The end of the file has kernels of FlashAttention-4 without a graph, and the operators that are made
+of them. Their q and output are [T, H, D], and k and v are [T, KV, D]. Attention is causal in each
+document, and `scale` is the factor of q k^T.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,66 +49,70 @@ from foundation.errors import InputError
 from pretrain.precision import transformer_engine
 from pretrain.settings.recipe import Attention
 
-_CACHE = (
-    Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pretrain" / "flash_attn_4"
-)
-# Both are read when FlashAttention-4 is imported, and Transformer Engine imports it too: so they are set before either can be.
+_CACHE = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+# FlashAttention-4 reads both when it is imported. Transformer Engine imports it too, so they are
+# set before either can be imported.
 os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
-os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE))
+os.environ.setdefault(
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", str(_CACHE / "pretrain" / "flash_attn_4")
+)
 
-# `fa4` is `flash_attn` to a user: for names with "flash" transformers loads kernels of its own. Version 2 is torch's `varlen`.
+# Users call `fa4` `flash_attn`. transformers loads its own kernels for names with "flash".
+# `varlen` is torch's version of FlashAttention-2.
 FASTEST_FIRST = ("fa4", "varlen", "documents", "sdpa")
 MAX_FLASH_HEAD_DIM = 256
-FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)  # below, nobody has measured whether it is faster
-# Hopper and data-centre Blackwell: it is written for these, and measured on the first
+# Smaller heads have not been measured.
+FA4_HEAD_DIMS = range(64, MAX_FLASH_HEAD_DIM + 1)
+# Hopper and data-centre Blackwell. The speed was measured on Hopper only.
 FA4_GENERATIONS = (9, 10)
-# Tokens of a mean document times the query heads of a group. Beyond it, FlashAttention-4's products take so long that memory does
-# not count. Empty slots count as documents, as only the device tells them apart: 4 packs of one document have 15 slots.
+# Tokens of a mean document times the query heads of a group. Above it, FlashAttention-4's products
+# take so long that memory traffic does not matter. Empty places count as documents, because only
+# the device can tell them apart: 4 packs of one document have 15 places.
 LONG = 8192
-# query heads of a group: each is a call of its own, and wider groups have not been measured
+# Maximum number of query heads of a group. Each head is a call, and larger groups have not been
+# measured.
 WIDE = 4
-# torch 2.13 wants to be told that there are fewer KV heads than query heads, 2.11 takes them as they come and has no such flag.
+# torch 2.13 needs a flag if there are fewer KV heads than query heads. torch 2.11 has no such flag.
 VARLEN_HAS_GQA_FLAG = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-# ── Which backend, for which models ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── The choice of a backend ──
 
 
 class Choice(NamedTuple):
-    """An attention backend and why it was taken, for the audit."""
+    """An attention backend and the reason for it, for the audit."""
 
     name: str  # transformers' `attn_implementation`
     reason: str
 
 
 def choose(requested: Attention, device_type: str, head_dim: int, dtype: torch.dtype) -> Choice:
-    """The backend for a device, the size of the model's heads and the dtype that attention computes in.
+    """Return the backend for a device, the size of the model's heads and the compute dtype.
 
-    `auto` takes the first of FASTEST_FIRST that runs here. Raises InputError where the requested one does not. Whether a kernel
-    computes what it should here is for parity to say.
+    `auto` takes the first of FASTEST_FIRST that runs on the device. Raise InputError if the
+    requested backend does not run. Parity checks what a kernel computes.
     """
-    passed_over = []
-    for kind in (
-        FASTEST_FIRST
-        if requested == "auto"
-        else ("fa4" if requested == "flash_attn" else requested,)
-    ):
+    kinds: tuple[str, ...] = ("fa4" if requested == "flash_attn" else requested,)
+    reasons = ["requested"]
+    if requested == "auto":
+        kinds = FASTEST_FIRST
+        reasons = ["fastest that runs here"]
+    for kind in kinds:
         obstacle = _obstacle(kind, device_type, head_dim, dtype)
-        if not obstacle:
-            reason = (
-                "; ".join(["fastest that runs here", *passed_over])
-                if requested == "auto"
-                else "requested"
-            )
-            return Choice(f"packed_{kind}", reason)
-        passed_over.append(f"{kind} {obstacle}")
+        if obstacle is None:
+            return Choice(f"packed_{kind}", "; ".join(reasons))
+        reasons.append(f"{kind} {obstacle}")
     raise InputError(
-        f"model.attention: {requested} cannot be used here: {'; '.join(passed_over)}; set model.attention: auto"
+        f"model.attention: {requested} cannot be used here: {'; '.join(reasons[1:])}; "
+        "set model.attention: auto"
     )
 
 
 def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot run here and what would help, worded to follow its name; None if it can."""
+    """Return why a backend cannot run and what would help, or None if it can.
+
+    The text follows the name of the backend.
+    """
     if kind == "sdpa":
         return None
     if kind == "documents":
@@ -112,9 +123,13 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
     if generation < 8:
         return f"needs an Ampere GPU or newer, this is {torch.cuda.get_device_name()}"
     if dtype not in (torch.bfloat16, torch.float16):
-        return f"needs bf16 and the run computes in {str(dtype).removeprefix('torch.')}: set precision: bf16"
+        computed = str(dtype).removeprefix("torch.")
+        return f"needs bf16 and the run computes in {computed}: set precision: bf16"
     if head_dim > MAX_FLASH_HEAD_DIM or head_dim % 8:
-        return f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's is {head_dim}"
+        return (
+            f"needs a head dimension divisible by 8 and at most {MAX_FLASH_HEAD_DIM}, the model's "
+            f"is {head_dim}"
+        )
     if kind == "varlen":
         return None
     if generation not in FA4_GENERATIONS:
@@ -122,110 +137,129 @@ def _obstacle(kind: str, device_type: str, head_dim: int, dtype: torch.dtype) ->
     if head_dim not in FA4_HEAD_DIMS or (generation == 10 and 128 < head_dim < 256):
         return f"has no kernel, or none that was measured, for heads of {head_dim} here"
     try:
-        _flash()  # imported, which takes seconds, where nothing else stands in the way
+        _flash()  # last, because the import takes seconds
     except (ImportError, OSError, AttributeError) as error:
         return f"needs the package flash-attn-4 (pip install -r requirements-cuda.txt): {error}"
     return None
 
 
 def check(model: PreTrainedModel, length: int) -> None:
-    """Refuse a model that packed attention would train wrongly; `length` is the pack length in tokens.
+    """Raise InputError for a model that packed attention would train wrongly.
 
-    A model on the meta device is enough. Raises InputError naming what the model has and packed attention has not.
+    The message names the part of the model that packed attention does not support.
+
+    Args:
+        model: The model, on the meta device or not.
+        length: Pack length in tokens.
     """
-    config, name = model.config, f"model: {type(model).__name__}"
-    # None: all alike, as Mistral's with one window for all layers
+    config: Any = model.config
+    name = f"model: {type(model).__name__}"
+    # None if all layers are alike, as in Mistral with one window for all layers.
     layer_types = getattr(config, "layer_types", None)
-    others = sorted({*(layer_types or ())} - {"full_attention", "sliding_attention", "mlp", "moe"})
+    supported = {"full_attention", "sliding_attention", "mlp", "moe"}
+    unsupported = sorted({*(layer_types or ())} - supported)
     sinks = [parameter for parameter, _ in model.named_parameters() if "sink" in parameter]
     cap = getattr(config, "attn_logit_softcapping", None)
     lacking = {
-        f"has layers other than attention ({', '.join(others) or 'recurrent'}); they need kernels "
-        "that begin anew at each document": others or (model._is_stateful and layer_types is None),
-        # It would ignore the name we registered and let documents see each other.
+        f"has layers other than attention ({', '.join(unsupported) or 'recurrent'}); they need "
+        "kernels that begin anew at each document": (
+            unsupported or (model._is_stateful and layer_types is None)
+        ),
+        # It would ignore the registered name, and tokens would see other documents.
         "does not use transformers' attention registry, which keeps documents apart": (
             not model._supports_attention_backend
         ),
         f"has attention sinks ({', '.join(sinks[:1])}); they need kernels with a sink in "
         "the softmax": sinks,
-        "has latent keys; they need kernels for keys wider than values": getattr(
-            config, "kv_lora_rank", None
+        "has latent keys; they need kernels for keys wider than values": (
+            getattr(config, "kv_lora_rank", None)
         ),
         f"caps its scores at {cap}, which needs kernels that do, or "
         "`model.config.attn_logit_softcapping: null`": cap,
-        "has scores that torch's own attention does not compute": not model._supports_sdpa
-        and not hasattr(config, "attn_logit_softcapping"),
+        "has scores that torch's own attention does not compute": (
+            not model._supports_sdpa and not hasattr(config, "attn_logit_softcapping")
+        ),
     }
-    if reason := next((reason for reason, found in lacking.items() if found), None):
-        raise InputError(f"{name} {reason}; name another")
+    for reason, is_lacking in lacking.items():
+        if is_lacking:
+            raise InputError(f"{name} {reason}; name another")
     for key in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if value := getattr(config, key, None):
             raise InputError(
-                f"{name} has {key} {value}, which is not computed here; set `model.config.{key}: 0.0`"
+                f"{name} has {key} {value}, which is not computed here; "
+                f"set `model.config.{key}: 0.0`"
             )
     window = getattr(config, "sliding_window", None)
-    slides = (
-        window is not None
-        and window < length
-        and (layer_types is None or "sliding_attention" in layer_types)
-    )
-    # others keep their window to the masks that they make
-    if slides and not model._supports_flash_attn:
+    has_window = layer_types is None or "sliding_attention" in layer_types
+    # Models that do not support FlashAttention express the window in their masks only.
+    if window is not None and window < length and has_window and not model._supports_flash_attn:
         raise InputError(
-            f"{name} does not tell its attention of its sliding window; set `data.length` to {window} or less"
+            f"{name} does not tell its attention of its sliding window; "
+            f"set `data.length` to {window} or less"
         )
-    if (most := longest_rotated(config.get_text_config())) and length > most:
+    longest = longest_rotated(config.get_text_config())
+    if longest is not None and length > longest:
         raise InputError(
-            f"{name}: longrope or dynamic rotation changes all documents beyond {most}; set `data.length` to {most}"
+            f"{name}: longrope or dynamic rotation changes all documents beyond {longest}; "
+            f"set `data.length` to {longest}"
         )
 
 
 def admit_packed_sdpa(config: PretrainedConfig) -> None:
     """Let transformers build the model of `config` with `packed_sdpa`.
 
-    It refuses names with "sdpa" for classes whose scores can be capped. `check` refuses the scores
-    that are.
+    It refuses names with "sdpa" for classes whose scores can be capped. `check` refuses models
+    whose scores are capped.
     """
     for classes in (MODEL_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        classes[type(config)]._supports_sdpa = True
+        model_class: Any = classes[type(config)]
+        model_class._supports_sdpa = True
 
 
 def longest_rotated(config: PretrainedConfig) -> int | None:
-    """The length beyond which one document of a batch changes the frequencies by which all are rotated; None: they are fixed."""
+    """Return the length above which one document changes the rotation of all in its batch.
+
+    Return None if the frequencies of the rotation are fixed.
+    """
     parameters = getattr(config, "rope_parameters", None) or {}
     if parameters.get("rope_type") not in ("longrope", "dynamic"):
         return None
     return parameters.get("original_max_position_embeddings") or config.max_position_embeddings
 
 
-# ── As transformers' layers call it ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── The functions that transformers' layers call ──
 
 
 class Packed(NamedTuple):
-    """What a kernel is told of the documents, and what it multiplies q k^T by."""
+    """The documents of a batch, and the parameters of attention."""
 
     cu_seqlens: Tensor
     max_seqlen: int
-    mask: Tensor | None  # as `document_mask` makes it, of packed_sdpa alone
-    scale: float
-    window: int | None  # keys that a query sees, its own the last; None: all before it
+    mask: Tensor | None  # result of `document_mask`, for packed_sdpa only
+    scale: float  # factor of q k^T
+    window: int | None  # keys that a query sees, including its own; None for all before it
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Packed], Tensor]
 
 
 def document_mask(cu_seqlens: Tensor, max_seqlen: int, tokens: int) -> Tensor:
-    """Which keys each query may see, [packs, 1, max_seqlen, max_seqlen] bool: its own document's, up to itself.
+    """Return the keys that each query may see, [packs, 1, max_seqlen, max_seqlen] bool.
 
-    `tokens` is a multiple of `max_seqlen`. Nothing is read back from the device.
+    They are those of its document, up to its own. `tokens` is a multiple of `max_seqlen`. The host
+    does not wait for the device.
     """
     position = torch.arange(tokens, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     document = torch.bucketize(position, cu_seqlens[1:], right=True).view(-1, 1, max_seqlen)
     return (document[..., :, None] == document[..., None, :]).tril_()
 
 
-def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]:
-    """`kernel`, of q, k, v [T, heads, D] to the same, as a layer of transformers calls its attention: [1, heads, T, D]; and known
-    to transformers by its name, such as `packed_varlen`.
+def _registered(kernel: Kernel) -> Kernel:
+    """Register `kernel` with transformers, by its name.
 
-    All get the values' dtype, as a rotation with FP32 factors may leave queries and keys in FP32.
+    The kernel maps q, k and v [T, heads, D] to the output. A layer of transformers passes them as
+    [1, heads, T, D]. All get the dtype of v, because a rotation with FP32 factors may leave queries
+    and keys in FP32.
     """
 
     def attention(
@@ -234,113 +268,118 @@ def _packed(kernel: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, None]]
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None,
-        **options: Any,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        document_mask: Tensor | None = None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        **_: Any,
     ) -> tuple[Tensor, None]:
-        longest, window, scale = (
-            options.get(name) for name in ("max_seqlen", "sliding_window", "scaling")
-        )
-        if longest is None:
+        if cu_seqlens is None or max_seqlen is None:
             raise InputError(
-                f"model: {type(module).__name__} does not tell its attention where documents end; name another"
+                f"model: {type(module).__name__} does not tell its attention where documents end; "
+                "name another"
             )
-        states = (each.squeeze(0).transpose(0, 1).to(value.dtype) for each in (query, key, value))
-        scale = query.shape[-1] ** -0.5 if scale is None else scale
-        window = None if window is None or window >= longest else window
-        packed = Packed(
-            options.get("cu_seqlens"), longest, options.get("document_mask"), scale, window
-        )
-        return kernel(*states, packed)[None], None
+        q, k, v = (t.squeeze(0).transpose(0, 1).to(value.dtype) for t in (query, key, value))
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        has_effect = sliding_window is not None and sliding_window < max_seqlen
+        window = sliding_window if has_effect else None
+        packed = Packed(cu_seqlens, max_seqlen, document_mask, scale, window)
+        return kernel(q, k, v, packed)[None], None
 
-    attention.__name__, attention.kernel = kernel.__name__, kernel
     AttentionInterface.register(kernel.__name__, attention)
-    return attention
+    return kernel
 
 
-@_packed
+@_registered
 def packed_sdpa(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's own kernels: any device, any dtype.
+    """Compute attention by torch's kernels, on any device and in any dtype.
 
-    Packs become the batch, so the mask and the work grow with T x max_seqlen and not with T squared. KV heads are repeated here:
-    with a mask, `enable_gqa` gains 5 % on a CPU and leaves the fused kernels on CUDA.
+    Packs become the batch, so mask and work grow with T x max_seqlen instead of T squared. KV heads
+    are repeated: with a mask, `enable_gqa` gains 5 % on a CPU, and on CUDA it prevents fused
+    kernels.
     """
 
-    def by_pack(states: Tensor) -> Tensor:  # [T, KV heads, D] -> [packs, heads, max_seqlen, D]
-        return (
-            _repeated(states, query.shape[1]).unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
-        )
+    def by_pack(states: Tensor) -> Tensor:
+        """Return [packs, heads, max_seqlen, D] for states [T, KV heads, D]."""
+        repeated = _repeated(states, query.shape[1])
+        return repeated.unflatten(0, (-1, packed.max_seqlen)).transpose(1, 2)
 
-    mask = packed.mask if packed.window is None else packed.mask.triu(1 - packed.window)
+    mask = packed.mask
+    if mask is not None and packed.window is not None:
+        mask = mask.triu(1 - packed.window)
     output = F.scaled_dot_product_attention(
         by_pack(query), by_pack(key), by_pack(value), attn_mask=mask, scale=packed.scale
     )
     return output.transpose(1, 2).flatten(0, 1)
 
 
-@_packed
-@torch.compiler.disable  # which would compile for the lengths of one microbatch
+@_registered
+@torch.compiler.disable  # a graph would be compiled for the lengths of one microbatch
 def packed_documents(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's CPU kernel, a document at a time: its work grows with the squares of their lengths. With a mask it would
-    compute whole packs; so it does within a window, which it lacks."""
+    """Compute attention by torch's CPU kernel, one document at a time.
+
+    The work grows with the squares of the lengths of documents. With a mask, the kernel would
+    compute full packs. It has no sliding window, so a window needs the mask.
+    """
     if packed.window is not None:
         mask = document_mask(packed.cu_seqlens, packed.max_seqlen, len(query))
-        return packed_sdpa.kernel(query, key, value, packed._replace(mask=mask))
+        return packed_sdpa(query, key, value, packed._replace(mask=mask))
     lengths = [end - begin for begin, end in pairwise(packed.cu_seqlens.tolist()) if end > begin]
-    states = (_repeated(each, query.shape[1]).transpose(0, 1)[None] for each in (query, key, value))
-    documents = zip(*(each.split_with_sizes(lengths, 2) for each in states), strict=True)
-    attended = (
-        F.scaled_dot_product_attention(*each, is_causal=True, scale=packed.scale)
-        for each in documents
-    )
-    return torch.cat([each[0].transpose(0, 1) for each in attended])
+    states = [_repeated(t, query.shape[1]).transpose(0, 1)[None] for t in (query, key, value)]
+    outputs = []
+    for q, k, v in zip(*(t.split_with_sizes(lengths, 2) for t in states), strict=True):
+        output = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=packed.scale)
+        outputs.append(output[0].transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def _repeated(states: Tensor, heads: int) -> Tensor:
-    """[T, KV heads, D] -> [T, heads, D]."""
-    return (
-        states.repeat_interleave(heads // states.shape[1], dim=1)
-        if states.shape[1] < heads
-        else states
-    )
+    """Return [T, heads, D] for states [T, KV heads, D]."""
+    group = heads // states.shape[1]
+    return states if group == 1 else states.repeat_interleave(group, dim=1)
 
 
-@_packed
+@_registered
 def packed_varlen(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by torch's variable-length kernel, which skips what lies between documents; bf16 or fp16."""
-    # keys; none after a query's own: causal
-    before = -1 if packed.window is None else packed.window - 1
-    options: dict[str, Any] = {"scale": packed.scale, "window_size": (before, 0)}
+    """Compute attention by torch's kernel for variable lengths, in BF16 or FP16.
+
+    The kernel skips the products between documents.
+    """
+    # Number of keys before and after a query's own. None after it: attention is causal.
+    window = (-1 if packed.window is None else packed.window - 1, 0)
+    documents = (packed.cu_seqlens, packed.cu_seqlens, packed.max_seqlen, packed.max_seqlen)
+    options: dict[str, Any] = {"scale": packed.scale, "window_size": window}
     if VARLEN_HAS_GQA_FLAG:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
-    ends, longest = packed.cu_seqlens, packed.max_seqlen
-    return varlen_attn(query, key, value, ends, ends, longest, longest, **options)
+    return cast(Tensor, varlen_attn(query, key, value, *documents, **options))
 
 
-@_packed
+@_registered
 def packed_fa4(query: Tensor, key: Tensor, value: Tensor, packed: Packed) -> Tensor:
-    """Attends by FlashAttention-4, within a window by torch's kernel; bf16 or fp16."""
+    """Compute attention by FlashAttention-4, or with a window by torch's kernel; BF16 or FP16."""
     if packed.window is not None:
-        return packed_varlen.kernel(query, key, value, packed)
+        return packed_varlen(query, key, value, packed)
     return flash_attention(query, key, value, packed.cu_seqlens, packed.max_seqlen, packed.scale)[0]
 
 
-# ── FlashAttention-4 (package `flash-attn-4`) ───────────────────────────────────────────────────────────────────────────────────
+# ── FlashAttention-4 (package `flash-attn-4`) ──
 #
-# It compiles a head shape once, for some ten seconds, whatever the numbers of tokens and documents, and keeps that in
-# `$XDG_CACHE_HOME/pretrain/flash_attn_4` unless FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder. In its backward, blocks
-# of keys add to dQ as they finish, so its last bits may differ from run to run; all else repeats bit for bit. For
-# `deterministic: true` they have a fixed order, which takes a tenth longer.
+# It compiles a kernel for each shape of heads, in about ten seconds, for any number of tokens and
+# documents. The kernels are cached in `$XDG_CACHE_HOME/pretrain/flash_attn_4`, unless
+# FLASH_ATTENTION_CUTE_DSL_CACHE_DIR names another folder. In its backward, blocks of keys add to dQ
+# in the order in which they finish. So the last bits of dQ may differ from run to run. Everything
+# else is reproducible bit for bit. `deterministic: true` fixes the order, which takes 10 % longer.
 
 
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, ends: Tensor, longest: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The output, and for backward the logarithms of the softmax's sums [H, T], FP32."""
-    options = _documents(ends, longest) | {
-        "softmax_scale": scale,
-        "causal": True,
-        "return_lse": True,
-    }
-    output, log_sums, *_ = _flash()._flash_attn_fwd(q, k, v, **options)
+    """Return the output, and the logarithms of the softmax's sums, FP32 [H, T], for backward."""
+    output, log_sums, *_ = _flash()._flash_attn_fwd(
+        q, k, v, softmax_scale=scale, causal=True, return_lse=True, **_documents(ends, longest)
+    )
     return output, log_sums
 
 
@@ -355,25 +394,29 @@ def flash_backward_in_parts(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv, contiguous; dk and dv may be [T, KV, H / KV, D], one part for each query head, which the caller adds up.
+    """Return dq, dk and dv, contiguous.
 
-    The kernel adds the query heads of a group to FP32 sums in memory. Here it gets one head of each group at a time, which share
-    nothing, so each gradient is written once: 911 us for 1,299 on an H200, with groups of two and documents of 180 tokens. In
-    groups of four with documents of 4,096 the kernel's own way is faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
+    dk and dv may be [T, KV, H / KV, D], with one part for each query head. The caller sums them.
+
+    The kernel adds the query heads of a group to FP32 sums in memory. Here it gets one head of each
+    group at a time. These share nothing, so each gradient is written once: 911 us instead of 1,299
+    on an H200, with groups of two and documents of 180 tokens. In groups of four with documents of
+    4,096 the kernel's sums are faster (benchmarks/results/kernels/h200_kernels_in_parts.json).
     """
-    options = _documents(ends, longest) | {
-        "deterministic": torch.are_deterministic_algorithms_enabled()
-    }
-    backward, heads, group = _flash()._flash_attn_bwd, k.shape[1], q.shape[1] // k.shape[1]
+    options = _documents(ends, longest)
+    options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    backward = _flash()._flash_attn_bwd
+    heads = k.shape[1]
+    group = q.shape[1] // heads
     apart = 1 < group <= WIDE and group * len(q) <= LONG * (len(ends) - 1)
     if not apart:
         dq, dk, dv, *_ = backward(q, k, v, output, d_output, log_sums, scale, True, **options)
         return dq, dk, dv
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    dk, dv = (each.new_empty(len(each), heads, group, each.shape[2]) for each in (k, v))
-    grouped = [each.unflatten(1, (heads, group)) for each in (q, output, d_output, dq)]
+    dk, dv = (t.new_empty(len(t), heads, group, t.shape[2]) for t in (k, v))
+    grouped = [t.unflatten(1, (heads, group)) for t in (q, output, d_output, dq)]
     for member in range(group):
-        of_q, of_output, of_d_output, of_dq = (each[:, :, member] for each in grouped)
+        of_q, of_output, of_d_output, of_dq = (t[:, :, member] for t in grouped)
         of_sums = log_sums.unflatten(0, (heads, group))[:, member]
         into = {"dq": of_dq, "dk": dk[:, :, member], "dv": dv[:, :, member]}
         backward(of_q, k, v, of_output, of_d_output, of_sums, scale, True, **into, **options)
@@ -391,7 +434,7 @@ def flash_backward(
     longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`flash_backward_in_parts`, its parts added up in FP32 and rounded once."""
+    """Return `flash_backward_in_parts` with its parts summed in FP32 and rounded once."""
     dq, *parts = flash_backward_in_parts(d_output, q, k, v, output, log_sums, ends, longest, scale)
     dk, dv = (part.sum(2) if part.dim() == 4 else part for part in parts)
     return dq, dk, dv
@@ -399,14 +442,17 @@ def flash_backward(
 
 @cache
 def _flash() -> ModuleType:
-    # Transformer Engine goes first: once FlashAttention-4's libraries are loaded, it takes parts of another cuDNN and cannot be.
+    """Import FlashAttention-4."""
+    # Load Transformer Engine first. After FlashAttention-4's libraries it would load parts of
+    # another cuDNN and fail.
     transformer_engine.missing()
     from flash_attn.cute import interface
 
     return interface
 
 
-def _documents(ends: Tensor, longest: int) -> dict[str, Tensor | int]:
+def _documents(ends: Tensor, longest: int) -> dict[str, Any]:
+    """Return the documents as keyword arguments of FlashAttention-4."""
     return {
         "cu_seqlens_q": ends,
         "cu_seqlens_k": ends,
@@ -415,7 +461,8 @@ def _documents(ends: Tensor, longest: int) -> dict[str, Tensor | int]:
     }
 
 
-# ── As an operator: differentiable in q, k and v, and left whole by torch.compile, whatever the number of slots ────────────────
+# ── FlashAttention-4 as an operator: torch.compile does not look into it, for any number of
+# documents ──
 
 
 flash_attention = torch.library.custom_op(
@@ -427,24 +474,22 @@ _flash_attention_backward = torch.library.custom_op(
 
 
 @flash_attention.register_fake
-def _(q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
 @_flash_attention_backward.register_fake
-def _(
-    d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(d_output: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, cu_seqlens, *ctx.numbers = inputs
     ctx.save_for_backward(q, k, v, *output, cu_seqlens)
-    ctx.set_materialize_grads(False)  # nothing flows into the statistics
+    ctx.set_materialize_grads(False)  # the log-sums have no gradient
 
 
-def _differentiate(ctx: Any, d_output: Tensor, *others: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, d_output: Tensor, *_: None) -> tuple[Tensor | None, ...]:
     return *_flash_attention_backward(d_output, *ctx.saved_tensors, *ctx.numbers), None, None, None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import psutil
 import torch
@@ -59,7 +59,8 @@ def compute_in_a_fixed_order() -> None:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     # Filling would cost a pass over all new memory, and all of it is written anyway.
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    # The attribute is a property of the module's class, which mypy does not see.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def complete_topology(
@@ -251,7 +252,7 @@ def refused_together(make: Callable[[], T]) -> T:
     for message in from_all_ranks(refusal):
         if message is not None:
             raise InputError(message)
-    return result
+    return cast(T, result)
 
 
 @torch.no_grad()

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
@@ -36,16 +37,17 @@ def recording_choices(model: nn.Module) -> Iterator[list[list[Tensor]]]:
     Yields one list for each module of experts, in order. It is filled while the context is entered.
     """
     modules = [module for module in model.modules() if isinstance(module, GroupedExperts)]
+    recorded: list[list[Tensor]] = [[] for _ in modules]
     with ExitStack() as recording:
-        for module in modules:
-            recording.enter_context(overridden(module, seen=[]))
-        yield [module.seen for module in modules]
+        for module, seen in zip(modules, recorded, strict=True):
+            recording.enter_context(overridden(module, seen=seen))
+        yield recorded
 
 
 class GroupedExperts(nn.Module):
     """Replaces the experts of one layer, called `name`."""
 
-    def __init__(self, experts: nn.Module, name: str, context: PrecisionContext) -> None:
+    def __init__(self, experts: Any, name: str, context: PrecisionContext) -> None:
         super().__init__()
         self.gate_up_proj = experts.gate_up_proj
         self.down_proj = experts.down_proj
@@ -67,11 +69,8 @@ class GroupedExperts(nn.Module):
         choice in `weights`.
         """
         gate_up, down = self.stacks.values()
-        row_multiple = ROW_MULTIPLE
-        for gemm in (gate_up.low, down.low):
-            if gemm is not None:
-                row_multiple = max(row_multiple, gemm.row_multiple)
-        groups = arrange(chosen, len(self.down_proj), row_multiple)
+        multiples = [gemm.row_multiple for gemm in (gate_up.low, down.low) if gemm]
+        groups = arrange(chosen, len(self.down_proj), max(multiples, default=ROW_MULTIPLE))
         if self.seen is not None:
             self.seen.append(chosen)
         # If the layer is recomputed, the tokens of all experts count twice.
@@ -79,9 +78,8 @@ class GroupedExperts(nn.Module):
             self.load = groups.load if self.load is None else self.load + groups.load
         rows = Dispatched.apply(hidden, groups)
         rows = gate_up(rows, self.gate_up_proj, ends=groups.ends)
-        has_kernel = self._is_swiglu and in_bf16_on_a_gpu(rows)
-        rows = _SwiGLU.apply(rows) if has_kernel else self._apply_gate(rows)
-        rows = down(rows, self.down_proj, ends=groups.ends)
+        activate = _SwiGLU.apply if self._is_swiglu and in_bf16_on_a_gpu(rows) else self._apply_gate
+        rows = down(activate(rows), self.down_proj, ends=groups.ends)
         return Combined.apply(rows, weights, groups).to(hidden.dtype)
 
 
@@ -94,21 +92,20 @@ class Dispatched(torch.autograd.Function):
     """Tokens [tokens, features] -> rows by expert [rows, features], zero where a row is empty."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, groups: Groups) -> Tensor:
-        ctx.groups = groups
-        ctx.tokens = len(x)
+    def forward(ctx: Any, x: Tensor, groups: Groups) -> Tensor:
+        ctx.call = (groups.place, len(x))
         choices = len(groups.place) // len(x)
         return x.index_select(0, groups.choice // choices).index_fill_(0, groups.empty, 0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, None]:
-        place = ctx.groups.place
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        place, tokens = ctx.call
         if in_bf16_on_a_gpu(dy):
             from pretrain.model import experts_kernel  # imports Triton, which takes a while
 
-            return experts_kernel.combine(dy.contiguous(), place, None, ctx.tokens), None
-        return dy.index_select(0, place).view(ctx.tokens, -1, dy.shape[1]).sum(1), None
+            return experts_kernel.combine(dy.contiguous(), place, None, tokens), None
+        return dy.index_select(0, place).view(tokens, -1, dy.shape[1]).sum(1), None
 
 
 class Combined(torch.autograd.Function):
@@ -118,7 +115,7 @@ class Combined(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         ctx.save_for_backward(rows, weights)
         ctx.groups = groups
         if in_bf16_on_a_gpu(rows):
@@ -130,7 +127,7 @@ class Combined(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         rows, weights = ctx.saved_tensors
         groups = ctx.groups
         if in_bf16_on_a_gpu(rows):
@@ -156,7 +153,7 @@ class _SwiGLU(torch.autograd.Function):
     """Gate and up [rows, 2 width] -> silu(gate) * up, in BF16 on a GPU, in one kernel each way."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, hidden: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor) -> Tensor:
         from pretrain.model.fused import activation_kernel
 
         ctx.save_for_backward(hidden)
@@ -164,7 +161,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> Tensor:
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         from pretrain.model.fused import activation_kernel
 
         return activation_kernel.swiglu_backward(dy.contiguous(), *ctx.saved_tensors)[0]

@@ -22,12 +22,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import Node, get_gradient_edge
 from torch.distributed.tensor import DTensor
 
@@ -39,6 +40,8 @@ _EMPTY = -0.0
 # all-reduce of a smaller bucket would be dominated by its latency. A larger one would overlap less
 # with backward.
 BUCKET = 2**24
+# An nn.Parameter with the attribute `main_grad`.
+Summed = Any
 # BF16 sums are exchanged as FP32 copies. At most this number of buckets has a copy at a time.
 COPIES = 2
 
@@ -58,7 +61,7 @@ def gradient_of(parameter: Tensor) -> Tensor | None:
 
 
 def attach_main_gradients(
-    model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[nn.Parameter]] = ()
+    model: nn.Module, dtype: torch.dtype, stacks: Sequence[Sequence[Summed]] = ()
 ) -> None:
     """Give every trained parameter of `model` a cleared `main_grad` of its shape.
 
@@ -78,9 +81,9 @@ def attach_main_gradients(
 
 
 def attach_sums(
-    trained: Sequence[nn.Parameter],
+    trained: Sequence[Summed],
     dtype: torch.dtype,
-    stacks: Sequence[Sequence[nn.Parameter]],
+    stacks: Sequence[Sequence[Summed]],
     memory: Tensor | None = None,
 ) -> Tensor:
     """Give the parameters `trained` a cleared `main_grad`; see `attach_main_gradients`.
@@ -127,7 +130,7 @@ def empty_sums(memory: Tensor) -> None:
     memory.fill_(_EMPTY)
 
 
-def clear_main_gradients(parameters: Iterable[nn.Parameter]) -> None:
+def clear_main_gradients(parameters: Iterable[Summed]) -> None:
     """Empty all main gradients in place.
 
     Also drop `.grad` of these parameters, which a failed backward may have left.
@@ -162,7 +165,7 @@ def was_reached(parameter: nn.Parameter) -> bool:
     return bool((gradient != 0).any()) or not bool(gradient.signbit().all())
 
 
-def _add_to_main(parameter: nn.Parameter) -> None:
+def _add_to_main(parameter: Summed) -> None:
     """Add `.grad` to the main gradient and free it, as soon as autograd has accumulated it.
 
     A BF16 gradient is added to an FP32 sum without a copy. If an FP32 gradient is added to a BF16
@@ -174,8 +177,8 @@ def _add_to_main(parameter: nn.Parameter) -> None:
         parameter.grad = None
 
 
-def sum_rows_in_fp32(embedding: nn.Embedding) -> None:
-    """Accumulate the gradient of a BF16 embedding in FP32 over repeated tokens.
+def sum_rows_in_fp32(embedding: Any) -> None:
+    """Accumulate the gradient of a BF16 nn.Embedding in FP32 over repeated tokens.
 
     Autograd sums over tokens before the hook sees the gradient, and a common token occurs a
     thousand times in a microbatch. The gradient of a tied head is converted to FP32 before autograd
@@ -194,7 +197,7 @@ class _Lookup(torch.autograd.Function):
     """Embedding lookup in a table [vocabulary, hidden] whose gradient is FP32 for any dtype."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.table = table
         ctx.padding = -1 if padding is None else padding
@@ -202,12 +205,12 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[None, Tensor | None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor | None, None]:
         (ids,) = ctx.saved_tensors
         gradient = gradient.float()
         main = getattr(ctx.table, "main_grad", None)
-        adds_to_main = main is not None and main.is_cuda and ctx.padding < 0
-        if adds_to_main and not torch.are_deterministic_algorithms_enabled():
+        in_order = ctx.padding >= 0 or torch.are_deterministic_algorithms_enabled()
+        if main is not None and main.is_cuda and not in_order:
             # Avoids a gradient of the size of the table that is zero except for a few rows.
             main.index_add_(0, ids.flatten(), gradient.flatten(0, -2))
             return None, None, None
@@ -237,7 +240,7 @@ class RankSums:
     during backward, and the order of the two may differ between ranks.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Summed]) -> None:
         """Create the buckets. Collective.
 
         All ranks pass the same parameters, with main gradients in one allocation.
@@ -317,13 +320,13 @@ class RankSums:
             sums.copy_(values)
 
 
-def _cut(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+def _cut(parameters: Iterable[Summed]) -> Iterator[list[Summed]]:
     """Group consecutive parameters into buckets of at most BUCKET values.
 
     A parameter with more values gets a bucket to itself, so that other parameters need not wait for
     it.
     """
-    bucket: list[nn.Parameter] = []
+    bucket: list[Summed] = []
     for parameter in parameters:
         if bucket and sum(map(torch.numel, bucket)) + parameter.numel() > BUCKET:
             yield bucket

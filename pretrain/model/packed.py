@@ -62,11 +62,12 @@ class PackedLanguageModel(nn.Module):
             self.routing.in_fp32()
         head = hf.get_output_embeddings()
         name = next(name for name, module in hf.named_modules() if module is head)
-        hf.set_output_embeddings(LossHead.replacing(head, loss, self.context, name))
+        hf.set_output_embeddings(LossHead(head, loss, self.context, name))
         # GPT-2 looks for padding without a mask in each forward, which waits for the device, and
         # warns about the end-of-text tokens of a pack. The padding of a pack is a document without
         # labels, so it needs no mask.
-        hf.base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
+        base_model: Any = hf.base_model
+        base_model.warn_if_padding_and_no_attention_mask = lambda input_ids, attention_mask: None
 
     def forward(
         self,
@@ -107,9 +108,11 @@ class PackedLanguageModel(nn.Module):
 
     # accelerate asks for these two under FSDP2, to keep tied weights in one shard group.
     def get_input_embeddings(self) -> nn.Module:
+        """Return the embedding of the model."""
         return self.hf.get_input_embeddings()
 
     def get_output_embeddings(self) -> nn.Module:
+        """Return the LM head."""
         return self.hf.get_output_embeddings()
 
     def discard_partial_gradients(self) -> None:
@@ -154,7 +157,7 @@ class PackedLanguageModel(nn.Module):
         rank_sums = torch.stack([sums.get(name, zero) for name in names])
         means = accelerator.reduce(rank_sums, reduction="sum") / max(tokens, 1)
         losses = {"loss": trained} | dict(zip(names, means, strict=True))
-        if "router_loss" in losses and "penalty" not in losses:
+        if self.routing and "router_loss" in losses and "penalty" not in losses:
             losses["loss"] = trained - self.routing.coefficient * losses["router_loss"]
         return losses | balance
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
@@ -61,7 +61,7 @@ class Routing:
             experts]. Set by `balance`.
     """
 
-    def __init__(self, hf: PreTrainedModel) -> None:
+    def __init__(self, hf: Any) -> None:
         self.routers = _routers(hf)
         self._hf = hf
         self.coefficient: float | None = None
@@ -201,7 +201,7 @@ class _Logits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
         with torch.autocast(x.device.type, enabled=False):
             if x.is_cuda and x.dtype == weight.dtype == torch.bfloat16:
@@ -210,7 +210,7 @@ class _Logits(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         dy = dy.to(x.dtype)
         return dy @ weight, dy.t() @ x
@@ -254,11 +254,11 @@ def _routers(hf: PreTrainedModel) -> dict[nn.Module, int]:
     """
     recorded = (getattr(hf.base_model, "_can_record_outputs", None) or {}).get("router_logits")
     kind = getattr(recorded, "target_class", None)
-    if kind is None:
+    if recorded is None or kind is None:
         return {}
     return {module: recorded.index for module in hf.modules() if isinstance(module, kind)}
 
 
-def _balancing_loss(hf: PreTrainedModel) -> Callable[..., Tensor] | None:
+def _balancing_loss(hf: PreTrainedModel) -> Any:
     """Return the load-balancing loss from the transformers file of the architecture, if any."""
     return getattr(sys.modules[type(hf).__module__], "load_balancing_loss_func", None)

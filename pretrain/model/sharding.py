@@ -34,7 +34,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils import _pytree as pytree
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from pretrain.model.gradients import attach_sums, empty_sums, sum_rows_in_fp32, values_of_sums
+from pretrain.model.gradients import (
+    Summed,
+    attach_sums,
+    empty_sums,
+    sum_rows_in_fp32,
+    values_of_sums,
+)
 
 
 def part_from_first(values: Tensor | None, parameter: DTensor, dtype: torch.dtype) -> Tensor:
@@ -81,7 +87,7 @@ class _Group:
 
     @property
     def trained(self) -> list[Any]:
-        """torch's FSDPParam for each trained parameter."""
+        """The FSDPParam of torch for each trained parameter."""
         return [param for param in self.fsdp.fsdp_params if param.sharded_param.requires_grad]
 
     @property
@@ -107,18 +113,21 @@ class Sharding:
         self,
         model: nn.Module,
         kept: torch.dtype,
-        stacks: Sequence[Sequence[nn.Parameter]],
+        stacks: Sequence[Sequence[Summed]],
         *,
         once_a_step: bool,
     ) -> None:
         self.once_a_step = once_a_step
-        self._model = model
+        self._model: Any = model
         self._kept = kept
         # A fused layer returns a view of its result. torch warns because a layer might write into
         # its input, and no layer does.
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
-        self._choose_shared_memory()
+        for number, group in enumerate(self._groups):
+            # The backward of the root and of a tied embedding and head overlaps with that of others.
+            is_root = number == 0 and group.module is model
+            group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
         self._attach(stacks)
         for group in self._groups:
             for module in group.fsdp.modules:
@@ -156,16 +165,7 @@ class Sharding:
         for group in self._groups:
             group.module.reshard()
 
-    def _choose_shared_memory(self) -> None:
-        """Decide which groups store their main gradients in the same memory."""
-        for number, group in enumerate(self._groups):
-            is_root = number == 0 and group.module is self._model
-            is_tied = len(group.fsdp.modules) > 1  # embedding and head
-            # The backward of these two groups overlaps with that of others.
-            overlaps = is_root or is_tied
-            group.shares_memory = not (self.once_a_step or overlaps)
-
-    def _attach(self, stacks: Sequence[Sequence[nn.Parameter]]) -> None:
+    def _attach(self, stacks: Sequence[Sequence[Summed]]) -> None:
         """Give each gathered parameter a main gradient.
 
         A gathered parameter is the same object every time that it is gathered.
@@ -241,10 +241,8 @@ def _groups_of(model: nn.Module) -> list[_Group]:
         if isinstance(module, FSDPModule):
             state = module._get_fsdp_state()
             # A module has one group in torch 2.11 and may have several in later versions.
-            if hasattr(state, "_fsdp_param_groups"):
-                param_groups = state._fsdp_param_groups
-            else:
-                param_groups = filter(None, [state._fsdp_param_group])
-            for fsdp in param_groups:
+            has_list = hasattr(state, "_fsdp_param_groups")
+            param_groups = state._fsdp_param_groups if has_list else [state._fsdp_param_group]
+            for fsdp in filter(None, param_groups):
                 groups.setdefault(id(fsdp), _Group(module, fsdp))
     return list(groups.values())

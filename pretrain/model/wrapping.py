@@ -46,10 +46,9 @@ def choose_arithmetic(
         return None, reason
     if active.backend != "torch":
         return Arithmetic(context, Implementation.TRANSFORMER_ENGINE), ""
-    has_kernels = _gains(device_type, context.compute_dtype)
-    return Arithmetic(
-        context, Implementation.KERNELS if has_kernels else Implementation.FORMULAS
-    ), ""
+    if _gains(device_type, context.compute_dtype):
+        return Arithmetic(context, Implementation.KERNELS), ""
+    return Arithmetic(context, Implementation.FORMULAS), ""
 
 
 def not_fused_because(
@@ -91,7 +90,7 @@ def fuse(
     `decisions`: by engine, the precision of each linear layer. Empty if nothing is quantized.
     """
     fused = {}
-    reasons = {}  # of layers that stay unfused, see `assess_layer`
+    reasons: dict[str, str] = {}  # of layers that stay unfused, see `assess_layer`
     for name, layer in layers.items():
         low_precision = {}
         for engine, engine_decisions in (decisions or {None: {}}).items():
@@ -116,7 +115,7 @@ def convert(
     module in their place with the same Parameters. Stacked experts become `GroupedExperts`. Linear
     layers inside of `fused` layers stay, because fused layers have their own Gemms.
     """
-    engine = context.backend
+    engine: Any = context.backend
     if is_mixture(hf):
         group_experts(hf, context)
     fused_prefixes = tuple(f"{name}." for name in fused.layers) if fused else ()
@@ -157,11 +156,11 @@ def wrap_layers(
     """
     for norm in packed.hf.modules():
         if isinstance(norm, nn.LayerNorm):
-            norm.forward = partial(_layer_norm, norm)
+            norm.forward = partial(_layer_norm, norm)  # type: ignore[method-assign]
     for unit in _units(packed.hf.base_model):
         if isinstance(unit, nn.Embedding):
             if cast_to is not None:
-                unit.forward = casting_output(unit.forward, cast_to)
+                unit.forward = casting_output(unit.forward, cast_to)  # type: ignore[method-assign]
         elif isinstance(unit.forward, FusedLayer):
             # A fused layer casts for itself, and calls kernels that torch.compile cannot compile.
             if cast_to is not None:

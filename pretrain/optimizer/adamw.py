@@ -101,7 +101,9 @@ class ExactAdamW(torch.optim.Optimizer):
         local_part(parameter).copy_(weight)
 
     @torch.no_grad()
-    def step(self, *, clip_coefficient: Tensor | None = None) -> None:
+    def step(  # type: ignore[override]  # takes no closure
+        self, *, clip_coefficient: Tensor | None = None
+    ) -> None:
         """Update every parameter that has a gradient.
 
         Each gradient is multiplied by `clip_coefficient`, an FP32 scalar on its device. Clipping
@@ -307,7 +309,7 @@ def gradient_norm(parameters: Iterable[nn.Parameter]) -> Tensor:
     gradients = [gradient for gradient in map(gradient_of, parameters) if gradient is not None]
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     full_norms = [norm for norm in norms if not isinstance(norm, DTensor)]
-    sharded_norms = [norm for norm in norms if isinstance(norm, DTensor)]
+    sharded_norms: list[Tensor] = [norm for norm in norms if isinstance(norm, DTensor)]
     if sharded_norms:
         # Stack the norms first, so that they need a single all-reduce.
         full_norms.append(torch.linalg.vector_norm(torch.stack(sharded_norms)).full_tensor())

@@ -13,6 +13,9 @@ rounds where torch's CPU operations round: `lerp_` and `addcmul_` use fused mult
 is correctly rounded. torch's square root on a CPU may differ from it in the last place.
 """
 
+# Triton reads the annotations of kernels, and knows no others than its own.
+# mypy: disable-error-code="no-untyped-def"
+
 from __future__ import annotations
 
 from collections import defaultdict

@@ -31,12 +31,11 @@ def learning_rate(
     peak = optimizer.learning_rate
     if step < settings.warmup:
         return peak * ((step + 1) / settings.warmup)
+    decay = total_steps - settings.warmup
+    shape: str = settings.kind
     if settings.kind == "wsd":
         decay = decay_steps(settings, total_steps)
         shape = settings.decay_shape
-    else:
-        decay = total_steps - settings.warmup
-        shape = settings.kind
     start = total_steps - decay
     if settings.kind == "constant" or step < start:
         return peak
@@ -64,17 +63,13 @@ def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
 
 def check(settings: ScheduleSettings, total_steps: int) -> None:
     """Raise InputError if warm-up and decay do not fit into `total_steps`."""
-    warmup = settings.warmup
     decay = decay_steps(settings, total_steps)
-    if warmup + decay <= total_steps:
-        return
-    phases = f"`schedule.warmup: {warmup}`"
-    if decay:
-        phases += f" and `schedule.decay: {settings.decay:g}` ({decay:,} steps)"
-    raise InputError(
-        f"for {phases} there is no room in {total_steps:,} steps; shorten one, "
-        "or train longer (`train`)"
-    )
+    if settings.warmup + decay > total_steps:
+        of_decay = f" and `schedule.decay: {settings.decay:g}` ({decay:,} steps)" if decay else ""
+        raise InputError(
+            f"for `schedule.warmup: {settings.warmup}`{of_decay} there is no room in "
+            f"{total_steps:,} steps; shorten one, or train longer (`train`)"
+        )
 
 
 def describe(settings: ScheduleSettings, optimizer: OptimizerSettings, total_steps: int) -> str:

@@ -269,7 +269,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
         if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]  # and not converted
     }
     present = checksums(comparable)
-    wrong = [name for name in present if saved[name].checksum not in (None, present[name])]
+    wrong = [name for name in present if saved[name].weighted_sum not in (None, present[name])]
     if wrong:
         raise TrainingHalted(
             source.step,

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from accelerate import Accelerator
 
 from packing.batch import Prefetch, StepBatches
-from packing.packer import PackerProcess
+from packing.stream import PackerProcess
 from pretrain.checkpoint.checkpoint import require_shared
 from pretrain.metrics.run_folder import RunFolder
 from pretrain.model.distributed import largest_over_ranks, refused_together
@@ -50,10 +50,8 @@ def continue_stream(job: Job, source: ResumePoint | None) -> None:
     stream = job.data.stream
     if stream is None:
         return
-    if source is None or source.is_of_another_stream(job):
-        stream.start_at(None)
-    else:
-        stream.start_at(source.record.get("stream"))
+    record = {} if source is None or source.is_of_another_stream(job) else source.record
+    stream.start_at(record.get("stream"))
 
 
 def wait_for_packs(

@@ -80,12 +80,15 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     values: dict[str, Any] = {}
     for _, file_values in load_with_bases(path):
-        values = _apply_file(values, file_values)
+        for section, new in file_values.items():
+            # Sections are merged key by key. A value that is a mapping, such as `model.config`,
+            # replaces the earlier mapping.
+            if isinstance(new, dict) and isinstance(values.get(section), dict):
+                _drop_horizon(values, {f"{section}.{name}": value for name, value in new.items()})
+                new = values[section] | new
+            values[section] = new
     for key, value in parse_overrides(overrides):
-        for dropped in _dropped_by(key, value):
-            section, _, name = dropped.rpartition(".")
-            if isinstance(values.get(section), dict):
-                values[section].pop(name, None)
+        _drop_horizon(values, {key: value})
         set_value(values, key, value)
     return parse(Recipe, values, f"command line, over {path}" if overrides else str(path))
 
@@ -108,35 +111,13 @@ def parse_overrides(overrides: Sequence[str]) -> list[tuple[str, Any]]:
     return values
 
 
-def _dropped_by(key: str, value: Any) -> tuple[str, ...]:
-    """Return the keys whose earlier value is dropped when `key` is set to `value`.
-
-    Setting train.steps also drops train.tokens and train.epochs.
-    """
-    if key in HORIZON and value is not None:
-        return HORIZON
-    return (key,)
-
-
-def _apply_file(values: dict[str, Any], file_values: dict[str, Any]) -> dict[str, Any]:
-    """Return `values` of the base files with the values of a file on top.
-
-    Sections are merged key by key. A value that is a mapping, such as `model.config`, replaces the
-    earlier mapping.
-    """
-    merged = dict(values)
-    for section, new in file_values.items():
-        old = merged.get(section)
-        if isinstance(old, dict) and isinstance(new, dict):
-            dropped = {
-                name
-                for key, value in new.items()
-                for name in _dropped_by(f"{section}.{key}", value)
-            }
-            kept = {key: value for key, value in old.items() if f"{section}.{key}" not in dropped}
-            new = kept | new
-        merged[section] = new
-    return merged
+def _drop_horizon(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    """Remove the horizon from `values` if `changes`, by dotted key, set a horizon."""
+    sets_horizon = any(changes.get(key) is not None for key in HORIZON)
+    if sets_horizon and isinstance(values.get("train"), dict):
+        values["train"] = {
+            name: value for name, value in values["train"].items() if f"train.{name}" not in HORIZON
+        }
 
 
 def run_dir_of(recipe: Recipe) -> Path:
@@ -150,18 +131,14 @@ def branch_checkpoint(recipe: Recipe) -> Path | None:
     Return None if `train.begin_with` is not set.
     """
     path = recipe.train.begin_with
-    if path is None:
-        return None
-    return Path(fill_in(path, _path_fields(recipe), "train.begin_with"))
+    return None if path is None else Path(fill_in(path, _path_fields(recipe), "train.begin_with"))
 
 
 def _path_fields(recipe: Recipe) -> dict[str, Any]:
     """Return the settings that a path may name in braces, by dotted key."""
-    fields = flatten(resolved(recipe))
-    fields["precision"] = label(recipe.precision, in_a_path=True)
-    for path_key in ("run_dir", "train.begin_with"):
-        del fields[path_key]
-    return fields
+    fields = flatten(resolved(recipe)) | {"precision": label(recipe.precision, in_a_path=True)}
+    paths = ("run_dir", "train.begin_with")
+    return {key: value for key, value in fields.items() if key not in paths}
 
 
 def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
@@ -175,9 +152,8 @@ def fill_in(path: str, fields: Mapping[str, Any], key: str = "run_dir") -> str:
         if name in fields:
             return as_path_part(fields[name])
         near = difflib.get_close_matches(name or "", fields, n=1, cutoff=0.7)
-        hint = "any key of the recipe can stand in braces"
-        if near:
-            hint = f"did you mean {{{near[0]}}}?"
+        instead = f"did you mean {{{near[0]}}}?" if near else ""
+        hint = instead or "any key of the recipe can stand in braces"
         raise InputError(f"`{key}`: {path!r} cannot be filled in; {hint}")
 
     return re.sub(r"{(.*?)}|[{}]", replacement, path)

@@ -9,7 +9,8 @@ owner of the precision.
 accelerate passes unknown keys of `fp8_config` through and fills in its own defaults for the keys
 that it knows. A value in the file cannot be distinguished from a default of accelerate. It counts
 if the precision has the key, and is ignored otherwise. An `fp8_format` that may be accelerate's
-default is refused if the default of the precision differs.
+default is refused if the default of the precision differs. Beside `use_mxfp8_block_scaling: true`
+it is ignored.
 
 `accelerate config` asks many questions about topology. Some answers would train another model here,
 or repeat what the launcher does. Answers that can be corrected safely are corrected with a notice.
@@ -19,6 +20,8 @@ All others are refused.
 from __future__ import annotations
 
 import ast
+import logging
+import os
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +41,9 @@ from pretrain.precision.settings import (
 from pretrain.settings.recipe import Recipe
 
 _ORIGIN = "accelerate configuration"
+# Values that accelerate reads as true.
+_TRUE = ("true", "1", "yes", "y", "t", "on")
+_log = logging.getLogger(__name__)
 
 # ── Precision ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -73,7 +79,8 @@ _OTHER_NAMES = {
 class _Fp8Config(LowPrecisionSettings):
     """The `fp8_config` of an accelerate configuration, where `recipe` names the precision."""
 
-    recipe: PrecisionName = BY_ACCELERATE[_FP8].name
+    # mypy does not take a Literal whose names are collected at run time.
+    recipe: PrecisionName = BY_ACCELERATE[_FP8].name  # type: ignore[valid-type]
 
 
 class _File(Settings):
@@ -181,8 +188,11 @@ def take_requested_precision(
     leftovers and are ignored. Raises InputError for a request that is not supported.
     """
     mixed_precision = environ.pop("ACCELERATE_MIXED_PRECISION", "no").lower()
-    names = [name for name in environ if name.startswith(_PREFIX)]
-    variables = {name.removeprefix(_PREFIX): environ.pop(name) for name in names}
+    variables = {
+        name.removeprefix(_PREFIX): environ.pop(name)
+        for name in list(environ)
+        if name.startswith(_PREFIX)
+    }
     if mixed_precision == _FP8:
         return _read_fp8_config(_normalize(variables))
     precision = BY_ACCELERATE.get(mixed_precision)
@@ -204,11 +214,24 @@ def _read_fp8_config(values: dict[str, Any]) -> tuple[Precision, LowPrecisionSet
                 "(`keep_bf16_layers` keeps layers in BF16)"
             )
     for switch, switched_on in ACCELERATE_SWITCHES.items():
-        if values.pop(switch, False) and values.setdefault("recipe", switched_on) != switched_on:
+        if str(values.pop(switch, False)).lower() not in _TRUE:
+            continue
+        if values.setdefault("recipe", switched_on) != switched_on:
             raise InputError(
                 f"{_ORIGIN}: `fp8_config.{switch}: True` and `recipe: {values['recipe']}` "
                 "contradict each other; remove one of them"
             )
+        # accelerate fills in a format if the file has none, so that the switch is enough.
+        if values.get("fp8_format") == _ACCELERATE_DEFAULTS["fp8_format"]:
+            del values["fp8_format"]
+            if os.environ.get("RANK", "0") == "0":
+                _log.warning(
+                    "%s: `fp8_config.%s` computes in `fp8_format: %s`; set another one by "
+                    "`fp8_config.fp8_format=` on the command line",
+                    _ORIGIN,
+                    switch,
+                    PRECISIONS[switched_on].options["fp8_format"],
+                )
     config = parse(_File, {"fp8_config": values}, _ORIGIN).fp8_config
     precision = PRECISIONS[config.recipe]
     if not precision.quantized:
@@ -232,10 +255,8 @@ def _normalize(variables: dict[str, str]) -> dict[str, Any]:
 
     Keys get the spelling of this project.
     """
-    values = {}
-    for variable, text in variables.items():
-        key = variable.lower()
-        values[_OTHER_NAMES.get(key, key)] = _parse_value(text)
+    lowered = {variable.lower(): text for variable, text in variables.items()}
+    values = {_OTHER_NAMES.get(key, key): _parse_value(text) for key, text in lowered.items()}
     overridden = [values.pop(f"override_{gemm}", False) for gemm in ("fprop", "dgrad", "wgrad")]
     values["override_linear_precision"] = any(overridden)
     # accelerate's command line writes `--fp8_backend te` in lower case.
@@ -260,8 +281,6 @@ def _parse_value(text: str) -> Any:
 # Variables that torchrun sets for a process group.
 _GROUP = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _PARALLELISM = "PARALLELISM_CONFIG_"
-# Values that accelerate reads as true.
-_TRUE = ("true", "1", "yes", "y", "t", "on")
 # Variables whose setting would repeat the launcher's work, or is not supported: the neutral value
 # that they are reset to, and the text of the notice.
 _RESET = {
@@ -289,6 +308,10 @@ _RESET = {
     "FSDP_STATE_DICT_TYPE": (
         "SHARDED_STATE_DICT",
         "`fsdp_state_dict_type`: each process saves its own shards",
+    ),
+    "FSDP_SHARDING_STRATEGY": (
+        "FULL_SHARD",
+        "`fsdp_sharding_strategy`: `fsdp_reshard_after_forward` and `parallelism_config` decide",
     ),
     "FSDP_BACKWARD_PREFETCH": ("NO_PREFETCH", "`fsdp_backward_prefetch`: FSDP2 decides"),
     "FSDP_FORWARD_PREFETCH": ("false", "`fsdp_forward_prefetch`: FSDP2 decides"),
@@ -330,14 +353,18 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
                 f"{_ORIGIN}: `parallelism_config_{axis.lower()}_size`: tensor, context and "
                 "sequence parallelism are not supported; remove the key"
             )
-    ignored = _reset_variables(environ)
+    ignored = []
+    for variable, (neutral, text) in _RESET.items():
+        if environ.get(variable, neutral).lower() != neutral.lower():
+            environ[variable] = neutral
+            ignored.append(text)
     gathers_as_fits = environ.get("FSDP_RESHARD_AFTER_FORWARD", "").lower() == "auto"
     if gathers_as_fits:
         environ["FSDP_RESHARD_AFTER_FORWARD"] = "true"  # accelerate knows only true and false
     replicas = 1
     if _is_true(environ, "ACCELERATE_USE_FSDP"):
-        replicas, ignored_by_fsdp = _correct_fsdp(environ, processes)
-        ignored += ignored_by_fsdp
+        on_cpus = not has_gpu or _is_true(environ, "ACCELERATE_USE_CPU")
+        replicas = _correct_fsdp(environ, processes, ignored, on_cpus=on_cpus)
     elif environ.get(f"{_PARALLELISM}DP_SHARD_SIZE", "1") != "1":
         raise InputError(
             f"{_ORIGIN}: `parallelism_config_dp_shard_size` needs `distributed_type: FSDP` and "
@@ -352,24 +379,19 @@ def with_topology(environ: MutableMapping[str, str], *, has_gpu: bool) -> Launch
     return Launch(replicas, tuple(f"{_ORIGIN}: {text}" for text in notices), gathers_as_fits)
 
 
-def _reset_variables(environ: MutableMapping[str, str]) -> list[str]:
-    """Reset the variables in _RESET to their neutral values. Return a text for each change."""
-    changed = []
-    for variable, (neutral, text) in _RESET.items():
-        if environ.get(variable, neutral).lower() != neutral.lower():
-            environ[variable] = neutral
-            changed.append(text)
-    return changed
+def _correct_fsdp(
+    environ: MutableMapping[str, str], processes: int, ignored: list[str], *, on_cpus: bool
+) -> int:
+    """Return the number of replicas of FSDP, and correct the variables of FSDP.
 
-
-def _correct_fsdp(environ: MutableMapping[str, str], processes: int) -> tuple[int, list[str]]:
-    """Correct the variables of FSDP. Return the number of replicas and the ignored settings."""
+    The texts of ignored settings are added to `ignored`. `on_cpus` is True if the processes train
+    on CPUs.
+    """
     if environ.get("FSDP_VERSION", "1") == "1":
         raise InputError(
             f"{_ORIGIN}: `fsdp_version: 1` is not supported; set `fsdp_version: 2`, with "
             "`fsdp_reshard_after_forward: true` for FULL_SHARD and false for SHARD_GRAD_OP"
         )
-    ignored = []
     replicas, shards = _mesh(environ, processes)
     if shards == 1:
         replicas = 1
@@ -380,11 +402,17 @@ def _correct_fsdp(environ: MutableMapping[str, str], processes: int) -> tuple[in
     if environ.pop("FSDP_IGNORED_MODULES", None):
         ignored.append("`fsdp_ignored_modules`: every module is sharded")
     environ["FSDP_AUTO_WRAP_POLICY"] = "TRANSFORMER_BASED_WRAP"
-    return replicas, ignored
+    if on_cpus and _is_true(environ, "FSDP_OFFLOAD_PARAMS"):
+        environ["FSDP_OFFLOAD_PARAMS"] = "false"
+        ignored.append("`fsdp_offload_params`: the parameters are on the CPU")
+    return replicas
 
 
 def _correct_processes(environ: MutableMapping[str, str], has_gpu: bool, notices: list[str]) -> int:
-    """Return the number of processes that train together, and correct their variables."""
+    """Return the number of processes that train together, and correct their variables.
+
+    Corrections for the user are added to `notices`.
+    """
     processes = int(environ.get("WORLD_SIZE", "1"))
     # accelerate sets MASTER_ADDR for several processes even if it then starts only one.
     is_from_accelerate = {"ACCELERATE_DYNAMO_BACKEND", "MASTER_ADDR"} <= environ.keys()

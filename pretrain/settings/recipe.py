@@ -119,21 +119,21 @@ class OptimizerSettings(Settings):
     """AdamW is the only optimizer."""
 
     # Peak learning rate, which the schedule reaches after its warmup.
-    learning_rate: float = Field(3.0e-4, gt=0, le=MOST_FP32)
+    learning_rate: float = Field(default=3.0e-4, gt=0, le=MOST_FP32)
     # Decay rates of AdamW's first and second moment.
     betas: tuple[Share, Share] = (0.9, 0.95)
     # Term that AdamW adds to the denominator.
-    eps: float = Field(1.0e-8, gt=0, le=MOST_FP32)
+    eps: float = Field(default=1.0e-8, gt=0, le=MOST_FP32)
     # Decoupled weight decay, multiplied by the learning rate. Applies to matrices and embeddings
     # only.
-    weight_decay: float = Field(0.1, ge=0, le=MOST_FP32)
+    weight_decay: float = Field(default=0.1, ge=0, le=MOST_FP32)
     # Dtype of AdamW's moments. null: bf16 with `weights: bf16`, as in torch, else fp32.
     moments: Literal["fp32", "bf16"] | None = None
     # Dtype in which the gradients of the microbatches are accumulated. null: bf16 with
     # `weights: bf16`, else fp32. Sums over processes are always in FP32.
     gradients: Literal["fp32", "bf16"] | None = None
     # Gradient norm above which gradients are clipped. null: no clipping.
-    clip: float | None = Field(1.0, gt=0, le=MOST_FP32)
+    clip: float | None = Field(default=1.0, gt=0, le=MOST_FP32)
 
 
 class ScheduleSettings(Settings):
@@ -155,7 +155,7 @@ class TrainSettings(Settings):
     steps: PositiveCount | None = None  # Optimizer steps.
     tokens: PositiveCount | None = None  # Tokens, rounded up to whole steps.
     # Passes over the training packs, rounded up to whole steps.
-    epochs: float | None = Field(None, gt=0)
+    epochs: float | None = Field(default=None, gt=0)
     # Checkpoint of another run, a step-* folder, to branch from. The run takes over its weights,
     # moments, step and position in the data, and trains on with this recipe's precision and
     # settings. Ignored once the run has a checkpoint of its own. Keys in braces are filled in, as
@@ -184,7 +184,7 @@ class LossSettings(Settings):
     # non_max_sum: 1 - max p. neg_entropy: the entropy. The held-out loss never includes it.
     penalty: PenaltyKind | None = None
     # Factor lambda of the penalty.
-    penalty_weight: float | None = Field(None, ge=0, le=MOST_FP32)
+    penalty_weight: float | None = Field(default=None, ge=0, le=MOST_FP32)
 
     @property
     def tokens_at_once(self) -> int:
@@ -266,7 +266,7 @@ class HealthSettings(Settings):
     on_gap: Literal["warn", "stop", "switch"] = "warn"
     # Limit of `gap/moved`: how much further than usual a matrix's gradient may be from its BF16
     # gradient, as a share of the norm of the BF16 gradient.
-    gap_threshold: float = Field(0.25, gt=0)
+    gap_threshold: float = Field(default=0.25, gt=0)
 
 
 # Names of our keys in transformers, nanoGPT and other trainers, for hints in error messages.

@@ -1,4 +1,4 @@
-"""Mistakes that people make, one of a kind: status 2, and one message that names the key or the file. Nothing is begun."""
+"""Test common mistakes: status 2, one message that names the key or the file, and no run folder."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 
 from pretrain.__main__ import main as pretrain
 
-# What is given on the command line over a good recipe, and what the message must name.
+# Arguments that override a correct recipe, and words of the expected message.
 SETTINGS = {
-    "optimizer.learnin_rate=1": "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`",
+    "optimizer.learnin_rate=1": (
+        "`optimizer.learnin_rate`: unknown key; did you mean `optimizer.learning_rate`"
+    ),
     "seed=[[[": "seed",
     "run_dir=": "run_dir",
     "run_dir=runs/{nmae}": "{name}",
@@ -39,12 +41,20 @@ SETTINGS = {
     "precision=bf16 fp8_config.margin=2": "`precision: bf16`",
     "precision=[{until: 0.5, use: bf16}]": "`precision`: a schedule has two phases or more",
     "precision=[{until: 0.8, use: nvfp5}, {use: bf16}]": "`precision.0.use`",
-    "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": "every phase but the last needs an `until`",
-    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": "`precision.0`: `forward: bf16` needs a precision",
+    "precision=[{until: 0.5, use: nvfp4}, {until: 0.9, use: bf16}]": (
+        "every phase but the last needs an `until`"
+    ),
+    "precision=[{until: 0.5, use: bf16, forward: bf16}, {use: nvfp4}]": (
+        "`precision.0`: `forward: bf16` needs a precision"
+    ),
     "fp8_config.recipe=mxfp8": "`fp8_config.recipe`",
     "precision=block fp8_config.backend=emulation": "`data.length: 32`",
-    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": "`fp8_config.keep_bf16`",
-    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": "`fp8_config.keep_bf16_layers`",
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16=[layers.9.*]": (
+        "`fp8_config.keep_bf16`"
+    ),
+    "precision=delayed fp8_config.backend=emulation fp8_config.keep_bf16_layers.first=1": (
+        "`fp8_config.keep_bf16_layers`"
+    ),
     "batch.tokens=250": "`batch.tokens: 250`",
     "batch.microbatch=auto:0": "`batch.microbatch`",
     "log.trackers=[wandbb]": "`log.trackers`",
@@ -93,7 +103,7 @@ FILES = {
     "base: other.yaml": "other.yaml",
 }
 
-# accelerate's own variables, as its YAML sets them.
+# Environment variables that accelerate sets from its YAML, and words of the expected message.
 LAUNCH = {
     "ACCELERATE_MIXED_PRECISION=fp16": "mixed_precision",
     "ACCELERATE_MIXED_PRECISION=fp8": "`precision: delayed`",
@@ -104,7 +114,8 @@ LAUNCH = {
 DOCUMENT = json.dumps({"text": "one two three " * 40})
 CHAT = json.dumps({"p": "one two", "r": "three", "m": [{"role": "user", "content": "one"}]})
 
-# The content of text.jsonl, what is set beside `source` and `tokenizer`, and what the message must name.
+# The content of text.jsonl, settings besides `source` and `tokenizer`, and words of the expected
+# message.
 TEXTS = [
     ("", "", "text.jsonl"),
     (f'{DOCUMENT}\n{{"text": \n', "", "text.jsonl:2"),
@@ -125,6 +136,11 @@ TEXTS = [
     (DOCUMENT, "data.length=128 batch.tokens=1024", "64 positions"),
     (DOCUMENT, "data.held_out=0 evaluate.every=5", "`evaluate.every: 5`"),
     (DOCUMENT, "data.held_out=0 data.validation.source={here}/text.jsonl", "`validation`"),
+    (
+        DOCUMENT,
+        "data.held_out=0 data.source={here} data.validation.source={here}/text.jsonl",
+        "text.jsonl is also trained on",
+    ),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
     (CHAT, "data.messages=[p]", "`messages` lists 1"),
     (CHAT, "data.input_ids=p", "`p`"),
@@ -140,7 +156,7 @@ TEXTS = [
     (CHAT, "data.source=null data.sources='[{source: a}]'", "weight"),
 ]
 
-# Commands beside the launcher.
+# Commands other than the launcher, and words of the expected message.
 COMMANDS = {
     **{
         f"{command} nowhere.yaml": "nowhere.yaml"
@@ -152,7 +168,9 @@ COMMANDS = {
         ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"
     ),
     **dict.fromkeys(("export {here} out", "report {here}"), "{here}"),
-    "sample nowhere one --tokens 0": "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'",
+    "sample nowhere one --tokens 0": (
+        "--tokens/--max-new-tokens/--max_new_tokens: invalid count value: '0'"
+    ),
     "sample nowhere one --top-p 2": "--top-p",
     "report": "RUN",
     "report {here} --out report.pdf": "--out report.pdf",
@@ -161,20 +179,27 @@ COMMANDS = {
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
     "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
-    "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": "`data.text`",
-    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": "--vocabulary: invalid int value: 'many'",
+    "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": (
+        "`data.text`"
+    ),
+    "tokenizer {here}/text.jsonl --out {here}/out --vocabulary many": (
+        "--vocabulary: invalid int value: 'many'"
+    ),
 }
 
 
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of the hub are looked up in the local cache only."""
+    """Look up names of the hub in the local cache only."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
 def refusal(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> Callable[..., str]:
-    """Start the launcher on `small_recipe`; returns the message, after checking that nothing was begun."""
+    """Function that runs the launcher on `small_recipe`, and returns the message of the refusal.
+
+    It asserts that no run folder was made.
+    """
 
     def run(*arguments: str) -> str:
         message = train_here(*arguments).refusal
@@ -185,7 +210,7 @@ def refusal(train_here: Callable[..., Any], small_recipe: dict[str, Any]) -> Cal
 
 
 def split(given: str) -> list[str]:
-    """As a shell does where there are quotes; one setting of a value with blanks otherwise."""
+    """Split arguments as a shell does. A mapping without quotes is one argument."""
     return shlex.split(given) if "'" in given or "{" not in given else [given]
 
 
@@ -200,7 +225,8 @@ def test_a_file_that_is_no_recipe_is_named(
 ) -> None:
     monkeypatch.setattr("tests.conftest.yaml_of", lambda recipe: content)
     message = refusal()
-    assert ".yaml" in message and FILES[content] in message
+    assert ".yaml" in message
+    assert FILES[content] in message
 
 
 @pytest.mark.parametrize("variables", LAUNCH)
@@ -214,7 +240,7 @@ def test_what_accelerate_cannot_start_is_named(
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A folder with what the tables name."""
+    """Folder with the files that the tables above use."""
     for name in ("empty", "folder.yaml"):
         (tmp_path / name).mkdir()
     (tmp_path / "empty.txt").touch()
@@ -243,9 +269,11 @@ def test_text_that_gives_no_packs_is_named(
     }
     small_recipe["data"] |= data
     given = given.replace("{here}", str(here))
-    assert named in refusal(
-        *(shlex.split(given) if given.count("=") > 1 else [given] if given else [])
-    )
+    if given.count("=") > 1:
+        arguments = shlex.split(given)
+    else:
+        arguments = [given] if given else []
+    assert named in refusal(*arguments)
     assert not packs.exists()
 
 
@@ -255,4 +283,5 @@ def test_what_a_command_cannot_use_is_named(
 ) -> None:
     assert pretrain(shlex.split(given.replace("{here}", str(here)))) == 2
     message = capsys.readouterr().err
-    assert message.count("error: ") == 1 and COMMANDS[given].replace("{here}", str(here)) in message
+    assert message.count("error: ") == 1
+    assert COMMANDS[given].replace("{here}", str(here)) in message

@@ -1,4 +1,7 @@
-"""Whatever lies on the disk: nothing of it is executed, no file of somebody else is written over, nothing saved is lost."""
+"""Test runs with unexpected files or a full disk.
+
+No code in a model's folder is executed, no foreign file is overwritten, and no checkpoint is lost.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,7 @@ def test_a_run_resumes_from_the_last_checkpoint_after_a_full_disk(
     write_recipe(small_recipe | changes, tmp_path)
     process = LauncherProcess([str(path)], log, Moment("os.rename", r"/step-00000002$"))
     process.wait_until_it_waits()
-    # a checkpoint is written behind the steps, until the next is due
+    # A checkpoint is written in the background until the next one is due.
     process.wait_until(lambda: steps_logged(run_dir) == 4)
     with open(small_disk / "ballast", "wb", buffering=0) as ballast:
         try:

@@ -1,4 +1,4 @@
-"""A way that trains something else: its labels are shifted once more, so every token is to guess the one after the next."""
+"""Way with wrong labels, which are shifted twice. A token predicts the token after the next."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["build", "obstacle"]
 
 def build(task: Task) -> Way:
     hf = task.hugging_face_model()
-    right = hugging_face_loss(task, hf)
+    correct_loss = hugging_face_loss(task, hf)
 
     def loss(batch: Microbatch, step_tokens: int) -> torch.Tensor:
-        wrong = batch.labels.roll(-1)
-        return right(Microbatch(**{**vars(batch), "labels": wrong}), step_tokens)
+        shifted = batch.labels.roll(-1)
+        return correct_loss(Microbatch(**{**vars(batch), "labels": shifted}), step_tokens)
 
     return Way(hf, task.adamw(hf.parameters()), loss)

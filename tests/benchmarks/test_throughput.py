@@ -1,4 +1,4 @@
-"""The comparison of ways, on a CPU: ways that run, a way that is deliberately broken, ways that cannot run here."""
+"""Test the comparison of ways on a CPU: correct ways, a way with wrong labels, and failing ways."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BROKEN = Entry(
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model on packs and in a step that take no time; each token is one of a few, which a dozen steps can learn."""
+    """Recipe of the tiny model with short packs and small steps. A few steps can learn its data."""
     values = yaml.safe_load((ROOT / "benchmarks/tiny.yaml").read_text())
     values["data"]["length"] = 64
     values["batch"] = {"tokens": 256, "microbatch": 2}
@@ -44,11 +44,11 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The result file of one run over three ways."""
+    """Result file of a run with three ways."""
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
         patch.setattr(Settings, "packs", recipe.parent / "packs")
-        # Asked for here, where torch is imported already and holds no GPU.
+        # Describe the environment in this process, which has imported torch and holds no GPU.
         patch.setattr(
             throughput_run, "environment_from_elsewhere", partial(describe_environment, {})
         )
@@ -61,21 +61,19 @@ def measured(recipe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 
 def test_ours_and_plain_hugging_face_train_the_same(measured: dict[str, Any]):
-    ours, eager = (measured["ways"][name] for name in ("fp32", "hf_eager"))
-    assert (
-        (ours["verdict"], eager["verdict"]) == (RIGHT, RIGHT)
-        and ours["command"]
-        and eager["command"]
+    launcher, eager = (measured["ways"][name] for name in ("fp32", "hf_eager"))
+    for way in (launcher, eager):
+        assert way["verdict"] == RIGHT
+        assert way["command"]
+    assert launcher["losses"] == pytest.approx(eager["losses"], abs=1e-3), (
+        "packs, initial weights and updates must be the same"
     )
-    assert ours["losses"] == pytest.approx(eager["losses"], abs=1e-3), (
-        "same packs, same draw, same updates"
+    assert launcher["losses"][-1] < launcher["losses"][0] - 0.1, (
+        "the loss must fall, so that updates are compared too"
     )
-    assert ours["losses"][-1] < ours["losses"][0] - 0.1, (
-        "and something was learnt, so that the updates are compared too"
-    )
-    assert ours["gradient_norms"][0] == pytest.approx(eager["gradient_norms"][0], rel=1e-4)
-    assert ours["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2), (
-        "rounding grows from step to step"
+    assert launcher["gradient_norms"][0] == pytest.approx(eager["gradient_norms"][0], rel=1e-4)
+    assert launcher["gradient_norms"] == pytest.approx(eager["gradient_norms"], rel=5e-2), (
+        "differences grow from step to step by rounding only"
     )
 
 
@@ -85,18 +83,19 @@ def test_figures_are_medians_and_wrong_labels_are_judged_wrong(
     for way in (measured["ways"]["fp32"], measured["ways"]["hf_eager"]):
         speeds = sorted(256 / (ms / 1e3) for ms in way["step_ms"][2:])
         spread = way["tokens_per_second"]
-        assert len(way["step_ms"]) == 6 and spread["median"] == pytest.approx(
-            (speeds[1] + speeds[2]) / 2
-        )
+        assert len(way["step_ms"]) == 6
+        assert spread["median"] == pytest.approx((speeds[1] + speeds[2]) / 2)
         assert spread["min"] <= spread["q1"] <= spread["median"] <= spread["q3"] <= spread["max"]
-        assert way["first_step_seconds"] == way["step_ms"][0] / 1e3 and way["memory_gib"] > 0
-    way, limits = measured["ways"]["fp32"], measured["limits"]
-    slow, fast = (256 / way["tokens_per_second"][which] for which in ("min", "max"))
-    assert (
-        limits["floors"]["fp32"] / slow <= way["share_of_limit"] <= limits["floors"]["fp32"] / fast
-    )
+        assert way["first_step_seconds"] == way["step_ms"][0] / 1e3
+        assert way["memory_gib"] > 0
+    way = measured["ways"]["fp32"]
+    floor = measured["limits"]["floors"]["fp32"]
+    slow, fast = (256 / way["tokens_per_second"][extreme] for extreme in ("min", "max"))
+    assert floor / slow <= way["share_of_limit"] <= floor / fast
     broken = measured["ways"]["broken"]
-    assert broken["status"] == "ok" and broken["verdict"] == WRONG and broken["reasons"]
+    assert broken["status"] == "ok"
+    assert broken["verdict"] == WRONG
+    assert broken["reasons"]
 
 
 def test_a_way_that_breaks_down_is_recorded_with_its_error(
@@ -109,20 +108,20 @@ def test_a_way_that_breaks_down_is_recorded_with_its_error(
         "a test",
         go_on=False,
     )
-    found = bench._worker(["benchmarks.no_such_way"], {})
-    assert (
-        found["status"] == "failed" and "No module named benchmarks.no_such_way" in found["reason"]
-    )
-    late = Bench(
+    failed = bench._worker(["benchmarks.no_such_way"], {})
+    assert failed["status"] == "failed"
+    assert "No module named benchmarks.no_such_way" in failed["reason"]
+    hasty = Bench(
         replace(bench.settings, timeout=0.01), tmp_path / "out.json", "a test", go_on=False
     )
-    assert late._worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
+    assert hasty._worker(["benchmarks.limits", "--recipe", str(recipe)], {})["status"] == "timeout"
 
 
 def test_the_whole_compiled_model_trains_what_the_eager_one_does(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    # Traced and differentiated as a whole as on a GPU, but not made into C++, which takes this compiler a minute.
+    # Trace and differentiate the model as on a GPU, but do not compile it to C++, which takes a
+    # minute.
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     throughput_packs.write(tmp_path / "packs", 64, 512, 8)
     packs = [f"data.packs={tmp_path / 'packs'}", "model.config.num_hidden_layers=1"]
@@ -142,7 +141,7 @@ EAGER = run_of([12.34, 12.0, 11.5, 11.1], [4.5, 4.0, 3.7, 4.4])
 
 
 NEAR = run_of([12.37, 12.0, 11.5, 11.11], [3.8, 3.3, 3.1, 3.7])
-# as where small updates are lost in BF16
+# A run that loses small updates in BF16.
 SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
 
 
@@ -151,14 +150,15 @@ SLOW = run_of([12.34, 12.26, 12.0, 11.86], EAGER["gradient_norms"])
     [
         ("delayed", "bf16_exact", NEAR, RIGHT),
         ("bf16", "bf16_exact", NEAR, WRONG),
-        ("current", "bf16_exact", NEAR, WRONG),  # its gradients are not cut
-        # an empty history
+        # Current scaling does not clip gradients.
+        ("current", "bf16_exact", NEAR, WRONG),
+        # Delayed scaling clips the first gradient, because the history is empty.
         ("delayed", "fp32", run_of(EAGER["losses"], [0.9, 4.0, 3.7, 4.4]), RIGHT),
         ("delayed", "fp32", run_of(EAGER["losses"], [0.4, 0.4, 0.4, 0.4]), WRONG),
         ("bf16", "bf16", SLOW, LOSES),
         ("bf16", "fp32", SLOW, WRONG),
         ("delayed", "fp32", EAGER | {"updated_parameters": 90}, WRONG),
-        # a head that is not tied
+        # The head is not tied.
         ("delayed", "fp32", EAGER | {"parameters": 130, "updated_parameters": 130}, WRONG),
         ("bf16", "fp32", run_of([12.34, float("nan")], [4.5, 4.0]), WRONG),
     ],
@@ -167,18 +167,18 @@ def test_the_tolerances_of_the_judge_depend_on_the_precision(
     precision: str, weights: str, run: dict[str, Any], verdict: str
 ):
     entry = Entry("way", "a way", precision, weights)
-    assert judge(entry, run, EAGER)[0] == verdict and judge(entry, EAGER, None)[0] == UNKNOWN
+    assert judge(entry, run, EAGER)[0] == verdict
+    assert judge(entry, EAGER, None)[0] == UNKNOWN
 
 
 @pytest.mark.parametrize("name", shapes.SHAPES)
 def test_settings_of_a_shape_are_ones_that_its_runs_take(name: str) -> None:
-    shape, model = shapes.SHAPES[name], "qwen3_1_7b"
+    shape = shapes.SHAPES[name]
+    model = "qwen3_1_7b"
     for entry in shape.entries(model, shapes.WAYS[1:]):
         recipe = load_recipe(MODELS[model].recipe, [*shape.settings(65_536), *entry.overrides])
-        assert (
-            with_precision(recipe, {}).precision == entry.precision
-            and "vocab_size" in recipe.model.config
-        )
+        assert with_precision(recipe, {}).precision == entry.precision
+        assert "vocab_size" in recipe.model.config
 
 
 def test_the_table_of_shapes_has_gains_over_bf16_and_spreads() -> None:
@@ -186,4 +186,6 @@ def test_the_table_of_shapes_has_gains_over_bf16_and_spreads() -> None:
     (row,) = [
         line for line in shapes.table(result).splitlines() if line.startswith("| GPT-2 124M ")
     ]
-    assert "510,839" in row and "1.02 x" in row and row.rstrip(" |").endswith("%")
+    assert "510,839" in row
+    assert "1.02 x" in row
+    assert row.rstrip(" |").endswith("%")

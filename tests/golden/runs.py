@@ -1,7 +1,7 @@
-"""The golden runs: what each trains, and which of its results are kept.
+"""Definitions of the golden runs and of the results that are compared.
 
-Everything here is public: recipes, the launcher, `metrics.jsonl`, `audit.json`, `final/` and the report. Only `tensors_of` knows
-how files of weights look.
+The runs use public interfaces only: recipes, the launcher, `metrics.jsonl`, `audit.json`, `final/`
+and the report. Only `tensors_of` depends on the format of weight files.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,23 +26,21 @@ STEPS = 6
 WORDS = [f"w{number}" for number in range(90)]
 CHATML = "{% for m in messages %}<|im_start|> {{ m.role }} {{ m.content }} <|im_end|> {% endfor %}"
 EXACT = ("precision=bf16", "weights=bf16_exact")
-# where it is not numbers that a run is about: products in BF16 take a CPU most of a run
+# For runs that do not test numerics. On a CPU, BF16 GEMMs take most of the time of a run.
 IN_FP32 = ("precision=fp32",)
 FUSED = ("model.fused=on",)
 
 
 @dataclass(frozen=True)
 class GoldenRun:
-    """One training: what differs from the base recipe, and what happens to it on its way.
-
-    `processes` run under the accelerate configuration `launch`. `poisoned`: the gradients of its fourth step are not finite,
-    once.
-    """
+    """Changes of the base recipe for one training."""
 
     settings: tuple[str, ...]
     data: str = "text"
+    # Accelerate configuration under which `processes` train. None: one process.
     launch: str | None = None
     processes: int = 2
+    # Make the gradients of the fourth step non-finite, once.
     poisoned: bool = False
 
 
@@ -51,7 +49,8 @@ def low(precision: str, *more: str) -> GoldenRun:
 
 
 STATISTICS = "log.fp8_statistics=3"
-METER = "log.gap=3"  # of the gap to BF16; what is expected was written without one
+# The expected results were written without a gap meter.
+METER = "log.gap=3"
 
 
 RUNS = {
@@ -96,7 +95,7 @@ RUNS = {
 
 
 def write_sources(folder: Path) -> None:
-    """Texts, chats and a tokenizer of whole words: the same bytes each time."""
+    """Write texts, chats and a tokenizer of words, with the same bytes every time."""
     texts = [
         " ".join(WORDS[(first + n * (1 + first % 3)) % 90] for n in range(20 + first % 70))
         for first in range(300)
@@ -119,7 +118,7 @@ def write_sources(folder: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     tokenizer = {
         "version": "1.0",
-        "added_tokens": [each | flags for each in added],
+        "added_tokens": [token | flags for token in added],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "[UNK]"},
     }
@@ -127,12 +126,12 @@ def write_sources(folder: Path) -> None:
 
 
 def data_of(kind: str, folder: Path) -> dict[str, Any]:
-    """The recipe's `data` section."""
+    """Return the recipe's `data` section for a kind of data."""
     if kind == "mds":
         return {"packs": str(MDS), "length": 32}
     text = {"source": str(folder / "texts.jsonl")}
     chat = {"source": str(folder / "chats.jsonl"), "messages": ["p", "r"], "chat_template": CHATML}
-    what = {
+    section = {
         "text": text,
         "small": text | {"held_out": 0.7},
         "stream": text | {"streaming": {"window": 4000, "disk_gb": 0.001}},
@@ -144,7 +143,7 @@ def data_of(kind: str, folder: Path) -> dict[str, Any]:
         "packs": str(folder / f"packs-{kind}"),
         "length": LENGTH,
     }
-    return {"held_out": 0.1} | tokenizer | what
+    return {"held_out": 0.1} | tokenizer | section
 
 
 def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
@@ -168,18 +167,16 @@ def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
             "intermediate_size": 64,
             "num_hidden_layers": 1,
         }
+    tokens = 4 * 32 if run.data == "mds" else 4 * LENGTH
     return {
         "name": "golden",
         "model": {"config": config | {"tie_word_embeddings": False}},
         "data": data_of(run.data, folder),
-        "batch": {
-            "tokens": 4 * LENGTH if run.data != "mds" else 4 * 32,
-            "microbatch": 1 if run.launch else 2,
-        },
+        "batch": {"tokens": tokens, "microbatch": 1 if run.launch else 2},
         "optimizer": {"learning_rate": 0.003},
         "schedule": {"kind": "cosine", "warmup": 2},
         "train": {"steps": STEPS},
-        "evaluate": {"every": 3} if run.data != "mds" else {},
+        "evaluate": {} if run.data == "mds" else {"every": 3},
         "checkpoint": {"every": 2},
         "fp8_config": {"on_unsupported": "emulate"},
         "parity": "off",
@@ -188,24 +185,28 @@ def recipe_of(run: GoldenRun, folder: Path, run_dir: Path) -> dict[str, Any]:
 
 
 def train(run: GoldenRun, folder: Path, run_dir: Path, alone: Callable, as_ranks: Callable) -> Any:
-    """Run `run` with one of the two starters of tests/conftest.py; returns its result."""
+    """Train with one of two starters of tests/conftest.py and return its result.
+
+    `alone` is `start_here` and `as_ranks` is `start_as_ranks`.
+    """
     recipe = recipe_of(run, folder, run_dir)
     if run.launch:
         launch = ["--config_file", f"accelerate_configs/{run.launch}.yaml"]
         return as_ranks(
             recipe, run_dir.parent, *run.settings, launch=launch, processes=run.processes
         )
-    with poisoned_once(run_dir, steps_before=3) if run.poisoned else nullcontext():
-        return alone(recipe, run_dir.parent, *run.settings)
+    if run.poisoned:
+        with poisoned_once(run_dir, steps_before=3):
+            return alone(recipe, run_dir.parent, *run.settings)
+    return alone(recipe, run_dir.parent, *run.settings)
 
 
 def steps_logged(run_dir: Path) -> int:
+    """Return the number of steps in metrics.jsonl."""
     metrics = run_dir / "metrics.jsonl"
-    return (
-        sum("loss" in json.loads(line) for line in metrics.read_text().splitlines())
-        if metrics.exists()
-        else 0
-    )
+    if not metrics.exists():
+        return 0
+    return sum("loss" in json.loads(line) for line in metrics.read_text().splitlines())
 
 
 def steps_saved(run_dir: Path) -> list[int]:
@@ -217,7 +218,7 @@ def steps_saved(run_dir: Path) -> list[int]:
 
 @contextmanager
 def losses_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Every backward pass is that of the `change`d loss."""
+    """Apply `change` to the loss before every backward pass."""
     backward = Accelerator.backward
     Accelerator.backward = lambda accelerator, loss, **options: backward(
         accelerator, change(loss), **options
@@ -229,20 +230,23 @@ def losses_changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[N
 
 
 def poisoned_once(run_dir: Path, steps_before: int) -> AbstractContextManager[None]:
-    """Multiply the loss by infinity in every backward pass of the step that follows so many, the first time that it comes."""
+    """Multiply the loss by infinity in all microbatches of the step after `steps_before` steps.
+
+    The step is poisoned once. A repetition of the step after a rollback is not.
+    """
     state = {"done": False, "now": False}
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
-        there = steps_logged(run_dir) == steps_before
-        state["done"] |= state["now"] and not there
-        state["now"] = there
-        return loss * math.inf if there and not state["done"] else loss
+        is_the_step = steps_logged(run_dir) == steps_before
+        state["done"] |= state["now"] and not is_the_step
+        state["now"] = is_the_step
+        return loss * math.inf if is_the_step and not state["done"] else loss
 
     return losses_changed(poison)
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of a checkpoint of one process, or of an exported model, by name."""
+    """Return all tensors, by name, of an exported model or of a checkpoint of one process."""
     return {
         name: tensor
         for file in sorted(folder.glob("*.safetensors"))
@@ -251,25 +255,28 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def digest(tensors: dict[str, torch.Tensor], named: bool) -> str:
-    """SHA-256 over dtypes, shapes and bytes of all tensors; over their names too where these do not depend on a file format."""
-    each = []
+    """Return a SHA-256 over dtypes, shapes and bytes of all tensors, and over names if `named`.
+
+    Names in checkpoints depend on the file format. expected.json must not depend on them.
+    """
+    hashes = []
     for name, tensor in tensors.items():
         content = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        about = f"{name if named else ''} {tensor.dtype} {list(tensor.shape)}".encode()
-        each.append(hashlib.sha256(about + content).hexdigest())
-    return hashlib.sha256("".join(sorted(each)).encode()).hexdigest()
+        header = f"{name if named else ''} {tensor.dtype} {list(tensor.shape)}".encode()
+        hashes.append(hashlib.sha256(header + content).hexdigest())
+    return hashlib.sha256("".join(sorted(hashes)).encode()).hexdigest()
 
 
 def saved(run_dir: Path, step: int) -> str:
-    """The digest of the checkpoint after `step`."""
+    """Return the digest of the checkpoint after `step`."""
     return digest(tensors_of(run_dir / "checkpoints" / f"step-{step:08d}"), named=True)
 
 
 def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:
-    """What is kept of a finished run: figures by step, hashes of its weights, and the precision of each linear."""
+    """Return figures by step, hashes of the weights, and the linears of each precision."""
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps, evaluations = (
-        [each for each in records if key in each] for key in ("loss", "held_out_loss")
+        [record for record in records if key in record] for key in ("loss", "held_out_loss")
     )
     audit = json.loads((run_dir / "audit.json").read_text())
     effective: dict[str, list[str]] = {}
@@ -294,13 +301,13 @@ def results_of(run: GoldenRun, run_dir: Path) -> dict[str, Any]:
 
 
 def machine() -> dict[str, str]:
-    """What the bits of a run depend on, beside its code."""
-    wanted = ("model name", "cpu family", "model", "stepping")
+    """Return the CPU and the torch version, on which the bits of a run depend."""
+    keys = ("model name", "cpu family", "model", "stepping")
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().split("\n\n")[0].splitlines() if cpuinfo.exists() else []
     cpu = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
     return {
-        "cpu": " ".join(cpu.get(key, "?") for key in wanted),
+        "cpu": " ".join(cpu.get(key, "?") for key in keys),
         "machine": platform.machine(),
         "torch": torch.__version__,
     }

@@ -1,10 +1,10 @@
-"""Whole small runs against what they gave when the file beside this was written: nothing that is computed changes unnoticed.
+"""Compare small runs with the results in expected.json, so that no change of numerics is missed.
 
-    python -m pytest tests/golden                  # all of it; `-k bf16` for a part
-    python -m pytest tests/golden --write-golden   # write expected.json anew, after a change of numerics that was wanted
+    python -m pytest tests/golden                  # all runs; `-k bf16` for some
+    python -m pytest tests/golden --write-golden   # overwrite expected.json after a wanted change
 
-Losses and gradient norms agree everywhere to a tolerance. On the machine that wrote the file (CPU and torch), all figures and the
-hashes of the weights are equal to the bit.
+Losses and gradient norms agree within a tolerance on every machine. With the CPU and the torch
+version that wrote the file, all figures and the hashes of weights are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from tests.forked_commands import forking
 from tests.golden.runs import RUNS, machine, recipe_of, results_of, train, write_sources
 
 EXPECTED = Path(__file__).with_name("expected.json")
-# On another processor, which may add up in another order, as one with AMX does.
-IN_FP32, IN_FEWER_BITS = 1e-5, {"loss": 5e-3, "held_out_loss": 5e-3, "gradient_norm": 8e-2}
+# Tolerances for other processors, which may sum in another order, for example with AMX.
+FP32_TOLERANCE = 1e-5
+LOW_PRECISION_TOLERANCES = {"loss": 5e-3, "held_out_loss": 5e-3, "gradient_norm": 8e-2}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], None]:
-    """Compare results with the expected ones of this name, or write them there."""
+    """Function that compares the results of a run with expected.json, or writes them to it."""
 
     def check(name: str, results: dict[str, Any]) -> None:
         expected = json.loads(EXPECTED.read_text()) if EXPECTED.exists() else {}
@@ -44,18 +45,19 @@ def compare(request: pytest.FixtureRequest) -> Callable[[str, dict[str, Any]], N
                 re.sub(r"\n {6,}", " ", json.dumps(expected, indent=2, sort_keys=True)) + "\n"
             )
             return
-        there = expected[name]
-        for key, values in there["figures"].items():
-            tolerance = IN_FP32 if there["effective"].keys() == {"fp32"} else IN_FEWER_BITS[key]
+        entry = expected[name]
+        in_fp32 = entry["effective"].keys() == {"fp32"}
+        for key, values in entry["figures"].items():
+            tolerance = FP32_TOLERANCE if in_fp32 else LOW_PRECISION_TOLERANCES[key]
             assert results["figures"][key] == pytest.approx(values, rel=tolerance, nan_ok=True), key
-        assert results["effective"] == there["effective"]
-        if there["machine"] == machine():
-            assert results == {key: there[key] for key in results}
+        assert results["effective"] == entry["effective"]
+        if entry["machine"] == machine():
+            assert results == {key: entry[key] for key in results}
 
     return check
 
 
-# which is launched below
+# The test below launches `ddp`.
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "ddp"])
 def test_a_run_computes_what_it_did(
     name: str, folder: Path, start_here: Callable, start_as_ranks: Callable, compare: Callable
@@ -71,7 +73,7 @@ def test_a_run_computes_what_it_did(
 def test_accelerate_launch_of_ddp_computes_what_it_did(
     folder: Path, start_in_processes: Callable, compare: Callable
 ) -> None:
-    """README's command for DDP, as a user types it."""
+    """The command is README's command for DDP."""
     run_dir = folder / "launched" / "run"
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--num_processes", "2"]
     recipe = recipe_of(RUNS["ddp"], folder, run_dir)

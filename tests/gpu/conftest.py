@@ -1,4 +1,7 @@
-"""What GPU tests share; most of it for those of Triton kernels on a CPU, under Triton's interpreter (TRITON_INTERPRET=1)."""
+"""Helpers and fixtures of the GPU tests.
+
+Tests of Triton kernels also run on a CPU, under Triton's interpreter (TRITON_INTERPRET=1).
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,14 @@ from tests.pretrain.conftest import on_a
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
-# of an exact result: BF16 keeps 8 bits and rounds, the interpreter cuts off
+# Relative error of storing an exact result as BF16, which keeps 8 bits. The GPU rounds to nearest;
+# the interpreter truncates.
 ROUNDED = 2**-7 if INTERPRETED else 2**-8
 cuda_only = pytest.mark.skipif(INTERPRETED, reason="needs a CUDA device")
 
 
 def needs(name: str) -> str:
-    """`name` of a precision, or the test is skipped where this machine cannot run it."""
+    """Return the precision's name. Skip the test if this machine cannot run the precision."""
     precision = precision_called(name)
     if precision.quantized and (missing := missing_on("cuda")(precision)):
         pytest.skip(f"{name} {missing}")
@@ -37,13 +41,13 @@ def needs(name: str) -> str:
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
-    """By norms, in FP64. Zero of two tensors that are wholly zero."""
+    """Return the norm of the difference divided by the norm of `expected`, in FP64."""
     difference = float((actual.detach().double() - expected.double()).norm())
     return difference and difference / float(expected.double().norm())
 
 
 class WithoutGPU(pytest.Module):
-    """A file that is skipped as a whole: to skip a thousand tests one by one took ten seconds of a core."""
+    """Test file that is skipped at once. Skipping a thousand tests one by one takes ten seconds."""
 
     def collect(self) -> list[pytest.Item]:
         pytest.skip(
@@ -54,16 +58,18 @@ class WithoutGPU(pytest.Module):
 def pytest_pycollect_makemodule(
     module_path: Path, parent: pytest.Collector
 ) -> pytest.Module | None:
-    return (
-        None
-        if INTERPRETED or torch.cuda.is_available()
-        else WithoutGPU.from_parent(parent, path=module_path)
-    )
+    if INTERPRETED or torch.cuda.is_available():
+        return None
+    return WithoutGPU.from_parent(parent, path=module_path)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def transformer_engine_is_imported_first() -> None:
-    """As in a run. Where the system has a cuDNN of another version than torch's, it cannot be once torch has used its own."""
+    """Import Transformer Engine before torch uses cuDNN, as a run does.
+
+    If the system's cuDNN has another version than torch's, the import fails after torch has used
+    its own.
+    """
     with suppress(ImportError):
         importlib.import_module("transformer_engine.pytorch")
 
@@ -83,25 +89,28 @@ def deterministic() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def conversions_that_round() -> Iterator[None]:
-    """The interpreter's conversions to BF16 and FP8 do not round to nearest, nor saturate; these do, as the GPU's."""
+    """Make the interpreter convert to BF16 and FP8 as the GPU does.
+
+    The interpreter's own conversions neither round to nearest nor saturate.
+    """
     if not INTERPRETED:
         yield
         return
     import triton.language as tl
     from triton.runtime import interpreter
 
-    theirs = interpreter._convert_float
+    original = interpreter._convert_float
     fp8 = {tl.float8e4nv: (E4M3, torch.float8_e4m3fn), tl.float8e5: (E5M2, torch.float8_e5m2)}
 
-    def convert(values: np.ndarray, of: tl.dtype, to: tl.dtype, mode: Any) -> np.ndarray:
-        if (of, to) == (tl.bfloat16, tl.float32):
+    def convert(values: np.ndarray, source: tl.dtype, target: tl.dtype, mode: Any) -> np.ndarray:
+        if (source, target) == (tl.bfloat16, tl.float32):
             return values.view(np.uint16).astype(np.uint32) << 16
-        if of != tl.float32 or to not in (*fp8, tl.bfloat16):
-            return theirs(values, of, to, mode)
+        if source != tl.float32 or target not in (*fp8, tl.bfloat16):
+            return original(values, source, target, mode)
         x = torch.from_numpy(np.ascontiguousarray(values).view(np.float32))
-        if to == tl.bfloat16:
+        if target == tl.bfloat16:
             return x.bfloat16().view(torch.int16).numpy().view(np.uint16)
-        grid, dtype = fp8[to]
+        grid, dtype = fp8[target]
         return round_to_grid(x, grid).to(dtype).view(torch.uint8).numpy()
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,7 +1,7 @@
-"""SwiGLU's kernels: what they compute against the formulas and autograd, how they quantize against our quantizers.
+"""Compare SwiGLU's kernels with the formulas and autograd, and their codes with our quantizers.
 
-They run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1). Its conversions to BF16 and FP8 do not round to nearest
-even, nor keep subnormals; they are replaced here by ones that do.
+The tests also run on a CPU, under Triton's interpreter (TRITON_INTERPRET=1). Its conversions to
+BF16 and FP8 neither round to nearest even nor keep subnormals, so a fixture replaces them.
 """
 
 from __future__ import annotations
@@ -20,40 +20,45 @@ from pretrain.precision.quantizers import E4M3, E5M2, Grid, tensor
 from tests.gpu.conftest import DEVICE, INTERPRETED, cuda_only
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy's, of infinities and NaN
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # numpy on infinities and NaN
     pytest.mark.usefixtures("conversions_that_round"),
 ]
 
 TORCH = {"E4M3": torch.float8_e4m3fn, "E5M2": torch.float8_e5m2}
-# The sigmoid is a few FP32 ulps off, 2^-21 or so; an FP8 rounding spans 2^-4 of a value at least and is decided by less than
-# that for one value in 2^17, and twice for a value that is rounded to BF16 in between.
+# Share of codes that may round the other way. The kernel's sigmoid is a few FP32 ulps off, about
+# 2^-21. An FP8 rounding interval spans at least 2^-4 of a value, so the error decides one rounding
+# in 2^17, and two for a value that is first rounded to BF16.
 FLIPPED = 1e-4
 
 
-def close(ours: Tensor, theirs: Tensor, share: float = FLIPPED) -> bool:
-    """Codes, uint8: at most one apart, and few of them: as the exponentials' last bits decide a rounding now and then."""
-    ordered = [torch.where(codes < 128, codes.int(), 128 - codes.int()) for codes in (ours, theirs)]
-    apart = (ordered[0] - ordered[1]).abs()
+def close(codes: Tensor, expected: Tensor, share: float = FLIPPED) -> bool:
+    """Return True if uint8 codes differ by at most one, in at most `share` of the values.
+
+    The last bits of the exponentials sometimes decide a rounding.
+    """
+    ordered = [
+        torch.where(tensor < 128, tensor.int(), 128 - tensor.int()) for tensor in (codes, expected)
+    ]
+    distance = (ordered[0] - ordered[1]).abs()
     return (
-        ours.shape == theirs.shape
-        and int(apart.max()) <= 1
-        and int((apart > 0).sum()) <= 2 + share * apart.numel()
+        codes.shape == expected.shape
+        and int(distance.max()) <= 1
+        and int((distance > 0).sum()) <= 2 + share * distance.numel()
     )
 
 
 def inputs(tokens: int, width: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """hidden [tokens, 2 width] and the gradient of the activated values [tokens, width], BF16."""
+    """Draw hidden [tokens, 2 width] and the activation's gradient [tokens, width], in BF16."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     hidden = 3 * torch.randn(tokens, 2 * width, generator=generator, device=DEVICE)
     hidden[::7, ::5] *= 20
     d_activated = torch.randn(tokens, width, generator=generator, device=DEVICE)
-    return hidden.bfloat16(), (
-        d_activated * torch.exp(torch.randn(tokens, 1, generator=generator, device=DEVICE))
-    ).bfloat16()
+    sizes = torch.exp(torch.randn(tokens, 1, generator=generator, device=DEVICE))
+    return hidden.bfloat16(), (d_activated * sizes).bfloat16()
 
 
 def by_autograd(hidden: Tensor, d_activated: Tensor) -> tuple[Tensor, Tensor]:
-    """The activated values and the gradient of hidden, of FP64 and then FP32."""
+    """Return the activated values and the gradient of hidden, computed in FP64, as FP32."""
     exact = hidden.double().requires_grad_()
     gate, up = exact.chunk(2, dim=1)
     activated = torch.nn.functional.silu(gate) * up
@@ -68,28 +73,30 @@ def empty(dtype: torch.dtype, *shape: int) -> Tensor:
 def tensor_scaled(
     grid: Grid, shape: tuple[int, ...], *, scale: float | Tensor | None
 ) -> TensorScaled:
-    """To be written both ways: with a given scale, or current scaling's."""
-    dtype, one = TORCH[grid.name], torch.zeros(1, device=DEVICE)
+    """Return an empty TensorScaled of both layouts. Without a `scale`, it uses current scaling."""
+    dtype = TORCH[grid.name]
+    zero = torch.zeros(1, device=DEVICE)
     if isinstance(scale, float):
         scale = torch.tensor([scale], device=DEVICE)
-    both = empty(dtype, *shape), empty(dtype, *reversed(shape))
-    return TensorScaled(dtype, *both, one.clone(), scale, one.clone(), one.clone())
+    rows = empty(dtype, *shape)
+    columns = empty(dtype, *reversed(shape))
+    return TensorScaled(dtype, rows, columns, zero.clone(), scale, zero.clone(), zero.clone())
 
 
 def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> None:
+    """Compare the amax, scale and codes that a kernel wrote with our quantizer on `exact`."""
     values = exact.bfloat16()
     amax = tensor.absolute_maximum(exact if written.scale is None else values)
     torch.testing.assert_close(
         written.amax, amax.reshape(1), rtol=1e-6 if written.scale is None else 2**-8, atol=0
     )
     scale = written.scale
-    if written.scale is None:  # of the amax that was found, which may be an ulp from ours
+    if written.scale is None:
+        # Use the kernel's amax. It may be an ulp from ours.
         scale = tensor.scale_from_amax(written.amax, grid.maximum)
     assert torch.equal(written.scale_inv, tensor.decode_scale(scale))
-    assert close(
-        written.rows,
-        tensor.quantize(values, scale, grid).codes.to(TORCH[grid.name]).view(torch.uint8),
-    )
+    expected = tensor.quantize(values, scale, grid).codes.to(TORCH[grid.name])
+    assert close(written.rows, expected.view(torch.uint8))
 
 
 @settings(max_examples=3 if INTERPRETED else 10, deadline=None)
@@ -99,11 +106,12 @@ def check_tensor_scaled(written: TensorScaled, exact: Tensor, grid: Grid) -> Non
     formats=st.sampled_from([(E4M3, E4M3), (E4M3, E5M2)]),
     scales=st.sampled_from([(1.0, 1.0), (3.1, 700.0), (None, None)]),
 )
-def test_one_scale_for_the_tensor(
+def test_tensor_scaled_codes_are_those_of_the_formulas(
     rows: int, columns: int, formats: tuple[Grid, Grid], scales: tuple[float | None, float | None]
 ):
-    """Delayed scaling with two scales, of which the larger ones saturate, and current scaling."""
-    tokens, width = 32 * rows, 128 * columns
+    """Covers delayed scaling with two scales, the larger one saturating, and current scaling."""
+    tokens = 32 * rows
+    width = 128 * columns
     hidden, d_activated = inputs(tokens, width, seed=tokens + width)
     exact, exact_gradient = by_autograd(hidden, d_activated)
     activated = tensor_scaled(formats[0], (tokens, width), scale=scales[0])
@@ -111,27 +119,27 @@ def test_one_scale_for_the_tensor(
     check_tensor_scaled(activated, exact, formats[0])
 
     d_hidden = tensor_scaled(formats[1], (tokens, 2 * width), scale=scales[1])
-    again = tensor_scaled(formats[0], (tokens, width), scale=activated.used)
-    kernel.write_swiglu_backward(d_activated, hidden, d_hidden, again)
+    recomputed = tensor_scaled(formats[0], (tokens, width), scale=activated.used)
+    kernel.write_swiglu_backward(d_activated, hidden, d_hidden, recomputed)
     check_tensor_scaled(d_hidden, exact_gradient, formats[1])
     assert torch.equal(d_hidden.columns, d_hidden.rows.t())
-    assert torch.equal(again.rows, activated.rows) and torch.equal(
-        again.columns, activated.rows.t()
-    )
-    assert torch.equal(again.scale_inv, activated.scale_inv) and again.amax == 0
+    assert torch.equal(recomputed.rows, activated.rows)
+    assert torch.equal(recomputed.columns, activated.rows.t())
+    assert torch.equal(recomputed.scale_inv, activated.scale_inv)
+    assert recomputed.amax == 0
 
 
 @pytest.mark.parametrize(("tokens", "width"), [(64, 192), (10, 96), (1, 40)])
-def test_bf16_is_written_as_it_is(tokens: int, width: int):
+def test_bf16_values_and_gradients_are_those_of_autograd(tokens: int, width: int):
     hidden, d_activated = inputs(tokens, width)
-    both = kernel.swiglu_backward(d_activated, hidden)
-    assert torch.equal(kernel.swiglu(hidden), both[1])
-    for ours, exact in zip(both, reversed(by_autograd(hidden, d_activated)), strict=True):
-        torch.testing.assert_close(ours.float(), exact.bfloat16().float(), rtol=2**-7, atol=1e-30)
-        assert (ours != exact.bfloat16()).sum() <= 2 + 1e-3 * ours.numel()
+    results = kernel.swiglu_backward(d_activated, hidden)
+    assert torch.equal(kernel.swiglu(hidden), results[1])
+    for actual, exact in zip(results, reversed(by_autograd(hidden, d_activated)), strict=True):
+        torch.testing.assert_close(actual.float(), exact.bfloat16().float(), rtol=2**-7, atol=1e-30)
+        assert (actual != exact.bfloat16()).sum() <= 2 + 1e-3 * actual.numel()
 
 
-def test_extreme_gates_give_what_torchs_own_operations_give():
+def test_extreme_gates_give_the_results_of_torchs_operations():
     special = [
         torch.nan,
         torch.inf,
@@ -154,43 +162,45 @@ def test_extreme_gates_give_what_torchs_own_operations_give():
     gate, up = (half.float().requires_grad_() for half in hidden.chunk(2, dim=1))
     activated = torch.nn.functional.silu(gate) * up
     gradient = torch.cat(torch.autograd.grad(activated, (gate, up), d_activated.float()), dim=1)
-    for ours, theirs in zip(
+    for actual, expected in zip(
         kernel.swiglu_backward(d_activated, hidden), (gradient, activated.detach()), strict=True
     ):
-        # Below -87 a sigmoid is less than FP32's least normal number, and is zero here.
+        # Below -87 a sigmoid is less than FP32's smallest normal number. The kernel returns zero.
         torch.testing.assert_close(
-            ours.float(), theirs.bfloat16().float(), rtol=2**-7, atol=1e-33, equal_nan=True
+            actual.float(), expected.bfloat16().float(), rtol=2**-7, atol=1e-33, equal_nan=True
         )
-    # Codes are those of the values in BF16: they saturate and keep what is not a number.
-    values, written = kernel.swiglu(hidden), tensor_scaled(E4M3, (32, 128), scale=0.37)
+    # The codes are quantized from the BF16 values: they saturate, and NaN stays NaN.
+    values = kernel.swiglu(hidden)
+    written = tensor_scaled(E4M3, (32, 128), scale=0.37)
     kernel.write_swiglu(hidden, written)
-    codes, expected = (
-        written.rows.view(TORCH["E4M3"]).float(),
-        tensor.quantize(values, written.scale, E4M3).codes,
-    )
+    codes = written.rows.view(TORCH["E4M3"]).float()
+    expected = tensor.quantize(values, written.scale, E4M3).codes
     torch.testing.assert_close(codes, expected, rtol=0, atol=0, equal_nan=True)
     assert written.amax.item() == torch.inf
 
 
 def quantizer(te: Any, recipe: str, role: str) -> Any:
-    """As the recipe's quantizers are made, delayed scaling's with scales of which one saturates; E5M2 for gradients."""
+    """Return the library's quantizer of a role, E5M2 for gradients.
+
+    With delayed scaling, the scale of the gradient saturates.
+    """
     dtype = te.DType.kFloat8E5M2 if role == "gradient" else te.DType.kFloat8E4M3
     if recipe == "delayed":
         scale = torch.tensor([{"activated": 3.1, "gradient": 40.0}[role]], device="cuda")
-        made = te.Float8Quantizer(
+        quantizer = te.Float8Quantizer(
             scale, torch.zeros(1, device="cuda"), dtype, rowwise=True, columnwise=True
         )
     else:
-        made = te.Float8CurrentScalingQuantizer(
+        quantizer = te.Float8CurrentScalingQuantizer(
             dtype, torch.device("cuda"), rowwise=True, columnwise=True
         )
-    made.internal = True
-    return made
+    quantizer.internal = True
+    return quantizer
 
 
 @cuda_only
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
-def test_values_transposes_scales_and_amaxes_are_those_of_the_library(recipe: str) -> None:
+def test_codes_scales_and_amaxes_are_those_of_the_library(recipe: str) -> None:
     te = pytest.importorskip("transformer_engine.pytorch")
     if not te.is_fp8_available():
         pytest.skip("needs FP8")
@@ -198,31 +208,33 @@ def test_values_transposes_scales_and_amaxes_are_those_of_the_library(recipe: st
 
     hidden, d_activated = inputs(1024, 1536)
     hidden[128:256] = 0
-    ours, theirs = (
+    quantizers, library_quantizers = (
         {role: quantizer(te, recipe, role) for role in ("activated", "gradient")} for _ in range(2)
     )
-    activated, kept = kernel.quantized_swiglu(hidden, ours["activated"])
-    if recipe == "delayed":  # which moves its scales between forward and backward
-        ours["activated"].scale.fill_(1e3)
-    d_hidden, again = kernel.quantized_swiglu_backward(
-        d_activated, hidden, ours["gradient"], ours["activated"], kept
+    activated, used_scale = kernel.quantized_swiglu(hidden, quantizers["activated"])
+    if recipe == "delayed":  # delayed scaling changes its scales between forward and backward
+        quantizers["activated"].scale.fill_(1e3)
+    d_hidden, recomputed = kernel.quantized_swiglu_backward(
+        d_activated, hidden, quantizers["gradient"], quantizers["activated"], used_scale
     )
-    expected = tex.swiglu(hidden, theirs["activated"])
-    expected_gradient = tex.dswiglu(d_activated, hidden, theirs["gradient"])
-    # which the library quantizes from FP32, and we from BF16
+    expected = tex.swiglu(hidden, library_quantizers["activated"])
+    expected_gradient = tex.dswiglu(d_activated, hidden, library_quantizers["gradient"])
+    # With delayed scaling, the library quantizes from FP32 and our kernel from BF16.
     share = 0.05 if recipe == "delayed" else 1e-4
-    assert activated._transpose is None and again._data is None
+    assert activated._transpose is None
+    assert recomputed._data is None
     assert close(activated._data, expected._data, share)
-    assert close(again._transpose, expected._transpose, share)
+    assert close(recomputed._transpose, expected._transpose, share)
     assert close(d_hidden._data, expected_gradient._data, share)
     assert close(d_hidden._transpose, expected_gradient._transpose, share)
     torch.testing.assert_close(activated._scale_inv, expected._scale_inv, rtol=1e-6, atol=0)
     torch.testing.assert_close(d_hidden._scale_inv, expected_gradient._scale_inv, rtol=1e-6, atol=0)
     if recipe == "delayed":
         for role in ("activated", "gradient"):
-            torch.testing.assert_close(ours[role].amax, theirs[role].amax, rtol=2**-8, atol=0)
-            assert ours[role].amax > 0
-    assert torch.equal(again._transpose, activated._data.t()) and torch.equal(
-        again._scale_inv, activated._scale_inv
-    )
+            torch.testing.assert_close(
+                quantizers[role].amax, library_quantizers[role].amax, rtol=2**-8, atol=0
+            )
+            assert quantizers[role].amax > 0
+    assert torch.equal(recomputed._transpose, activated._data.t())
+    assert torch.equal(recomputed._scale_inv, activated._scale_inv)
     assert torch.equal(d_hidden._transpose, d_hidden._data.t())

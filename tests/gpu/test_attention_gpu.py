@@ -1,4 +1,7 @@
-"""Packed attention's CUDA kernels against the plain one; a compiled model against its documents alone; what repeats exactly."""
+"""Compare packed attention's CUDA kernels with SDPA, and compiled models with single documents.
+
+Also test which of a kernel's results repeat bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from pretrain.model import attention
 from pretrain.model.fused.heads import Heads
 
-LENGTH, PACKS = 512, 3
+LENGTH = 512
+PACKS = 3
 DOCUMENTS = {
     "mixed": [200, 1, 311, 512, 17, 400, 95],
     "a pack each": [LENGTH] * PACKS,
@@ -24,13 +28,14 @@ SHAPES = [Heads(16, 8, 128), Heads(8, 8, 64), Heads(12, 2, 64), Heads(4, 2, 96),
 
 
 def kernel_of(kind: Any, heads: Heads) -> Any:
-    """The registry's function of this name; the test is skipped where it cannot run."""
+    """Return the attention function of this name. Skip the test if this machine cannot run it."""
     if obstacle := attention._obstacle(kind, "cuda", heads.dim, torch.bfloat16):
         pytest.skip(f"{kind} {obstacle}")
-    return getattr(attention, f"packed_{kind}")
+    return AttentionInterface()[f"packed_{kind}"]
 
 
 def offsets(sizes: list[int], spare: int = 0) -> Tensor:
+    """Return the documents' offsets, followed by `spare` empty documents."""
     ends = torch.tensor(sizes).cumsum(0)
     return torch.cat([torch.zeros(1), ends, ends[-1:].repeat(spare)]).to("cuda", torch.int32)
 
@@ -44,8 +49,8 @@ def random_states(heads: Heads, tokens: int = LENGTH * PACKS) -> list[Tensor]:
 
 
 def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> tuple[Tensor, ...]:
-    """Output [1, T, heads, D] and the gradients of q, k and v."""
-    states = [s.detach().requires_grad_() for s in states]
+    """Return the output [1, T, heads, D] and the gradients of q, k and v."""
+    states = [state.detach().requires_grad_() for state in states]
     cu_seqlens = offsets(sizes, spare)
     mask = attention.document_mask(cu_seqlens, LENGTH, LENGTH * PACKS)
     output, _ = kernel(
@@ -63,36 +68,39 @@ def attend(kernel: Any, states: list[Tensor], sizes: list[int], spare: int) -> t
     )
 
 
-def errors_of(ours: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
-    """Relative, by tensor."""
-    found = {}
-    for name, mine, theirs in zip(("output", "dq", "dk", "dv"), ours, exact, strict=True):
-        assert mine.shape == theirs.shape and mine.dtype == torch.bfloat16, name
-        found[name] = ((mine.float() - theirs).norm() / theirs.norm()).item()
-    return found
+def errors_of(actual: tuple[Tensor, ...], exact: tuple[Tensor, ...]) -> dict[str, float]:
+    """Return the relative error of each tensor by its name."""
+    errors = {}
+    for name, computed, expected in zip(("output", "dq", "dk", "dv"), actual, exact, strict=True):
+        assert computed.shape == expected.shape, name
+        assert computed.dtype == torch.bfloat16, name
+        errors[name] = ((computed.float() - expected).norm() / expected.norm()).item()
+    return errors
 
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("heads", SHAPES, ids=str)
 @pytest.mark.parametrize("documents", DOCUMENTS)
 @pytest.mark.parametrize("spare", [0, 9])
-def test_a_kernel_agrees_with_fp32_attention_whatever_the_documents(
+def test_kernels_agree_with_fp32_attention_for_any_documents(
     kind: str, heads: Heads, documents: str, spare: int
 ) -> None:
-    kernel, sizes = kernel_of(kind, heads), DOCUMENTS[documents]
+    kernel = kernel_of(kind, heads)
+    sizes = DOCUMENTS[documents]
     states = random_states(heads)
-    exact = attend(attention.packed_sdpa, [s.float() for s in states], sizes, spare)
+    exact = attend(AttentionInterface()["packed_sdpa"], [s.float() for s in states], sizes, spare)
     errors = errors_of(attend(kernel, states, sizes, spare), exact)
     assert max(errors.values()) < 2**-7, errors
 
 
 @pytest.mark.parametrize("kind", KERNELS)
 @pytest.mark.parametrize("size", [128, 4096])
-def test_what_repeats_bit_for_bit(kind: Any, size: int) -> None:
-    """Output, dK and dV always do. In dQ, blocks of keys may meet in another order each time: shown, and bounded, here."""
-    heads, tokens = SHAPES[0], 32_768
+def test_output_dk_and_dv_repeat_bit_for_bit_and_dq_nearly(kind: Any, size: int) -> None:
+    """The kernel sums blocks of keys into dQ in an order that differs from call to call."""
+    heads = SHAPES[0]
+    tokens = 32_768
     kernel = kernel_of(kind, heads)
-    states = [s.requires_grad_() for s in random_states(heads, tokens)]
+    states = [state.requires_grad_() for state in random_states(heads, tokens)]
     d_output = torch.randn(1, tokens, heads.query, heads.dim, device="cuda").bfloat16()
 
     def once() -> tuple[Tensor, ...]:
@@ -103,8 +111,8 @@ def test_what_repeats_bit_for_bit(kind: Any, size: int) -> None:
 
     first, *again = (once() for _ in range(5))
     differing = {
-        name: max((a != b).sum().item() for b in others)
-        for name, a, others in zip(
+        name: max((tensor != repeat).sum().item() for repeat in repeats)
+        for name, tensor, repeats in zip(
             ("output", "dq", "dk", "dv"), first, zip(*again, strict=True), strict=True
         )
     }
@@ -125,13 +133,12 @@ def tiny_qwen3(implementation: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("kind", ["fa4", "varlen", "sdpa"])
-def test_compiled_layers_give_the_documents_own_logits_and_gradients_and_compile_once(
-    kind: str,
-) -> None:
+def test_compiled_layers_equal_single_documents_and_compile_once(kind: str) -> None:
     kernel_of(kind, Heads(4, 2, 64))
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("inductor")
-    model, plain = tiny_qwen3(f"packed_{kind}", torch.bfloat16), tiny_qwen3("eager", torch.float32)
+    model = tiny_qwen3(f"packed_{kind}", torch.bfloat16)
+    plain = tiny_qwen3("eager", torch.float32)
     for layer in model.model.layers:
         layer.compile(fullgraph=True, dynamic=False, backend=counter)
 
@@ -152,16 +159,14 @@ def test_compiled_layers_give_the_documents_own_logits_and_gradients_and_compile
             [plain(document[None]).logits for document in ids[0].split(sizes)], dim=1
         )
         assert (logits.float() - expected).norm() / expected.norm() < 0.03
-        for each, computed in ((model, logits), (plain, expected)):
-            each.zero_grad()
+        for trained, computed in ((model, logits), (plain, expected)):
+            trained.zero_grad()
             computed.float().square().mean().backward()
-        for (name, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-            if ours.dim() == 2:
-                assert (
-                    torch.cosine_similarity(
-                        ours.grad.float().flatten(), theirs.grad.flatten(), dim=0
-                    )
-                    > 0.99
-                ), name
+        pairs = zip(model.named_parameters(), plain.parameters(), strict=True)
+        for (name, weight), plain_weight in pairs:
+            if weight.dim() == 2:
+                gradient = weight.grad.float().flatten()
+                cosine = torch.cosine_similarity(gradient, plain_weight.grad.flatten(), dim=0)
+                assert cosine > 0.99, name
         compiled.append(counter.frame_count)
     assert compiled == [compiled[0]] * 3

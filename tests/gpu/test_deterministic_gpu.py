@@ -1,4 +1,7 @@
-"""`deterministic: true` on a GPU: two runs, and one that was killed and resumed, have the same bits. By the real launcher."""
+"""Test `deterministic: true` on a GPU with the real launcher.
+
+A run that is killed and resumed has the same bits as a run without interruption.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,11 @@ from tests.conftest import ROOT, write_packs
 from tests.golden.runs import tensors_of
 from tests.gpu.conftest import needs
 
-STEPS, SAVED = 80, 20
-# Documents of many blocks, four query heads to a key head, four packs at once: much to add up for a backward without an order.
+STEPS = 80
+# Steps between two checkpoints.
+SAVE_EVERY = 20
+# Documents of many blocks, four query heads per key head and four packs a microbatch: long sums
+# whose order a nondeterministic backward would change.
 LENGTH = 1024
 QWEN3 = {
     "hidden_size": 256,
@@ -43,7 +49,7 @@ GPT2 = {
 }
 GPT2 |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
 BATCH = {"tokens": 8 * LENGTH, "microbatch": 4}
-# of a step, which two runs must share
+# Metrics of a step that must be equal in both runs.
 FIGURES = ("step", "loss", "gradient_norm", "learning_rate", "frozen_updates")
 
 
@@ -56,9 +62,12 @@ def packs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(
     low_precision_recipe: dict[str, Any], packs: Path, tmp_path: Path
 ) -> Callable[..., dict[str, Any]]:
-    """Trains with these overrides, of `model` where one is given: from the first step to the last, and with SIGKILL after the
-    first checkpoint and a second start. Asserts that losses, norms and the last checkpoint's tensors have the same bits.
-    Returns what is left of the first."""
+    """Return a function that trains twice and compares the runs bit for bit.
+
+    The second run is killed by SIGKILL after its first checkpoint and started again. Losses, norms
+    and the tensors of the last checkpoints must be equal. The function takes overrides and an
+    optional model config, and returns the `outcome` of the first run.
+    """
 
     def train(*overrides: str, model: dict[str, Any] | None = None) -> dict[str, Any]:
         config = model or low_precision_recipe["model"]["config"] | QWEN3
@@ -80,37 +89,33 @@ def train(
             *overrides,
         ]
         launch += ["deterministic=true", f"train.steps={STEPS}"]
-        alone, killed = (tmp_path / name for name in ("alone", "killed"))
-        finish(
-            start(
-                [*launch, f"run_dir={alone}", "checkpoint.every=null"],
-                log := tmp_path / "alone.log",
-            ),
-            log,
-        )
+        complete = tmp_path / "complete"
+        log = tmp_path / "complete.log"
+        finish(start([*launch, f"run_dir={complete}", "checkpoint.every=null"], log), log)
 
-        again, log = (
-            [*launch, f"run_dir={killed}", f"checkpoint.every={SAVED}"],
-            tmp_path / "killed.log",
-        )
-        process = start(again, log)
+        killed = tmp_path / "killed"
+        command = [*launch, f"run_dir={killed}", f"checkpoint.every={SAVE_EVERY}"]
+        log = tmp_path / "killed.log"
+        process = start(command, log)
         while not any((killed / "checkpoints").glob("step-*")):
             assert process.poll() is None, log.read_text()[-3000:]
             time.sleep(0.005)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        assert figures_of(killed)[-1][0] < STEPS, "it had ended before it could be killed"
-        finish(start(again, log), log)
+        assert figures_of(killed)[-1][0] < STEPS, "the run ended before it was killed"
+        finish(start(command, log), log)
 
-        one, other = outcome(alone), outcome(killed)
-        assert one["figures"] == other["figures"] and one["tensors"]
-        assert one["tensors"].keys() == other["tensors"].keys()
+        expected = outcome(complete)
+        resumed = outcome(killed)
+        assert expected["figures"] == resumed["figures"]
+        assert expected["tensors"]
+        assert expected["tensors"].keys() == resumed["tensors"].keys()
         assert not [
             name
-            for name, tensor in one["tensors"].items()
-            if not torch.equal(tensor, other["tensors"][name])
+            for name, tensor in expected["tensors"].items()
+            if not torch.equal(tensor, resumed["tensors"][name])
         ]
-        return one
+        return expected
 
     return train
 
@@ -121,6 +126,7 @@ def figures_of(run_dir: Path) -> list[list[Any]]:
 
 
 def outcome(run_dir: Path) -> dict[str, Any]:
+    """Return the figures, the tensors of the last checkpoint and the audit of a run."""
     tensors = tensors_of(run_dir / "checkpoints" / f"step-{STEPS:08d}")
     return {
         "figures": figures_of(run_dir),
@@ -140,7 +146,7 @@ FUSED = {
     ("attention", "precision"),
     [*(("flash_attn", name) for name in FUSED), ("varlen", "delayed_head")],
 )
-def test_fused_layers_repeat_their_bits_and_resume_with_them(
+def test_fused_layers_repeat_their_bits_after_a_resume(
     attention: str, precision: str, train: Callable[..., dict[str, Any]]
 ) -> None:
     if missing := transformer_engine.missing():
@@ -150,15 +156,16 @@ def test_fused_layers_repeat_their_bits_and_resume_with_them(
     ):
         pytest.skip(f"flash_attn {obstacle}")
     needs(precision.removesuffix("_head"))
-    alone = train(*FUSED[precision], f"model.attention={attention}")
-    assert alone["audit"]["deterministic"] == "yes" and alone["audit"]["fused"].startswith(
-        "2 of 2 layers"
-    )
-    assert alone["figures"][0][1] > 1.2 * alone["figures"][-1][1], "nothing was learnt"
+    run = train(*FUSED[precision], f"model.attention={attention}")
+    assert run["audit"]["deterministic"] == "yes"
+    assert run["audit"]["fused"].startswith("2 of 2 layers")
+    first_loss = run["figures"][0][1]
+    last_loss = run["figures"][-1][1]
+    assert first_loss > 1.2 * last_loss, "the loss did not fall"
 
 
-def test_compiled_layers_with_dropout_repeat_their_bits_and_resume_with_them(
+def test_compiled_layers_with_dropout_repeat_their_bits_after_a_resume(
     train: Callable[..., dict[str, Any]],
 ) -> None:
-    alone = train("model.fused=off", model=GPT2)
-    assert alone["audit"]["compiled"] == "each layer"
+    run = train("model.fused=off", model=GPT2)
+    assert run["audit"]["compiled"] == "each layer"

@@ -1,4 +1,4 @@
-"""Emulated products on CUDA: compiled quantization against the CPU's, bit for bit, and sums in FP32."""
+"""Test emulated GEMMs on CUDA: compiled quantization equals the CPU's bits, sums are in FP32."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pretrain.precision.emulation import EmulationEngine, multiply
 from pretrain.precision.formats.definition import Along, Role
 from tests.pretrain.conftest import active_in
 
-# without chance, nor sums of transforms
+# Turn off stochastic rounding and the Hadamard transform, whose sums may come in another order.
 PRECISE = {"nvfp4": {"disable_stochastic_rounding": True, "disable_rht": True}}
 
 
@@ -22,24 +22,25 @@ def engine(name: str, device: str) -> EmulationEngine:
 
 @pytest.mark.parametrize("name", ["delayed", "current", "block", "mxfp8", "nvfp4"])
 def test_compiled_quantization_gives_the_cpus_operands_bit_for_bit(name: str) -> None:
-    """Of magnitudes that differ from block to block, zeros among them."""
+    """The values' magnitudes vary over 17 binades, and one value in ten is zero."""
     torch.manual_seed(0)
     x = torch.randn(1024, 768) * torch.exp2(torch.randint(-8, 9, (1024, 768)).float())
     x = x.masked_fill(torch.rand(x.shape) < 0.1, 0).bfloat16()
     scale = torch.tensor(1.7)
-    on_cpu, on_gpu = engine(name, "cpu"), engine(name, "cuda")
+    on_cpu = engine(name, "cpu")
+    on_gpu = engine(name, "cuda")
     for role, along in itertools.product(get_args(Role), get_args(Along)):
         expected, expected_amax = on_cpu.prepare(role, x, along, scale)
-        ours, amax = on_gpu.prepare(role, x.cuda(), along, scale.cuda())
-        assert ours.values.dtype == on_gpu.operand_dtype
-        assert torch.equal(ours.values.float().cpu(), expected.values), (role, along)
-        for one, other in ((ours.scale, expected.scale), (amax, expected_amax)):
-            assert (one is None) == (other is None)
-            assert one is None or torch.equal(one.cpu(), other)
+        operand, amax = on_gpu.prepare(role, x.cuda(), along, scale.cuda())
+        assert operand.values.dtype == on_gpu.operand_dtype
+        assert torch.equal(operand.values.float().cpu(), expected.values), (role, along)
+        for actual, reference in ((operand.scale, expected.scale), (amax, expected_amax)):
+            assert (actual is None) == (reference is None)
+            assert actual is None or torch.equal(actual.cpu(), reference)
 
 
-def test_a_product_is_summed_in_fp32_and_rounded_once() -> None:
-    """A scale that BF16 does not hold, and a sum that BF16 would lose."""
+def test_a_gemm_is_summed_in_fp32_and_rounded_once() -> None:
+    """BF16 holds neither the scale nor the sum."""
     emulation = engine("current", "cuda")
     x = torch.full((64, 4096), 7.0, device="cuda").bfloat16()
     x[:, 0] = 5.0

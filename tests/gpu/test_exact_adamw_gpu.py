@@ -1,7 +1,7 @@
-"""The AdamW kernel against torch's operations, bit for bit.
+"""Compare the AdamW kernel with torch's operations, bit for bit.
 
-Runs on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1), which truncates where BF16 should be rounded and so
-skips what the kernel stores as BF16 by rounding.
+The tests run on a GPU, and on a CPU under Triton's interpreter (TRITON_INTERPRET=1). The
+interpreter truncates to BF16, so tests of states that the kernel rounds to BF16 are skipped.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from tests.gpu.conftest import DEVICE, INTERPRETED
 
 rounds_to_bf16 = pytest.mark.skipif(INTERPRETED, reason="Triton's interpreter truncates to BF16")
 
-FP32, BF16 = torch.float32, torch.bfloat16
-# A value, an odd tail, exact blocks, a tensor of several blocks with a tail that is aligned and one that is not.
+FP32 = torch.float32
+BF16 = torch.bfloat16
+# A single value, an odd tail, exact blocks, and several blocks with an aligned and with an
+# unaligned tail.
 SHAPES = ((1,), (27, 45), (1024,), (2064,), (3, 411))
-# Warm-up's first update at a learning rate of zero, and ordinary ones.
+# The first update has learning rate zero, as in a warm-up.
 STEPS = [
     Hyperparameters(lr, 0.1, 0.9, 0.95, 1e-8, step)
     for step, lr in enumerate((0.0, 3e-3, 1e-5), start=1)
@@ -31,50 +33,59 @@ STEPS = [
 def reference(
     tensors: ParameterTensors, hyper: Hyperparameters, coefficient: float
 ) -> tuple[ParameterTensors, int]:
-    """The update of torch's single-tensor AdamW on a CPU, with the square root that is nearest; and the lost updates."""
-    o = ParameterTensors(*(None if t is None else t.cpu() for t in tensors))
-    before = o.weight.float() if o.remainder is None else join(o.weight, o.remainder)
-    gradient, exp_avg, exp_avg_sq = (
-        o.gradient.float() * coefficient,
-        o.exp_avg.float().clone(),
-        o.exp_avg_sq.float().clone(),
-    )
+    """Return the update of torch's single-tensor AdamW on a CPU and the number of frozen updates.
+
+    An update is frozen if the weight keeps its value although it should change. The square root is
+    rounded to nearest.
+    """
+    old = ParameterTensors(*(None if tensor is None else tensor.cpu() for tensor in tensors))
+    before = old.weight.float() if old.remainder is None else join(old.weight, old.remainder)
+    gradient = old.gradient.float() * coefficient
+    exp_avg = old.exp_avg.float().clone()
+    exp_avg_sq = old.exp_avg_sq.float().clone()
     master = before * hyper.decay
     exp_avg.lerp_(gradient, 1 - hyper.beta1)
     exp_avg_sq.mul_(hyper.beta2).addcmul_(gradient, gradient, value=1 - hyper.beta2)
-    # torch.sqrt of FP32 may be off by one unit on a CPU. In double precision and rounded it never is.
+    # torch.sqrt in FP32 may be off by one ulp on a CPU. Computed in FP64 and rounded, it is exact.
     denominator = exp_avg_sq.double().sqrt().float() / hyper.bias_correction2_sqrt + hyper.eps
     master.addcdiv_(exp_avg, denominator, value=-hyper.step_size)
-    weight, remainder = (master.to(o.weight.dtype), None) if o.remainder is None else split(master)
-    after = weight.float() if o.remainder is None else master
-    frozen = (
-        (after == before) & ((exp_avg != 0) | (before != 0))
-        if hyper.learning_rate
-        else torch.zeros(())
-    )
-    moments = (exp_avg.to(o.exp_avg.dtype), exp_avg_sq.to(o.exp_avg.dtype))
-    return ParameterTensors(weight, remainder, o.gradient, *moments), int(frozen.sum())
+    if old.remainder is None:
+        weight = master.to(old.weight.dtype)
+        remainder = None
+        after = weight.float()
+    else:
+        weight, remainder = split(master)
+        after = master
+    frozen = torch.zeros(())
+    if hyper.learning_rate:
+        frozen = (after == before) & ((exp_avg != 0) | (before != 0))
+    moments = (exp_avg.to(old.exp_avg.dtype), exp_avg_sq.to(old.exp_avg.dtype))
+    return ParameterTensors(weight, remainder, old.gradient, *moments), int(frozen.sum())
 
 
 def draw(
     weight: torch.dtype, gradient: torch.dtype, moment: torch.dtype, exact: bool
 ) -> list[ParameterTensors]:
+    """Return operands of each shape: random weights with zeros among them, and empty moments."""
     generator = torch.Generator().manual_seed(0)
     drawn = []
     for shape in SHAPES:
         master = torch.randn(shape, generator=generator)
         master.view(-1)[::7] = 0
         stored, remainder = split(master) if exact else (master.to(weight), None)
-        first, second = torch.zeros(shape, dtype=moment), torch.zeros(shape, dtype=moment)
+        first = torch.zeros(shape, dtype=moment)
+        second = torch.zeros(shape, dtype=moment)
         tensors = (stored, remainder, gradients(shape, gradient, 0), first, second)
-        drawn.append(ParameterTensors(*(None if t is None else t.to(DEVICE) for t in tensors)))
+        drawn.append(
+            ParameterTensors(*(None if tensor is None else tensor.to(DEVICE) for tensor in tensors))
+        )
     return drawn
 
 
 def gradients(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
-    gradient = torch.randn(
-        shape, generator=torch.Generator().manual_seed(seed)
-    ) * 10 ** torch.linspace(-12, 1, shape[-1])
+    """Draw gradients from 1e-12 to 10, every fifth one zero."""
+    generator = torch.Generator().manual_seed(seed)
+    gradient = torch.randn(shape, generator=generator) * 10 ** torch.linspace(-12, 1, shape[-1])
     gradient[..., ::5] = 0
     return gradient.to(dtype).to(DEVICE)
 
@@ -91,32 +102,33 @@ def gradients(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tensor:
     ],
 )
 @pytest.mark.parametrize("gradient", [FP32, BF16])
-def test_it_does_what_torchs_operations_do_bit_for_bit(
+def test_the_kernel_computes_what_torchs_operations_compute(
     weight: torch.dtype, exact: bool, moment: torch.dtype, gradient: torch.dtype
 ) -> None:
     operands = draw(weight, gradient, moment, exact)
     for hyper in STEPS:
         operands = [
-            o._replace(gradient=gradients(tuple(o.weight.shape), gradient, hyper.step))
-            for o in operands
+            tensors._replace(gradient=gradients(tuple(tensors.weight.shape), gradient, hyper.step))
+            for tensors in operands
         ]
-        expected = [reference(o, hyper, 0.37) for o in operands]
-        lost = update_by_kernel(
-            [(each, hyper) for each in operands], torch.tensor(0.37, device=DEVICE)
-        )
-        for ours, (theirs, _) in zip(operands, expected, strict=True):
+        expected = [reference(tensors, hyper, 0.37) for tensors in operands]
+        updates = [(tensors, hyper) for tensors in operands]
+        frozen = update_by_kernel(updates, torch.tensor(0.37, device=DEVICE))
+        for updated, (reference_tensors, _) in zip(operands, expected, strict=True):
             assert all(
-                a is b is None or torch.equal(a.cpu(), b) for a, b in zip(ours, theirs, strict=True)
+                a is b is None or torch.equal(a.cpu(), b)
+                for a, b in zip(updated, reference_tensors, strict=True)
             )
-        assert lost == sum(frozen for _, frozen in expected)
+        assert frozen == sum(count for _, count in expected)
 
 
 @pytest.fixture(autouse=True)
-def by_kernel_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def kernel_updates_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ExactAdamW use the kernel on every device."""
     monkeypatch.setattr(adamw, "_update_all", update_by_kernel)
 
 
-def test_special_masters_are_read_and_written_whole() -> None:
+def test_special_master_weights_keep_all_their_bits() -> None:
     bits = torch.tensor(
         [0, 1, 0x8000, 0x7FFFFF, 0x3F808000, 0x3F818000, 0x7F7F7FFF, 0x7F800000], dtype=torch.int32
     )
@@ -131,4 +143,4 @@ def test_special_masters_are_read_and_written_whole() -> None:
     )
     parameter.grad.fill_(torch.nan)
     optimizer.step()
-    assert parameter.isnan().all(), "a GPU's own NaN would have been stored as -0.0"
+    assert parameter.isnan().all(), "the kernel stores the GPU's NaN as -0.0"

@@ -1,6 +1,7 @@
-"""Experts on the real grouped kernels: BF16 beside FP32, FP8 beside the emulation, and small mixtures as a run assembles them.
+"""Test experts on the grouped CUDA kernels, and small mixtures as a run assembles them.
 
-FP8 is for whoever has a Hopper GPU with Transformer Engine: torch's grouped product in FP8 is for these.
+BF16 is compared with FP32, and FP8 with its emulation. torch's grouped GEMM in FP8 needs a Hopper
+GPU and Transformer Engine.
 """
 
 from __future__ import annotations
@@ -24,33 +25,39 @@ from tests.pretrain.conftest import active_in
 from tests.pretrain.verify.small_runs import build_run
 
 DEVICE = torch.device("cuda")
-EXPERTS, CHOICES, IN, OUT = 8, 2, 256, 384
-LOADS = {"even": None, "one for all": [0, 1], "some for nobody": [1, 2, 5]}
+EXPERTS = 8
+CHOICES = 2
+IN = 256
+OUT = 384
+# Experts that tokens may choose. None: all of them.
+LOADS = {"even": None, "two experts": [0, 1], "three experts": [1, 2, 5]}
 
 fp8_experts = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() != HOPPER,
-    reason="torch's grouped product in FP8",
+    reason="torch's grouped GEMM in FP8 needs a Hopper GPU",
 )
 
 
 def problem(load: str, aligned: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """BF16 rows by expert, weights, the output's gradient, which is zero in rows of nobody, and where experts' rows end."""
+    """Return rows sorted by expert, stacked weights, the output's gradient and the experts' ends.
+
+    The first three are BF16. The gradient is zero in padding rows.
+    """
     torch.manual_seed(0)
     allowed = torch.tensor(LOADS[load] or range(EXPERTS), device=DEVICE)
     chosen = allowed[torch.rand(1000, len(allowed), device=DEVICE).argsort(1)[:, :CHOICES]]
     groups = arrange(chosen, EXPERTS, aligned)
-    tokens, stack = (
-        torch.randn(1000, IN, device=DEVICE),
-        torch.randn(EXPERTS, OUT, IN, device=DEVICE),
-    )
+    tokens = torch.randn(1000, IN, device=DEVICE)
+    stack = torch.randn(EXPERTS, OUT, IN, device=DEVICE)
     rows = Dispatched.apply(tokens, groups)
     dy = torch.randn(len(rows), OUT, device=DEVICE).index_fill_(0, groups.empty, 0)
-    return *(each.bfloat16() for each in (rows, stack, dy)), groups.ends
+    return rows.bfloat16(), stack.bfloat16(), dy.bfloat16(), groups.ends
 
 
 def three_products(
     gemm: Gemm, rows: Tensor, stack: Tensor, dy: Tensor, ends: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
+    """Return the output and the gradients of the rows and of the stacked weights."""
     gemm.begin(rows)
     x = gemm.quantize("input", rows)
     weight = gemm.weight_operand(lambda: stack, refresh=True, differentiable=True)
@@ -65,20 +72,21 @@ def three_products(
 
 
 @pytest.mark.parametrize("load", LOADS)
-def test_bf16_experts_are_those_of_fp32_but_for_one_rounding(load: str) -> None:
+def test_bf16_experts_equal_fp32_within_one_rounding(load: str) -> None:
     rows, stack, dy, ends = problem(load)
     gemm = TorchGemm("experts")
     in_fp32 = three_products(gemm, rows.float(), stack.float(), dy.float(), ends, torch.float32)
-    for ours, theirs in zip(
-        three_products(gemm, rows, stack, dy, ends, torch.bfloat16), in_fp32, strict=True
-    ):
-        assert relative_error(ours, theirs) <= 2**-8 and not ours.isnan().any()
-        assert torch.equal(ours == 0, theirs == 0), (
-            "experts of nobody get no gradient, and rows of nobody nothing"
+    in_bf16 = three_products(gemm, rows, stack, dy, ends, torch.bfloat16)
+    for actual, expected in zip(in_bf16, in_fp32, strict=True):
+        assert relative_error(actual, expected) <= 2**-8
+        assert not actual.isnan().any()
+        assert torch.equal(actual == 0, expected == 0), (
+            "padding rows and the gradients of unchosen experts are zero"
         )
 
 
 def codes_of(gemm: Gemm, role: str, x: Tensor) -> Tensor:
+    """Return the FP8 codes of an operand as FP32."""
     operand = gemm.quantize(role, x)
     codes = gemm.codes(operand)
     if not isinstance(operand, BothWays):
@@ -89,33 +97,32 @@ def codes_of(gemm: Gemm, role: str, x: Tensor) -> Tensor:
 @fp8_experts
 @pytest.mark.parametrize("precision", ["current", "delayed"])
 @pytest.mark.parametrize("load", LOADS)
-def test_fp8_experts_are_the_emulated_ones(load: str, precision: str) -> None:
-    """Codes to the bit; products but for the order of sums, in which Hopper's FP8 units keep fewer bits, and BF16's rounding.
-    Delayed scales are what one microbatch has left."""
+def test_fp8_experts_equal_the_emulation(load: str, precision: str) -> None:
+    """Codes are equal bit for bit. Products differ by the order of sums and by BF16's rounding.
+
+    Hopper's FP8 units keep fewer bits in sums. Delayed scales come from one earlier microbatch.
+    """
     rows, stack, dy, ends = problem(load)
-    both = []
-    with ExitStack() as entered, torch.no_grad():
-        for by in ("transformer_engine", "emulation"):
-            (engine,) = make_engines(
-                [active_in(needs(precision), by, fp8_format="E4M3")], DEVICE
-            ).values()
-            both.append(engine.gemm("experts", IN, OUT))
-            entered.enter_context(engine.forward())
-        for ours, theirs in zip(
-            *(three_products(each, rows, stack, dy, ends, torch.bfloat16) for each in both),
-            strict=True,
-        ):
-            assert relative_error(ours, theirs) <= 2**-7
-            assert torch.equal((ours == 0).all(-1), (theirs == 0).all(-1)), "rows of nobody"
+    gemms = []
+    with ExitStack() as forwards, torch.no_grad():
+        for engine_name in ("transformer_engine", "emulation"):
+            active = active_in(needs(precision), engine_name, fp8_format="E4M3")
+            (engine,) = make_engines([active], DEVICE).values()
+            gemms.append(engine.gemm("experts", IN, OUT))
+            forwards.enter_context(engine.forward())
+        results = [three_products(gemm, rows, stack, dy, ends, torch.bfloat16) for gemm in gemms]
+        for actual, emulated in zip(*results, strict=True):
+            assert relative_error(actual, emulated) <= 2**-7
+            assert torch.equal((actual == 0).all(-1), (emulated == 0).all(-1)), "padding rows"
         for role, x in (("input", rows), ("weight", stack), ("grad_output", dy)):
-            both[0].begin(rows)
-            assert torch.equal(*(codes_of(each, role, x) for each in both)), role
-            both[0].end()
+            gemms[0].begin(rows)
+            assert torch.equal(*(codes_of(gemm, role, x) for gemm in gemms)), role
+            gemms[0].end()
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("precision", ["bf16", "delayed", "current"])
-def test_audit_parity_and_two_steps_of_a_small_mixture(
+def test_a_small_mixture_trains_and_passes_audit_and_parity(
     precision: str, recompute: bool, accelerator: Accelerator
 ) -> None:
     low = PRECISIONS[needs(precision)].quantized
@@ -135,15 +142,15 @@ def test_audit_parity_and_two_steps_of_a_small_mixture(
 
 def test_experts_stay_in_bf16_where_gradients_would_be_e5m2(accelerator: Accelerator) -> None:
     needs("delayed")
-    entries = {
-        entry["name"]: entry for entry in build_run(accelerator, "delayed", "qwen3_moe").audit()
-    }
+    audit = build_run(accelerator, "delayed", "qwen3_moe").audit()
+    entries = {entry["name"]: entry for entry in audit}
     expert = entries["model.layers.0.mlp.experts.down_proj"]
-    assert expert["effective"] == "bf16" and expert["reason"]
+    assert expert["effective"] == "bf16"
+    assert expert["reason"]
 
 
-def test_emulated_experts_are_the_same_on_a_gpu() -> None:
-    rows, stack, dy, ends = problem("some for nobody", aligned=32)
+def test_emulated_experts_are_the_same_on_cpu_and_gpu() -> None:
+    rows, stack, dy, ends = problem("three experts", aligned=32)
     results = []
     for device in ("cuda", "cpu"):
         engine = EmulationEngine(active_in("mxfp8"), torch.device(device))

@@ -1,4 +1,4 @@
-"""Faults made on purpose in the products of Transformer Engine, fused and not: each is caught by parity or by the audit."""
+"""Inject faults into Transformer Engine's GEMMs: parity or the audit reports every one of them."""
 
 from __future__ import annotations
 
@@ -16,22 +16,23 @@ HOPPER = ("bf16", "delayed", "current", "block")
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("precision", HOPPER)
 def test_every_fault_is_caught(precision: str, fused: bool, accelerator: Accelerator) -> None:
-    passed, made = [], 0
+    missed = []
+    count = 0
     for fault in faults_on("cuda"):
         for weights in fault.weights:
             run = build_run(
                 accelerator, precision, fused=fused, recompute=fault.recompute, weights=weights
             )
             if fault.applies(run):
-                made += 1
+                count += 1
                 if not caught_by(run, fault):
-                    passed.append((fault.what, weights))
-    assert passed == []
-    assert made >= (40 if precision == "bf16" else 50)
+                    missed.append((fault.what, weights))
+    assert missed == []
+    assert count >= (40 if precision == "bf16" else 50)
 
 
 @pytest.mark.parametrize("kind", ARCHITECTURES)
 @pytest.mark.parametrize("precision", HOPPER)
-def test_what_is_not_broken_passes(precision: str, kind: str) -> None:
-    for fused in (False, True) if kind not in UNFUSED else (False,):
+def test_a_correct_run_passes(precision: str, kind: str) -> None:
+    for fused in (False,) if kind in UNFUSED else (False, True):
         assert objections_to(4, kind, precision, fused, "cuda") == ()

@@ -1,6 +1,7 @@
-"""Fused layers in every precision of Transformer Engine: as near to BF16 as unfused ones, bit for bit again, and in evaluation.
+"""Test fused layers in every precision of Transformer Engine.
 
-MXFP8 and NVFP4 are for whoever has a B200: no GPU here has them.
+Fused layers are as close to BF16 as unfused layers, repeat their bits, and evaluate as they train.
+MXFP8 and NVFP4 need a B200.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import os
 from functools import partial
 from typing import Any
 
-# what deterministic products need, read when CUDA starts
+# Deterministic GEMMs need this variable. It is read when CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import pytest
@@ -58,7 +59,7 @@ train = partial(losses_and_gradients, steps=2, packs=4, device="cuda", length=LE
 
 
 def larger(name: str) -> dict[str, Any]:
-    """A model of sizes that every recipe takes."""
+    """Return the architecture's config with sizes that every precision supports."""
     config = ARCHITECTURES[name]
     heads = {"head_dim": 64} if "head_dim" in config else {}
     return config | LARGER | heads | {"vocab_size": 256}
@@ -76,6 +77,19 @@ def assemble(
     keep: tuple[str, ...] = (),
     scope: str = "linear",
 ) -> PackedLanguageModel:
+    """Build a model on the GPU in one precision, with fused or unfused layers.
+
+    Args:
+        config: Config of the Hugging Face model.
+        recipe: Name of the precision.
+        fused: Whether layers are fused.
+        weights: Dtype in which weights are stored.
+        main: Dtype of the main gradients. None: no main gradients.
+        attention: Name of the attention implementation.
+        recompute: Whether layers are recomputed in backward.
+        keep: Patterns of linears that stay in BF16.
+        scope: `linear` or `linear+head`.
+    """
     hf = build(config, torch.float32, "cuda", attention)
     model.round_weights(hf, weights)
     backend = "transformer_engine" if precision_called(needs(recipe)).quantized else "torch"
@@ -104,22 +118,20 @@ def assemble(
 def settings_of(
     recipe: str, keep: tuple[str, ...] = (), scope: str = "linear"
 ) -> LowPrecisionSettings:
-    """In every layer, and rounded to nearest."""
-    nearest = (
-        {"disable_stochastic_rounding": True}
-        if "disable_stochastic_rounding" in precision_called(recipe).options
-        else {}
-    )
+    """Return settings that quantize every layer and round to nearest."""
+    nearest = {}
+    if "disable_stochastic_rounding" in precision_called(recipe).options:
+        nearest = {"disable_stochastic_rounding": True}
     return LowPrecisionSettings(
         keep_bf16=keep, scope=scope, keep_bf16_layers={"last": 0}, **nearest
     ).resolved(recipe)
 
 
-def cosines(one: dict[str, Tensor], other: dict[str, Tensor]) -> dict[str, float]:
-    """By parameter."""
+def cosines(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """Return the cosine similarity of two gradients for each parameter."""
     return {
-        name: F.cosine_similarity(one[name].flatten(), other[name].flatten(), dim=0).item()
-        for name in significant_parameters(other)
+        name: F.cosine_similarity(actual[name].flatten(), expected[name].flatten(), dim=0).item()
+        for name in significant_parameters(expected)
     }
 
 
@@ -141,10 +153,10 @@ def needs_transformer_engine() -> None:
         ("llama", "linear", ("o_proj", "layers.0.*")),
     ],
 )
-def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_model(
+def test_fused_layers_are_as_close_to_bf16_as_unfused_layers(
     name: str, scope: str, keep: tuple[str, ...], recipe: str
 ) -> None:
-    """Norms and SwiGLU write BF16 in front of products in BF16, and FP8 in front of the others; backward alike."""
+    """Norms and SwiGLU write BF16 for GEMMs in BF16 and FP8 for all others, also in backward."""
     from pretrain.observe.audit import is_expected
 
     exact = train(assemble(larger(name), "bf16", fused=False))
@@ -153,9 +165,9 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
         for f in (True, False)
     )
     assert fused[0][-1] == pytest.approx(exact[0][-1], rel=5e-3)
-    mine, theirs = cosines(fused[1], exact[1]), cosines(unfused[1], exact[1])
-    for parameter, cosine in mine.items():
-        assert 1 - cosine < 1.5 * (1 - theirs[parameter]) + 0.02, parameter
+    unfused_cosines = cosines(unfused[1], exact[1])
+    for parameter, cosine in cosines(fused[1], exact[1]).items():
+        assert 1 - cosine < 1.5 * (1 - unfused_cosines[parameter]) + 0.02, parameter
 
     packed = assemble(larger(name), recipe, fused=True, keep=keep, scope=scope)
     active = ActivePrecision(
@@ -171,7 +183,8 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
         for linear in observer.products
         if any(is_called(linear, pattern) for pattern in keep)
     }
-    assert observer.faults().keys() <= kept and bool(kept) == bool(keep)
+    assert observer.faults().keys() <= kept
+    assert bool(kept) == bool(keep)
     for linear, products in observer.products.items():
         assert {product.gemm for product in products} == {"forward", "dgrad", "wgrad"}
         if linear in kept:
@@ -187,20 +200,18 @@ def test_in_fp8_with_any_linears_in_bf16_it_is_as_near_to_bf16_as_the_unfused_mo
     ("name", "recipe"),
     [*(("qwen3", recipe) for recipe in ("bf16", *ON_TE)), ("qwen2", "bf16")],
 )
-def test_the_bits_repeat_and_recomputed_layers_have_them_too(name: str, recipe: str) -> None:
-    one, other = (
-        train(assemble(larger(name), recipe, fused=True, recompute=r), steps=3)
-        for r in (False, True)
+def test_recomputed_layers_have_the_same_bits(name: str, recipe: str) -> None:
+    (losses, gradients), (recomputed_losses, recomputed_gradients) = (
+        train(assemble(larger(name), recipe, fused=True, recompute=recompute), steps=3)
+        for recompute in (False, True)
     )
-    assert one[0] == other[0]
-    for parameter, gradient in one[1].items():
-        assert torch.equal(gradient, other[1][parameter]), parameter
+    assert losses == recomputed_losses
+    for parameter, gradient in gradients.items():
+        assert torch.equal(gradient, recomputed_gradients[parameter]), parameter
 
 
 @pytest.mark.parametrize("recipe", ON_TE)
-def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_trace(
-    recipe: str,
-) -> None:
+def test_low_precision_evaluation_equals_training_and_keeps_the_state(recipe: str) -> None:
     packed = assemble(larger("qwen3"), recipe, fused=True)
     packed.context.evaluates_low = True
     train(packed)
@@ -210,6 +221,6 @@ def test_evaluation_in_low_precision_computes_what_training_does_and_leaves_no_t
         evaluated = packed.eval()(**batch).item()
     for name, tensor in packed.context.state().items():
         assert torch.equal(tensor, before[name]), name
-    # evaluation has quantized the weights with the scales of now
+    # Evaluation quantized the weights with the current scales, so training quantizes them again.
     packed.context.first_microbatch = True
     assert packed.train()(**batch).item() == pytest.approx(evaluated, rel=1e-4)

@@ -1,4 +1,4 @@
-"""The head's losses on CUDA: exactness in BF16, and memory."""
+"""Test the accuracy and the memory of the head's losses on CUDA."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def problem(
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["chunked", "cce"])
-def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(
+def test_loss_and_gradients_are_exact_within_the_rounding_of_bf16(
     kind: Literal["chunked", "cce"], weights: torch.dtype
 ) -> None:
     if kind == "cce":
@@ -38,26 +38,29 @@ def test_loss_and_gradients_are_exact_to_the_rounding_of_bf16(
     states, linear, labels = problem(2000, 256, 32_003, weights)
     rounded = linear.weight.detach().bfloat16().double().requires_grad_()
     exact_states = states.detach().double().requires_grad_()
-    value = F.cross_entropy(
+    exact_loss = F.cross_entropy(
         F.linear(exact_states, rounded)[0], labels[0], ignore_index=IGNORE, reduction="sum"
     )
-    (value / 131_072).backward()
+    (exact_loss / 131_072).backward()
 
-    head = LossHead.replacing(linear, LossSettings(kind=kind, chunk=512))
-    ours = head(states, labels)
-    (ours / 131_072).backward()
-    assert ours.dtype == torch.float32
-    assert relative_error(ours, value.detach()) < 1e-4
-    # cce leaves out gradients that it takes for negligible: 2.8 % on an H200
+    head = LossHead(linear, LossSettings(kind=kind, chunk=512))
+    loss = head(states, labels)
+    (loss / 131_072).backward()
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, exact_loss.detach()) < 1e-4
+    # cce skips gradients that it considers negligible. Its error on an H200 is 2.8 %.
     bound = 0.01 if kind == "chunked" else 0.05
     assert relative_error(states.grad, exact_states.grad) < bound
     assert relative_error(linear.weight.grad, rounded.grad) < bound
     with torch.no_grad():
-        assert relative_error(head(states, labels), value.detach()) < 1e-4
+        assert relative_error(head(states, labels), exact_loss.detach()) < 1e-4
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """The most that `run` allocates at once, beyond what was there; its first call, which compiles, is not counted."""
+    """Return the peak of the memory that `run` allocates.
+
+    The first call compiles and is not counted.
+    """
     run()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
@@ -66,10 +69,13 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_gradients() -> None:
-    tokens, hidden, vocabulary, chunk = 16_384, 512, 50_304, 1024
+def test_peak_memory_is_one_chunk_of_logits_and_the_gradients() -> None:
+    tokens = 16_384
+    hidden = 512
+    vocabulary = 50_304
+    chunk = 1024
     states, linear, labels = problem(tokens, hidden, vocabulary)
-    head = LossHead.replacing(linear, LossSettings(chunk=chunk))
+    head = LossHead(linear, LossSettings(chunk=chunk))
 
     def train() -> None:
         gradients = torch.autograd.grad(head(states, labels), (states, linear.weight))
@@ -79,8 +85,9 @@ def test_peak_memory_is_one_chunk_of_logits_and_the_gradients_and_less_without_g
         with torch.no_grad():
             head(states, labels)
 
-    logits, chunk_logits = 2 * tokens * vocabulary, 2 * chunk * vocabulary
-    # states in bf16; the weight's in FP32 and, returned, in bf16
+    logits = 2 * tokens * vocabulary
+    chunk_logits = 2 * chunk * vocabulary
+    # The states' gradient is BF16. The weight's gradient is FP32, with a copy in BF16.
     gradients = 2 * tokens * hidden + (4 + 2) * vocabulary * hidden
     training = peak_bytes(train)
     assert training < 1.1 * (chunk_logits + gradients) < 0.3 * logits

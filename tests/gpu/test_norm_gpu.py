@@ -1,4 +1,4 @@
-"""RMSNorm's kernels against the formula in FP64, whatever the width and the number of tokens."""
+"""Compare RMSNorm's kernels with the formula in FP64, for several widths and token counts."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ def normal(*shape: int, seed: int) -> Tensor:
 
 @pytest.mark.parametrize(("tokens", "width"), [(5, 96), (64, 128), (9, 2048), (3, 5120)])
 def test_norm_and_gradient_are_those_of_the_formula(tokens: int, width: int) -> None:
-    x, dy, weight = (
-        normal(tokens, width, seed=1),
-        normal(tokens, width, seed=2),
-        1 + normal(width, seed=3) / 4,
-    )
+    x = normal(tokens, width, seed=1)
+    dy = normal(tokens, width, seed=2)
+    weight = 1 + normal(width, seed=3) / 4
     residual = normal(tokens, width, seed=4)
-    exact, exact_weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    exact = x.double().requires_grad_()
+    exact_weight = weight.double().requires_grad_()
     expected = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + EPS) * exact_weight
     expected.backward(dy.double())
     y, rstd = rms_norm(x, weight, EPS)
-    dx, of_weight = rms_norm_backward(dy, x, rstd, weight, residual)
+    dx, weight_gradient = rms_norm_backward(dy, x, rstd, weight, residual)
     assert (y.double() - expected).abs().le(ROUNDED * expected.abs() + 1e-9).all()
     expected_dx = exact.grad + residual.double()
     assert (dx.double() - expected_dx).abs().le(ROUNDED * expected_dx.abs() + 1e-5).all()
-    assert (of_weight.double() - exact_weight.grad).norm() < 1e-5 * exact_weight.grad.norm()
+    assert (weight_gradient.double() - exact_weight.grad).norm() < 1e-5 * exact_weight.grad.norm()
 
 
-def test_the_same_gradient_has_the_same_bits_again() -> None:
-    x, dy, weight = normal(TOKENS, 64, seed=1), normal(TOKENS, 64, seed=2), normal(64, seed=3)
+def test_backward_repeats_its_bits() -> None:
+    x = normal(TOKENS, 64, seed=1)
+    dy = normal(TOKENS, 64, seed=2)
+    weight = normal(64, seed=3)
     _, rstd = rms_norm(x, weight, EPS)
-    once, again = (rms_norm_backward(dy, x, rstd, weight, x) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+    first, second = (rms_norm_backward(dy, x, rstd, weight, x) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))

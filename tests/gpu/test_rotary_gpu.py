@@ -1,6 +1,7 @@
-"""The rotation's kernels against its formulas in double precision, at small shapes and real ones.
+"""Compare the kernels of rotary embeddings with their formulas in FP64.
 
-The small ones run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), which truncates where BF16 should be rounded.
+Tests with small shapes also run on a CPU, under Triton's interpreter (TRITON_INTERPRET=1), which
+truncates to BF16 instead of rounding.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from pretrain.model.fused.heads import HeadNorms, Heads
 from pretrain.precision.quantizers import E5M2, tensor
 from tests.gpu.conftest import DEVICE, ROUNDED, cuda_only
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32 = torch.float32
+BF16 = torch.bfloat16
 RELATIVE = 1.01 * ROUNDED
 SMALL = [Heads(4, 2, 64), Heads(3, 1, 128), Heads(6, 2, 32)]
-# Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and one with no power of two in its heads.
+# Tokens and heads of Qwen3-1.7B, Llama-3.1-8B, Qwen2-0.5B, and of a model whose number of heads is
+# not a power of two.
 REAL = [
     (32_768, Heads(16, 8, 128)),
     (8_191, Heads(32, 8, 128)),
@@ -29,8 +32,11 @@ REAL = [
 
 
 class Problem:
-    """Rows, angles of packed documents, gradients in the strides that attention leaves them, and norms. `in_parts`: the gradients
-    of keys and values are a part a query head."""
+    """Inputs of the rotation: rows, angles of packed documents, gradients and norms.
+
+    Gradients have the strides of attention's gradients. With `in_parts`, the gradients of keys and
+    values have one part per query head.
+    """
 
     def __init__(self, tokens: int, heads: Heads, normed: bool, *, in_parts: bool = False) -> None:
         generator = torch.Generator(DEVICE).manual_seed(0)
@@ -38,11 +44,14 @@ class Problem:
         def normal(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, device=DEVICE).to(BF16)
 
-        self.heads, self.qkv = heads, normal(tokens, heads.width)
+        self.heads = heads
+        self.qkv = normal(tokens, heads.width)
         frequencies = 10_000 ** (-torch.arange(heads.dim // 2, device=DEVICE) / (heads.dim // 2))
         angles = (torch.arange(tokens, device=DEVICE) % 1000)[:, None] * frequencies.repeat(2)
-        # 0.9: a YaRN-like scaling
-        self.cos, self.sin = ((0.9 * f(angles)).to(BF16) for f in (torch.cos, torch.sin))
+        # The factor 0.9 scales cos and sin as YaRN does.
+        self.cos, self.sin = (
+            (0.9 * function(angles)).to(BF16) for function in (torch.cos, torch.sin)
+        )
         self.gradients = [
             normal(count, tokens, heads.dim).transpose(0, 1)
             for count in (heads.query, heads.kv, heads.kv)
@@ -55,18 +64,16 @@ class Problem:
         self.norms = HeadNorms(*weight, 1e-6) if normed else None
 
     def exact(self) -> Problem:
-        """The same numbers in FP64."""
-        other = object.__new__(Problem)
-        other.heads, other.qkv, other.cos, other.sin = (
-            self.heads,
-            self.qkv.double(),
-            self.cos.double(),
-            self.sin.double(),
-        )
-        other.gradients = [gradient.double() for gradient in self.gradients]
+        """Return a copy in FP64."""
+        exact = object.__new__(Problem)
+        exact.heads = self.heads
+        exact.qkv = self.qkv.double()
+        exact.cos = self.cos.double()
+        exact.sin = self.sin.double()
+        exact.gradients = [gradient.double() for gradient in self.gradients]
         norms = self.norms
-        other.norms = norms and HeadNorms(norms.query.double(), norms.key.double(), norms.eps)
-        return other
+        exact.norms = norms and HeadNorms(norms.query.double(), norms.key.double(), norms.eps)
+        return exact
 
 
 def kernel_backward(problem: Problem) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -81,24 +88,29 @@ def kernel_forward(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def check(problem: Problem) -> None:
-    """Both directions within the rounding of their dtype beside the formulas, by which FP64 goes; sums of norm gradients within
-    FP32's, relative to their whole."""
+    """Compare both directions with the formulas in FP64, within the rounding of BF16.
+
+    Gradients of norm weights are sums in FP32 and agree within 1e-5 of their norm.
+    """
     exact = problem.exact()
     forward = rotate(exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
-    for ours, theirs in zip(kernel_forward(problem), forward, strict=True):
-        assert ours.is_contiguous() and ours.dtype == BF16
-        torch.testing.assert_close(ours.double(), theirs, rtol=RELATIVE, atol=2e-6)
+    for actual, expected in zip(kernel_forward(problem), forward, strict=True):
+        assert actual.is_contiguous()
+        assert actual.dtype == BF16
+        torch.testing.assert_close(actual.double(), expected, rtol=RELATIVE, atol=2e-6)
     arguments = (*exact.gradients, exact.qkv, exact.cos, exact.sin, exact.heads, exact.norms)
-    dqkv, *norm_gradients = rotate_backward(*arguments)
-    ours, *our_norm_gradients = kernel_backward(problem)
-    assert ours.is_contiguous() and ours.dtype == BF16
-    torch.testing.assert_close(ours.double(), dqkv, rtol=RELATIVE, atol=4e-6)
-    for mine, theirs in zip(our_norm_gradients, norm_gradients, strict=True):
+    expected_dqkv, *expected_norm_gradients = rotate_backward(*arguments)
+    dqkv, *norm_gradients = kernel_backward(problem)
+    assert dqkv.is_contiguous()
+    assert dqkv.dtype == BF16
+    torch.testing.assert_close(dqkv.double(), expected_dqkv, rtol=RELATIVE, atol=4e-6)
+    for gradient, expected in zip(norm_gradients, expected_norm_gradients, strict=True):
         if problem.norms is None:
-            assert mine is theirs is None
+            assert gradient is expected is None
         else:
-            assert mine.dtype == FP32 and mine.shape == (problem.heads.dim,)
-            assert (mine.double() - theirs).norm() < 1e-5 * theirs.norm()
+            assert gradient.dtype == FP32
+            assert gradient.shape == (problem.heads.dim,)
+            assert (gradient.double() - expected).norm() < 1e-5 * expected.norm()
 
 
 @pytest.mark.parametrize(
@@ -108,16 +120,14 @@ def check(problem: Problem) -> None:
 )
 @pytest.mark.parametrize("normed", [True, False])
 def test_the_kernels_compute_what_the_formulas_do(tokens: int, heads: Heads, normed: bool) -> None:
-    """The last tile of 37 tokens is not full."""
+    """With 37 tokens, the last tile is not full."""
     check(Problem(tokens, heads, normed))
 
 
 @pytest.mark.parametrize(
     ("heads", "normed"), [(Heads(4, 2, 64), True), (Heads(6, 3, 32), False)], ids=str
 )
-def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(
-    heads: Heads, normed: bool
-) -> None:
+def test_parts_of_a_gradient_are_summed_before_rounding(heads: Heads, normed: bool) -> None:
     check(Problem(37, heads, normed, in_parts=True))
 
 
@@ -132,31 +142,38 @@ def test_parts_of_a_gradient_are_summed_before_anything_is_rounded(
     ids=str,
 )
 @pytest.mark.parametrize("normed", [True, False])
-def test_codes_are_those_of_the_gradient_in_bf16(
+def test_fp8_codes_are_those_of_the_bf16_gradient(
     tokens: int, heads: Heads, in_parts: bool, normed: bool
 ) -> None:
-    """By rows and by columns, with its amax; one of the scales saturates. The norms' gradients have the same bits."""
+    """Covers both layouts, the amax and a scale that saturates.
+
+    The gradients of norm weights keep their bits.
+    """
     problem = Problem(tokens, heads, normed, in_parts=in_parts)
-    expected, *expected_norms = kernel_backward(problem)
+    expected, *expected_norm_gradients = kernel_backward(problem)
     for factor in (4096.0, 3e5):
         scale, amax, inverse = (
             torch.full((1,), value, device=DEVICE) for value in (factor, 0.0, 0.0)
         )
-        both = (
+        rows, columns = (
             torch.empty(shape, dtype=torch.uint8, device=DEVICE)
             for shape in (expected.shape, expected.t().shape)
         )
-        written = TensorScaled(torch.float8_e5m2, *both, inverse, scale, amax)
+        written = TensorScaled(torch.float8_e5m2, rows, columns, inverse, scale, amax)
         qkv = problem.qkv if normed else None
-        _, *norms = rotary_kernel.rotate_backward(
+        _, *norm_gradients = rotary_kernel.rotate_backward(
             *problem.gradients, qkv, problem.cos, problem.sin, heads, problem.norms, written
         )
         codes = tensor.quantize(expected, scale, E5M2).codes.to(torch.float8_e5m2).view(torch.uint8)
-        assert torch.equal(written.rows, codes) and torch.equal(written.columns, codes.t())
-        assert amax == expected.abs().max() and torch.equal(inverse, tensor.decode_scale(scale))
+        assert torch.equal(written.rows, codes)
+        assert torch.equal(written.columns, codes.t())
+        assert amax == expected.abs().max()
+        assert torch.equal(inverse, tensor.decode_scale(scale))
         assert all(
-            ours is theirs or torch.equal(ours, theirs)
-            for ours, theirs in zip(norms, expected_norms, strict=True)
+            gradient is expected_gradient or torch.equal(gradient, expected_gradient)
+            for gradient, expected_gradient in zip(
+                norm_gradients, expected_norm_gradients, strict=True
+            )
         )
 
 
@@ -167,7 +184,8 @@ def test_offsets_beyond_32_bits_are_right(normed: bool) -> None:
     tokens = 2**31 // heads.width + 5
     if torch.cuda.mem_get_info()[0] < 40 * 2**30:
         pytest.skip("needs 40 GiB")
-    problem, large = Problem(64, heads, normed), Problem(64, heads, normed)
+    problem = Problem(64, heads, normed)
+    large = Problem(64, heads, normed)
 
     def behind_zeros(values: Tensor) -> Tensor:
         larger = torch.zeros(tokens, *values.shape[1:], device=DEVICE, dtype=BF16)
@@ -176,6 +194,6 @@ def test_offsets_beyond_32_bits_are_right(normed: bool) -> None:
 
     large.qkv, large.cos, large.sin = map(behind_zeros, (problem.qkv, problem.cos, problem.sin))
     pairs = zip(kernel_forward(large), kernel_forward(problem), strict=True)
-    assert all(torch.equal(ours[-64:], theirs) for ours, theirs in pairs)
+    assert all(torch.equal(rows[-64:], expected) for rows, expected in pairs)
     large.gradients = [*map(behind_zeros, problem.gradients)]
     assert torch.equal(kernel_backward(large)[0][-64:], kernel_backward(problem)[0])

@@ -1,4 +1,4 @@
-"""The LM head's FP8 products together with the loss, against the same products differentiated one by one."""
+"""Compare the LM head's FP8 GEMMs fused with the loss with the same GEMMs in separate layers."""
 
 from __future__ import annotations
 
@@ -16,12 +16,16 @@ from pretrain.settings.recipe import LossSettings
 from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.conftest import active_in
 
-# chunks of 384, 384 and 256; a vocabulary of no more than 16 x 257
-TOKENS, HIDDEN, VOCABULARY, CHUNK = 1024, 256, 4112, 384
+# Chunks of 384, 384 and 256 tokens.
+TOKENS = 1024
+CHUNK = 384
+HIDDEN = 256
+# 16 x 257: no larger power of two divides it.
+VOCABULARY = 4112
 
 
 class Model:
-    """A linear and the head, in low precision, as a model has them: what comes first is not the head."""
+    """Linear followed by the head, both in low precision. The head is not the first layer."""
 
     def __init__(
         self, recipe: str, *, fused: bool, weights: torch.dtype = torch.bfloat16, **options: Any
@@ -38,15 +42,16 @@ class Model:
         self.below.state.add(self.engine, HIDDEN, HIDDEN)
         linear = nn.Linear(HIDDEN, VOCABULARY, bias=False, device="cuda", dtype=weights)
         nn.init.normal_(linear.weight, std=0.2)
-        self.head = LossHead.replacing(linear, LossSettings(chunk=CHUNK), self.context, "head")
+        self.head = LossHead(linear, LossSettings(chunk=CHUNK), self.context, "head")
         self.head.state.add(self.engine, HIDDEN, VOCABULARY)
         gemm = self.head.state.gemms[self.engine]
         if fused and not gemm.supports_fused_loss:
-            pytest.skip("products of this GPU read operands as they lie")
-        if not fused:  # as all other layers compute
+            pytest.skip("GEMMs of this GPU need no transposed operands")
+        if not fused:  # Compute as all other layers do.
             gemm.__class__ = type("UnfusedGemm", (type(gemm),), {"supports_fused_loss": False})
 
     def microbatch(self, number: int, *, first: bool) -> dict[str, Tensor]:
+        """Return the loss and the gradients of one microbatch."""
         generator = torch.Generator("cuda").manual_seed(number)
         x = (
             torch.randn(TOKENS, HIDDEN, device="cuda", generator=generator)
@@ -68,15 +73,19 @@ class Model:
         }
 
     def run(self) -> tuple[list[dict[str, Tensor]], list[dict[str, Tensor]]]:
-        """Two steps of two microbatches: losses and gradients of each, and the state after it."""
-        found, states = [], []
+        """Train two steps of two microbatches.
+
+        Returns the losses and gradients of the microbatches, and the state after each of them.
+        """
+        results = []
+        states = []
         for number in range(4):
-            found.append(self.microbatch(number, first=number % 2 == 0))
+            results.append(self.microbatch(number, first=number % 2 == 0))
             states.append({name: tensor.clone() for name, tensor in self.engine.state().items()})
             if number % 2:
                 with torch.no_grad():
                     self.head.weight.mul_(1.01)
-        return found, states
+        return results, states
 
 
 @pytest.mark.parametrize("weights", [torch.bfloat16, torch.float32])
@@ -88,21 +97,24 @@ class Model:
         ("current", {}),
     ],
 )
-def test_everything_is_that_of_the_products_one_by_one(
+def test_the_fused_head_equals_separate_gemms_and_loss(
     recipe: str, options: dict[str, Any], weights: torch.dtype
 ) -> None:
-    """Operands have the same bits, so losses do too. The weight's gradient adds up in FP32 from chunk to chunk, where one by one
-    each is rounded to BF16. The hidden states' comes from rows that have a scale each, which keeps the labels' entries."""
-    fused, one_by_one = (
+    """Operands have the same bits, and so do losses.
+
+    The fused weight gradient sums chunks in FP32. Separate GEMMs round each chunk to BF16. The
+    fused gradient of the hidden states uses one scale per row, which keeps the labels' entries.
+    """
+    (fused_results, fused_states), (separate_results, separate_states) = (
         Model(recipe, fused=fused, weights=weights, **options).run() for fused in (True, False)
     )
-    for ours, theirs in zip(fused[0], one_by_one[0], strict=True):
-        errors = {key: relative_error(ours[key], theirs[key]) for key in ours}
-        assert errors["weight"] < 4e-3 and errors["loss"] < 1e-6
+    for fused, separate in zip(fused_results, separate_results, strict=True):
+        errors = {key: relative_error(fused[key], separate[key]) for key in fused}
+        assert errors["weight"] < 4e-3
+        assert errors["loss"] < 1e-6
         assert max(errors["x"], errors["below"]) < 0.15, errors
-    for ours, theirs in zip(fused[1], one_by_one[1], strict=True):
-        assert {name for name in ours if not torch.equal(ours[name], theirs[name])} <= {
-            name for name in ours if name.startswith("fp8/below/backward/")
-        }
+    for fused, separate in zip(fused_states, separate_states, strict=True):
+        differing = [name for name in fused if not torch.equal(fused[name], separate[name])]
+        assert all(name.startswith("fp8/below/backward/") for name in differing)
     if recipe == "delayed":
-        assert fused[1][-1]["fp8/head/backward/amax_history"][:, 0].any()
+        assert fused_states[-1]["fp8/head/backward/amax_history"][:, 0].any()

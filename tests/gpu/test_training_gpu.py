@@ -1,4 +1,4 @@
-"""Training on CUDA: the memory search, and runs by the launcher in every precision and through changes of it."""
+"""Test training on CUDA: the search for the microbatch, and runs in and across all precisions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from pretrain.precision.settings import PLAIN_FORWARD, PRECISIONS
 from pretrain.run.startup import largest_that_fits
 from pretrain.settings.recipe import LossSettings, ModelSettings
 
-LENGTH, VOCABULARY = 256, 503
+LENGTH = 256
+VOCABULARY = 503
 QWEN3 = {
     "model_type": "qwen3",
     "vocab_size": VOCABULARY,
@@ -42,7 +43,7 @@ DEVICE = torch.device("cuda")
 
 @pytest.fixture
 def packed() -> PackedLanguageModel:
-    """FP32 weights under BF16 working copies, attention by torch's variable-length kernel."""
+    """Model with FP32 weights, BF16 working copies and torch's variable-length attention."""
     config = model.load_config(SETTINGS)
     hf = model.build(
         SETTINGS, config, weights=torch.float32, seed=1, device=DEVICE, backend="packed_varlen"
@@ -61,12 +62,12 @@ def pack_of(documents: int, seed: int) -> Pack:
 
 @pytest.fixture
 def memory_for() -> Iterator[Callable[[int], None]]:
-    """Let this process have as many bytes as it holds now and so many more."""
+    """Function that limits this process to the memory it has reserved plus a number of bytes."""
 
-    def limit(further: int) -> None:
+    def limit(extra: int) -> None:
         torch.cuda.empty_cache()
         total = torch.cuda.get_device_properties(DEVICE).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + further) / total)
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + extra) / total)
 
     yield limit
     torch.cuda.set_per_process_memory_fraction(1.0)
@@ -77,25 +78,25 @@ def trial(packs: int) -> Microbatch:
 
 
 def largest(
-    packed: PackedLanguageModel, accelerator: Accelerator, sizes: list[int], further: int = 2**33
+    packed: PackedLanguageModel, accelerator: Accelerator, sizes: list[int], extra: int = 2**33
 ) -> int:
-    """Of `sizes`, in so many bytes beside those that this process holds."""
+    """Return the largest of `sizes` that fits into the reserved memory plus `extra` bytes."""
     options = {
-        "usable": torch.cuda.memory_reserved() + further,
+        "usable": torch.cuda.memory_reserved() + extra,
         "most_reserved": torch.cuda.max_memory_reserved,
     }
     return largest_that_fits(packed, accelerator, sizes, trial, multiple_of=1, **options)
 
 
-def test_the_largest_microbatch_is_found_in_the_memory_that_there_is(
+def test_the_largest_microbatch_that_fits_the_memory_is_chosen(
     packed: PackedLanguageModel, accelerator: Accelerator, memory_for: Callable
 ) -> None:
     assert largest(packed, accelerator, [1, 4]) == 4
     memory_for(256 * 2**20)
-    # 1,024 packs hold 0.5 GiB in each norm's input alone
+    # With 1,024 packs, the input of one norm takes 0.5 GiB.
     assert largest(packed, accelerator, [1, 4, 512, 1024], 256 * 2**20) == 4
     assert all(not parameter.grad.any() for parameter in packed.parameters())
-    # what was found runs, with nothing left over from what failed
+    # The chosen microbatch runs. The failed trials have left no memory allocated.
     packed(**inputs_of(trial(4), DEVICE)).backward()
     memory_for(32 * 2**20)
     assert largest(packed, accelerator, [1024], 32 * 2**20) == 0
@@ -103,7 +104,7 @@ def test_the_largest_microbatch_is_found_in_the_memory_that_there_is(
 
 @pytest.fixture
 def small_recipe(small_recipe: dict[str, Any]) -> dict[str, Any]:
-    """Of two layers: fused ones hand each other their values."""
+    """Recipe with two layers, because a fused layer passes values to the next one."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
     return small_recipe
 
@@ -121,19 +122,17 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(
     finished = train(recipe=recipe, launch=["--config_file", "accelerate_configs/bf16.yaml"])
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
-    assert summary["steps"] == 12 and summary["recompiles"] == 0
+    assert summary["steps"] == 12
+    assert summary["recompiles"] == 0
     assert summary["held_out_loss"] < finished.losses()[0]
     audit = finished.audit()
-    kind = attention.choose("auto", "cuda", 64, torch.bfloat16).name
-    assert (audit["precision"], audit["attention"]["kind"], audit["compiled"]) == (
-        "bf16",
-        kind,
-        "nothing",
-    )
+    expected_attention = attention.choose("auto", "cuda", 64, torch.bfloat16).name
+    assert audit["precision"] == "bf16"
+    assert audit["attention"]["kind"] == expected_attention
+    assert audit["compiled"] == "nothing"
     assert audit["fused"].startswith("2 of 2 layers")
-    assert {(each["stored"], each["effective"]) for each in audit["products"]} == {
-        ("float32", "bf16")
-    }
+    dtypes = {(product["stored"], product["effective"]) for product in audit["products"]}
+    assert dtypes == {("float32", "bf16")}
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,10 @@ def test_the_launcher_trains_on_a_gpu_in_bf16_without_recompiling(
 def test_the_launcher_trains_in_low_precision(
     precision: str, train: Callable, low_precision_recipe: dict[str, Any]
 ) -> None:
-    """On Transformer Engine where the GPU has the recipe, else emulated; in pieces, layers recomputed, and the head."""
+    """Covers partly recomputed layers and the head.
+
+    Precisions that this GPU does not have in Transformer Engine are emulated.
+    """
     low_precision_recipe["model"]["gradient_checkpointing"] = 2
     recipe = low_precision_recipe | {"parity": "on", "precision": precision}
     everywhere = ("fp8_config.scope=linear+head", "fp8_config.keep_bf16_layers.last=0")
@@ -151,15 +153,15 @@ def test_the_launcher_trains_in_low_precision(
     )
     assert finished.status == 0, finished.output
     summary = json.loads((finished.run_dir / "summary.json").read_text())
-    assert summary["recompiles"] == 0 and summary["held_out_loss"] < finished.losses()[0]
+    assert summary["recompiles"] == 0
+    assert summary["held_out_loss"] < finished.losses()[0]
     audit = finished.audit()
-    assert (
-        audit["backend"] in ("transformer_engine", "emulation") and not audit["parity"]["failures"]
-    )
+    assert audit["backend"] in ("transformer_engine", "emulation")
+    assert not audit["parity"]["failures"]
     assert audit["parity"]["products_compared"] >= 3 * 2 * 4, (
-        "every product of every layer, stacked or not"
+        "all GEMMs of both layers are compared, stacked or not"
     )
-    assert {each["effective"] for each in audit["products"]} == {precision}
+    assert {product["effective"] for product in audit["products"]} == {precision}
 
 
 @pytest.mark.parametrize(
@@ -171,7 +173,7 @@ def test_the_launcher_trains_in_low_precision(
         ("delayed", "delayed, forward: bf16", "[down_proj]"),
     ],
 )
-def test_the_launcher_changes_its_precision_on_the_way(
+def test_the_launcher_switches_the_precision_during_a_run(
     before: str,
     after: str,
     keep: str,
@@ -179,7 +181,7 @@ def test_the_launcher_changes_its_precision_on_the_way(
     low_precision_recipe: dict[str, Any],
     tmp_path: Path,
 ) -> None:
-    """Fused on Transformer Engine; the whole run and one that is resumed at the switch agree as far as a GPU repeats itself."""
+    """A run that resumes at the switch agrees with the first run, up to nondeterminism."""
     schedule = f"precision=[{{until: 0.5, use: {before}}}, {{use: {after}}}]"
     recipe = low_precision_recipe | {
         "parity": "on",
@@ -188,32 +190,31 @@ def test_the_launcher_changes_its_precision_on_the_way(
     }
     launch = ["--config_file", "accelerate_configs/bf16.yaml"]
     options = (schedule, f"fp8_config.keep_bf16={keep}")
-    whole = train(*options, recipe=recipe, launch=launch)
-    assert whole.status == 0, whole.output
+    run = train(*options, recipe=recipe, launch=launch)
+    assert run.status == 0, run.output
     after = after.replace(", forward: bf16", PLAIN_FORWARD)
-    assert [step["precision"] for step in whole.steps()] == [before] * 6 + [after] * 6
-    assert whole.losses()[-1] < 0.5 * whole.losses()[0]
-    audit = whole.audit()
-    assert audit["fused"] == "2 of 2 layers" and audit["effective"] == after
+    assert [step["precision"] for step in run.steps()] == [before] * 6 + [after] * 6
+    assert run.losses()[-1] < 0.5 * run.losses()[0]
+    audit = run.audit()
+    assert audit["fused"] == "2 of 2 layers"
+    assert audit["effective"] == after
     for name, precision in audit["precisions"].items():
-        assert (
-            precision["backend"] == ("torch" if name == "bf16" else "transformer_engine")
-            and not precision["parity"]["failures"]
-        )
+        assert precision["backend"] == ("torch" if name == "bf16" else "transformer_engine")
+        assert not precision["parity"]["failures"]
         low = {
-            each["name"].rpartition(".")[2]
-            for each in precision["products"]
-            if each["effective"] == name != "bf16"
+            product["name"].rpartition(".")[2]
+            for product in precision["products"]
+            if product["effective"] == name != "bf16"
         }
         assert ("down_proj" in low) == (name != "bf16" and keep == "[]"), name
-    checkpoint = whole.run_dir / "checkpoints" / "step-00000006"
-    again = train(
+    checkpoint = run.run_dir / "checkpoints" / "step-00000006"
+    resumed = train(
         *options,
-        f"run_dir={tmp_path / 'again'}",
+        f"run_dir={tmp_path / 'resumed'}",
         "--resume",
         str(checkpoint),
         recipe=recipe,
         launch=launch,
     )
-    assert again.status == 0, again.output
-    assert again.losses() == pytest.approx(whole.losses()[6:], rel=2e-2)
+    assert resumed.status == 0, resumed.output
+    assert resumed.losses() == pytest.approx(run.losses()[6:], rel=2e-2)

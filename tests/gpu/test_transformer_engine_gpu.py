@@ -1,7 +1,7 @@
-"""Transformer Engine's products on a GPU: against the emulation, through microbatches, recomputation and restored state.
+"""Compare Transformer Engine's GEMMs on a GPU with the emulation.
 
-That its quantized operands are the emulation's bit for bit is tested with the quantizers; here it is outputs, gradients, scales
-and who owns what.
+Tests cover outputs, gradients, scales and cached weights over microbatches, recomputation and
+restored state. The tests of the quantizers compare the quantized operands bit for bit.
 """
 
 from __future__ import annotations
@@ -24,10 +24,14 @@ from tests.gpu.conftest import needs, relative_error
 from tests.pretrain.conftest import QUANTIZED, active_in, linear_of
 
 DEVICE = torch.device("cuda")
-TOKENS, IN, OUT = 512, 256, 384
-# Both sides round the same operands' products to BF16. Tensor cores add up in another order, which decides a rounding now and
-# then; the forward of per-tensor scaling adds up in fewer bits as well.
-SPLIT_ACCUMULATION, FAST_ACCUMULATION = 2e-3, 1e-2
+TOKENS = 512
+IN = 256
+OUT = 384
+# Relative errors. Both engines multiply the same operands and round to BF16. Tensor cores sum in
+# another order, which sometimes changes a rounding. The forward of per-tensor scaling also sums in
+# fewer bits.
+SPLIT_ACCUMULATION = 2e-3
+FAST_ACCUMULATION = 1e-2
 
 
 @pytest.fixture(params=QUANTIZED)
@@ -41,12 +45,12 @@ def delayed() -> str:
 
 
 def make(engine_class: type[Any], name: str, **options: Any) -> GemmEngine:
-    by = "transformer_engine" if engine_class is TransformerEngine else "emulation"
-    return engine_class(active_in(name, by, **options), DEVICE)
+    backend = "transformer_engine" if engine_class is TransformerEngine else "emulation"
+    return engine_class(active_in(name, backend, **options), DEVICE)
 
 
 def operands(seed: int, scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Input [TOKENS, IN] and gradient of the output [TOKENS, OUT], BF16, with the outliers that activations have."""
+    """Draw an input [TOKENS, IN] with outliers and an output's gradient [TOKENS, OUT], in BF16."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
     x, gradient = (
         torch.randn(TOKENS, size, device=DEVICE, generator=generator) * scale for size in (IN, OUT)
@@ -70,7 +74,7 @@ def microbatch(
     bias: Tensor | None,
     first: bool,
 ) -> dict[str, Tensor]:
-    """Return output and gradients of one forward and backward."""
+    """Return the output and the gradients of one forward and backward."""
     x = x.clone().requires_grad_()
     inputs = [x, weight] if bias is None else [x, weight, bias]
     context = linear.context
@@ -89,15 +93,14 @@ def snapshot(engine: GemmEngine) -> dict[str, Tensor]:
 
 
 def differing(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Names of what is not bit-equal."""
+    """Return the names of tensors that are not bit-equal."""
     assert actual.keys() == expected.keys(), (sorted(actual), sorted(expected))
-    return [name for name, other in expected.items() if not torch.equal(actual[name], other)]
+    return [name for name, tensor in expected.items() if not torch.equal(actual[name], tensor)]
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions(
-    recipe: str, bias: bool
-) -> None:
+def test_outputs_and_gradients_equal_the_emulation(recipe: str, bias: bool) -> None:
+    """Only the order of sums differs."""
     options = {"disable_stochastic_rounding": True} if recipe == "nvfp4" else {}
     weight, *rest = parameters(bias)
     limits = {"y": FAST_ACCUMULATION if recipe in ("delayed", "current") else SPLIT_ACCUMULATION}
@@ -108,25 +111,23 @@ def test_outputs_and_gradients_are_the_emulations_but_for_the_order_of_additions
     for step in range(2):
         for first in (True, False, False):
             x, gradient = operands(step * 2 + first)
-            ours, emulated = (
+            results, expected = (
                 microbatch(linear, x, gradient, weight, rest[0] if rest else None, first)
                 for linear in linears
             )
-            for key, value in ours.items():
-                error = relative_error(value, emulated[key])
+            for key, value in results.items():
+                error = relative_error(value, expected[key])
                 assert error < limits.get(key, SPLIT_ACCUMULATION), (step, first, key, error)
-            assert relative_error(ours["y"], F.linear(x, weight, *rest)) > limits["y"], (
-                "as if nothing were quantized"
+            assert relative_error(results["y"], F.linear(x, weight, *rest)) > limits["y"], (
+                "the operands were not quantized"
             )
         with torch.no_grad():
             weight.mul_(1.1)
 
 
-def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
-    recipe: str,
-) -> None:
+def test_a_weight_is_quantized_once_a_step_and_not_by_evaluation(recipe: str) -> None:
     weight, _ = parameters()
-    # Room for a weight of twice the size: delayed scaling would clip it otherwise.
+    # The test doubles the weight. Without a margin, delayed scaling would clip it.
     engine = make(TransformerEngine, recipe, **({"margin": 1} if recipe == "delayed" else {}))
     linear = linear_of(engine, IN, OUT)
     x, _ = operands(1)
@@ -136,7 +137,7 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
         with torch.set_grad_enabled(grad), engine.forward():
             return linear(x, weight).detach()
 
-    output(True)  # makes delayed scaling's first scales
+    output(True)  # This call computes delayed scaling's first scales.
     before = output(True)
     with torch.no_grad():
         weight.mul_(2)
@@ -144,7 +145,7 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
     evaluated = output(True, grad=False)
     assert relative_error(evaluated, before) > 0.5
     assert torch.equal(output(False), before), (
-        "a forward without gradients has replaced the step's quantized weight"
+        "a forward without gradients replaced the step's quantized weight"
     )
     assert relative_error(output(True), 2 * before) < 0.05
 
@@ -152,7 +153,7 @@ def test_a_weight_is_quantized_once_a_step_and_evaluation_leaves_the_copy_alone(
 @pytest.mark.parametrize(
     "options", [{}, {"amax_compute_algo": "most_recent"}, {"margin": 2, "fp8_format": "E4M3"}]
 )
-def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(
+def test_delayed_histories_and_scales_equal_the_emulations_bits(
     delayed: str, options: dict[str, Any]
 ) -> None:
     weight, bias = parameters()
@@ -160,33 +161,33 @@ def test_delayed_histories_and_scales_are_the_emulations_bit_for_bit(
     for engine_class in (TransformerEngine, EmulationEngine):
         engine = make(engine_class, delayed, amax_history_len=3, **options)
         linears = [linear_of(engine, IN, OUT, name=name, bias=True) for name in ("p", "q")]
-        seen = []
-        for number in range(5):  # more than the history is long
+        snapshots = []
+        for number in range(5):  # The history has three entries.
             x, gradient = operands(number, scale=2.0**-number)
             with engine.forward():
                 for linear in linears:
                     linear.context.first_microbatch = number % 2 == 0
                 y = sum(linear(x, weight, bias) for linear in linears)
-            seen.append(snapshot(engine))
+            snapshots.append(snapshot(engine))
             y.backward(gradient)
-            seen.append(snapshot(engine))
-        states.append(seen)
-    for moment, (ours, emulated) in enumerate(zip(*states, strict=True)):
-        when = f"{'backward' if moment % 2 else 'forward'} of microbatch {moment // 2}"
-        assert not differing(ours, emulated), (when, ours, emulated)
+            snapshots.append(snapshot(engine))
+        states.append(snapshots)
+    for index, (state, emulated) in enumerate(zip(*states, strict=True)):
+        when = f"{'backward' if index % 2 else 'forward'} of microbatch {index // 2}"
+        assert not differing(state, emulated), (when, state, emulated)
 
 
 @pytest.mark.parametrize("giant", [1e24, torch.inf])
-def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> None:
+def test_a_skipped_step_does_not_change_the_state(delayed: str, giant: float) -> None:
     weight, bias = parameters()
     results = []
-    for left_out in (True, False):
+    for skips_a_step in (True, False):
         engine = make(TransformerEngine, delayed, amax_history_len=5)
         linear = linear_of(engine, IN, OUT, bias=True)
         linear.context.backends = [engine]
         for number in range(3):
             microbatch(linear, *operands(number), weight, bias, True)
-        if left_out:
+        if skips_a_step:
             before = linear.context.copied_state()
             x, gradient = operands(5)
             microbatch(linear, x, gradient * giant, weight, bias, True)
@@ -196,7 +197,7 @@ def test_a_step_that_is_left_out_leaves_no_trace(delayed: str, giant: float) -> 
 
 
 class Layers:
-    """Two layers of two products with something between them, checkpointed or not."""
+    """Two layers of two linears with an activation between them, checkpointed or not."""
 
     def __init__(self, name: str) -> None:
         options = {"amax_history_len": 3} if name == "delayed" else {}
@@ -228,6 +229,7 @@ class Layers:
         yield
 
     def step(self, number: int, *, checkpointed: bool) -> list[Tensor]:
+        """Train one step of two microbatches. Returns the outputs and the updated weights."""
         outputs = []
         for first in (True, False):
             x = operands(2 * number + first)[0].requires_grad_()
@@ -248,10 +250,11 @@ class Layers:
         return [*outputs, *(weight.detach().clone() for pair in self.weights for weight in pair)]
 
     def run(self, *, checkpointed: bool) -> dict[str, Tensor]:
-        found = [
+        """Train three steps. Returns the results of `step` and the state, by name."""
+        values = [
             value for number in range(3) for value in self.step(number, checkpointed=checkpointed)
         ]
-        return {f"value {i}": value for i, value in enumerate(found)} | snapshot(self.engine)
+        return {f"value {i}": value for i, value in enumerate(values)} | snapshot(self.engine)
 
 
 def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str) -> None:
@@ -259,23 +262,23 @@ def test_recomputing_a_layer_changes_nothing_bit_for_bit(recipe: str) -> None:
     layers = Layers(recipe)
     checkpointed = layers.run(checkpointed=True)
     assert layers.recomputations == 3 * 2 * 2
-    # rounds gradients at random, so only the first step's outputs can be the same
+    # NVFP4 rounds gradients stochastically, so only the first step's outputs are the same.
     if recipe == "nvfp4":
         plain, checkpointed = (
-            {name: found[name] for name in ("value 0", "value 1")}
-            for found in (plain, checkpointed)
+            {name: results[name] for name in ("value 0", "value 1")}
+            for results in (plain, checkpointed)
         )
     assert not differing(checkpointed, plain)
 
 
-def test_after_a_reset_everything_is_as_before_the_first_forward(recipe: str) -> None:
+def test_reset_restores_the_state_before_the_first_forward(recipe: str) -> None:
     if recipe == "nvfp4":
         pytest.skip("rounds gradients stochastically")
     expected = Layers(recipe).run(checkpointed=True)
     layers = Layers(recipe)
     fresh = [tuple(weight.detach().clone() for weight in pair) for pair in layers.weights]
     layers.step(8, checkpointed=True)
-    # as a step that runs out of memory: forward done, backward never
+    # A step that runs out of memory has a forward without a backward.
     with layers.engine.forward():
         layers.engine.checkpoint(layers.layer, operands(9)[0].requires_grad_(), 0, True)
     layers.engine.reset()

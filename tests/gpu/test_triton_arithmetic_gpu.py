@@ -1,6 +1,7 @@
-"""Fused layers in BF16 by kernels: the model that plain torch computes in FP32, but for BF16's roundings.
+"""Compare fused BF16 layers with kernels with plain torch in FP32, within the rounding of BF16.
 
-They run on a CPU too, under Triton's interpreter (TRITON_INTERPRET=1), but for products, which are torch's there.
+The tests also run on a CPU, under Triton's interpreter (TRITON_INTERPRET=1). There, torch computes
+the GEMMs.
 """
 
 from __future__ import annotations
@@ -43,8 +44,14 @@ def assemble(
     dtype: torch.dtype = torch.bfloat16,
     weights: torch.dtype | None = None,
 ) -> PackedLanguageModel:
-    """Always the same weights, values of BF16, stored as `weights` (None: as computed with) and computed with in `dtype`;
-    gradients in FP32."""
+    """Build a fused model with FP32 gradients. All models have the same weights, rounded to BF16.
+
+    Args:
+        name: Name of the architecture.
+        by_kernels: Use the Triton kernels instead of the formulas.
+        dtype: Dtype in which layers compute.
+        weights: Dtype in which weights are stored. None: `dtype`.
+    """
     depth = {"num_hidden_layers": LAYERS}
     hf = build(ARCHITECTURES[name] | depth, torch.float32, DEVICE)
     model.round_weights(hf, torch.bfloat16)
@@ -52,51 +59,51 @@ def assemble(
     packed = PackedLanguageModel(
         hf, "packed_sdpa", LossSettings(chunk=64), PrecisionContext(None, dtype)
     ).train()
-    packed.fused = fuse(
-        decoder_layers(hf),
-        {},
-        Arithmetic(
-            packed.context, Implementation.KERNELS if by_kernels else Implementation.FORMULAS
-        ),
-    )
+    implementation = Implementation.KERNELS if by_kernels else Implementation.FORMULAS
+    packed.fused = fuse(decoder_layers(hf), {}, Arithmetic(packed.context, implementation))
     assert not packed.fused.left_out
     attach_main_gradients(packed, torch.float32, packed.fused.stacks)
     return packed
 
 
 def differences(
-    one: dict[str, Tensor], exact: dict[str, Tensor]
+    actual: dict[str, Tensor], exact: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """The norm of each parameter's difference, and its exact norm."""
+    """Return the norm of each parameter's difference and the norm of its exact gradient."""
     return {
-        name: ((one[name] - exact[name]).norm(), exact[name].norm())
+        name: ((actual[name] - exact[name]).norm(), exact[name].norm())
         for name in significant_parameters(exact)
     }
 
 
 def error(parts: Iterable[tuple[Tensor, Tensor]]) -> float:
-    """Relative, of all these parameters together."""
+    """Return the relative error of several parameters together."""
     difference, exact = (torch.stack(norms).norm() for norms in zip(*parts, strict=True))
     return (difference / exact).item()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_is_as_near_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
+def test_kernels_are_as_close_to_fp32_as_plain_torch_in_bf16(name: str) -> None:
     exact_losses, exact = train(assemble(name, by_kernels=False, dtype=torch.float32))
     losses, gradients = train(assemble(name, by_kernels=True))
     _, plain = train(assemble(name, by_kernels=False))
     assert losses == pytest.approx(exact_losses, rel=2e-3)
-    mine, theirs = differences(gradients, exact), differences(plain, exact)
-    assert error(mine.values()) < 1.3 * error(theirs.values())
-    # a small gradient is rounding noise, of which each algorithm of a product draws its own
-    for parameter in mine:
-        ours, torchs = error([mine[parameter]]), error([theirs[parameter]])
-        assert ours < 2 * torchs + 2**-8, (parameter, ours, torchs)
+    kernel_differences = differences(gradients, exact)
+    plain_differences = differences(plain, exact)
+    assert error(kernel_differences.values()) < 1.3 * error(plain_differences.values())
+    # Small gradients consist of rounding noise, which differs between GEMM algorithms.
+    for parameter in kernel_differences:
+        kernel_error = error([kernel_differences[parameter]])
+        plain_error = error([plain_differences[parameter]])
+        assert kernel_error < 2 * plain_error + 2**-8, (parameter, kernel_error, plain_error)
 
 
 @cuda_only
 def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
-    """With parameters in FP32: their working copies are kept for the microbatches of a step, and made anew in evaluation."""
+    """Parameters are FP32.
+
+    Their working copies are kept for the microbatches of a step, and made again in evaluation.
+    """
     batch = inputs(seed=0, device=DEVICE, length=LENGTH)
     kept, recomputed = (assemble("qwen3", by_kernels=True, weights=torch.float32) for _ in range(2))
     wrap_layers(
@@ -112,9 +119,10 @@ def test_recomputed_layers_and_evaluation_compute_the_same() -> None:
         compile_layers=False,
     )
     losses, gradients = train(kept)
-    again_losses, again = train(recomputed)
-    assert again_losses == losses
-    assert max(error([each]) for each in differences(again, gradients).values()) < 2**-8
+    recomputed_losses, recomputed_gradients = train(recomputed)
+    assert recomputed_losses == losses
+    errors = (error([norms]) for norms in differences(recomputed_gradients, gradients).values())
+    assert max(errors) < 2**-8
     exact = assemble("qwen3", by_kernels=False, dtype=torch.float32)
     with torch.no_grad():
         for packed in (kept, exact):

@@ -1,4 +1,4 @@
-"""`python -m pretrain which` on a GPU: every training in a process of its own, speeds and memory measured, none of it our own."""
+"""Test `python -m pretrain which` on a GPU. Every training is a separate process."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.gpu.conftest import needs
 
 @pytest.fixture
 def recipe(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
-    """A layer on packs of which each is seen once."""
+    """Recipe with one layer that trains for one epoch."""
     recipe = low_precision_recipe | {
         "data": low_precision_recipe["data"] | {"held_out": 0.05},
         "train": {"epochs": 1},
@@ -34,8 +34,8 @@ def recipe(low_precision_recipe: dict[str, Any], tmp_path: Path) -> Path:
 def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One round, as the hours are over then: some 80 s, most of it four starts."""
-    # Tests before this one may hold some memory of the GPU.
+    """`--hours` allows one round. It takes about 80 s, most of it for four starts."""
+    # Earlier tests may hold some memory of the GPU.
     monkeypatch.setattr(which_trainings, "GPU_IS_FREE", 1e3)
     needs("delayed")
     folder = tmp_path / "which"
@@ -54,33 +54,31 @@ def test_a_round_measures_speed_memory_and_loss_on_the_hardware(
     verdict = json.loads((folder / "verdict.json").read_text())
     assert list(verdict["protocol"]["seconds"]) == ["bf16", "delayed"]
     candidate = verdict["candidates"]["delayed"]
-    assert (
-        candidate["speedup"] > 0
-        and candidate["tokens_per_second"] > 0
-        and candidate["memory_gib"] > 0
-    )
+    assert candidate["speedup"] > 0
+    assert candidate["tokens_per_second"] > 0
+    assert candidate["memory_gib"] > 0
     (cost,) = candidate["served"]["by_seed"].values()
     assert 0 < abs(cost) < 0.1
     assert not list(folder.glob("rounds/*/checkpoints")), (
-        "no checkpoint is left of a finished round"
+        "checkpoints of a finished round are deleted"
     )
 
 
-def test_candidates_are_what_the_gpu_computes() -> None:
-    here = [
+def test_default_candidates_are_the_precisions_of_the_gpu() -> None:
+    available = [
         name
-        for name, each in PRECISIONS.items()
-        if each.quantized and unavailable_because(each) is None
+        for name, precision in PRECISIONS.items()
+        if precision.quantized and unavailable_because(precision) is None
     ]
     assert which.default_candidates("fp32") == [
         "bf16",
-        *(here or ["delayed"]),
-        *(f"{name}+head" for name in here[:1]),
+        *(available or ["delayed"]),
+        *(f"{name}+head" for name in available[:1]),
     ]
 
 
-def test_a_gpu_that_others_use_is_refused(recipe: Path, tmp_path: Path) -> None:
-    """By what nvidia-smi says: this process holds three GiB of it."""
+def test_a_gpu_that_other_processes_use_is_refused(recipe: Path, tmp_path: Path) -> None:
+    """This process holds 3 GiB of the GPU, which nvidia-smi reports."""
     held = torch.empty(3 << 30, dtype=torch.uint8, device="cuda")
     with pytest.raises(InputError, match="other processes use"):
         which.main(

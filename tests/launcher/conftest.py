@@ -1,4 +1,4 @@
-"""What the launcher's own tests change in the small recipe."""
+"""Fixtures of the launcher's tests: changes of the small recipe."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import Finished
 
 @pytest.fixture(scope="session")
 def recipe_for(recipe_for: Callable[[Path], dict[str, Any]]) -> Callable[[Path], dict[str, Any]]:
-    """A step in two microbatches, not four."""
+    """Function that returns the small recipe with two microbatches a step instead of four."""
 
     def recipe(run_dir: Path) -> dict[str, Any]:
         small = recipe_for(run_dir)
@@ -24,7 +24,7 @@ def recipe_for(recipe_for: Callable[[Path], dict[str, Any]]) -> Callable[[Path],
 
 @pytest.fixture
 def changes() -> dict[str, Any]:
-    """Five steps of two microbatches in exact BF16 weights, each saved."""
+    """Recipe changes for five steps of two microbatches with exact BF16 weights, all saved."""
     changes = {
         "train": {"steps": 5},
         "evaluate": {},
@@ -43,13 +43,14 @@ def changes() -> dict[str, Any]:
 def started(
     start_here: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> Callable[..., Finished]:
-    """Run the small recipe with `changes` in a folder of this name, which must end with this status."""
+    """Function that runs the small recipe with `changes` in a folder and checks the status."""
 
     def start(folder: str, *arguments: str, status: int = 0) -> Finished:
         run = start_here(
             small_recipe | changes, tmp_path, f"run_dir={tmp_path / folder}", *arguments
         )
-        assert run.status == status and "Traceback" not in run.output, run.output
+        assert run.status == status, run.output
+        assert "Traceback" not in run.output, run.output
         return run
 
     return start

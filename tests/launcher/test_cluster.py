@@ -1,5 +1,7 @@
-"""The scripts of cluster/, with several machines on this one: stand-ins for SLURM's commands. All that they start is real, but
-that the training processes are forked (tests/forked_commands.py)."""
+"""Test the scripts of cluster/ with stand-ins for SLURM, which run all nodes on this machine.
+
+The scripts start real commands. Only the training processes are forked (tests/forked_commands.py).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tests.moments import WAIT_IN_SAVING
 
 CLUSTER = ROOT / "cluster"
 
-# Starts its command once a node, each in a process group of its own, and signals these groups whole, as slurmstepd may.
+# Starts its command once per node in a separate process group, and signals whole groups, as
+# slurmstepd may.
 SRUN = """#!/usr/bin/env bash
 set -m
 while [[ "$1" == --* ]]; do shift; done
@@ -34,17 +37,25 @@ done
 exit "$worst"
 """
 SCONTROL = """#!/usr/bin/env bash
-if [[ "$1 $2" == "show hostnames" ]]; then echo "$3" | tr , '\\n'; else echo "$@" >>"$SCONTROL_LOG"; fi
+if [[ "$1 $2" == "show hostnames" ]]; then
+    echo "$3" | tr , '\\n'
+else
+    echo "$@" >>"$SCONTROL_LOG"
+fi
 """
 
 
 class Job:
-    """`sbatch --nodes ...` of a script, with these variables: its process, its log, and what it said to scontrol."""
+    """Run a script as `sbatch --nodes` does, with `variables` in its environment.
+
+    `process` is the job, `log` its output, and `scontrol` the file with its calls of scontrol.
+    """
 
     def __init__(
         self, folder: Path, script: str, *arguments: str, nodes: int = 1, **variables: str
     ) -> None:
-        self.log, self.scontrol = folder / "job.log", folder / "scontrol.log"
+        self.log = folder / "job.log"
+        self.scontrol = folder / "scontrol.log"
         shims = folder / "shims"
         shims.mkdir(exist_ok=True)
         for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
@@ -76,8 +87,8 @@ class Job:
                 start_new_session=True,
             )
 
-    def wait_for(self, happened: Any) -> None:
-        while not happened():
+    def wait_for(self, condition: Any) -> None:
+        while not condition():
             assert self.process.poll() is None, self.log.read_text()
             time.sleep(0.02)
 
@@ -104,9 +115,10 @@ def test_a_job_of_two_nodes_saves_when_told_that_time_is_up_and_is_queued(
     (tmp_path / "go_on").touch()
     assert first.process.wait() == 0, first.log.read_text()
     job = f"requeue {os.getpid()}\n"
-    assert first.scontrol.read_text() == job and "2 x CPU" in first.log.read_text()
+    assert first.scontrol.read_text() == job
+    assert "2 x CPU" in first.log.read_text()
     older, *_, newest = steps_saved(Path(small_recipe["run_dir"]))
-    # training goes on while step 4 is written, so the signal comes in one of the next steps
+    # Training continues while step 4 is written, so the signal comes in one of the next steps.
     assert 4 <= older < newest < 12
 
 
@@ -120,11 +132,7 @@ def test_a_job_of_a_sweep_is_an_agent_of_the_sweep_that_is_named(tmp_path: Path)
     (agent := tmp_path / "shims" / "wandb").write_text('#!/usr/bin/env bash\necho "wandb $*"\n')
     agent.chmod(0o755)
     job = Job(tmp_path, "sweep.sbatch", "--count", "4", SWEEP_ID="team/pretrain/abc123")
-    assert (
-        job.process.wait() == 0
-        and job.log.read_text() == "wandb agent team/pretrain/abc123 --count 4\n"
-    )
-    assert (
-        Job(tmp_path, "sweep.sbatch").process.wait() != 0
-        and "SWEEP_ID: is not set" in job.log.read_text()
-    )
+    assert job.process.wait() == 0
+    assert job.log.read_text() == "wandb agent team/pretrain/abc123 --count 4\n"
+    assert Job(tmp_path, "sweep.sbatch").process.wait() != 0
+    assert "SWEEP_ID: is not set" in job.log.read_text()

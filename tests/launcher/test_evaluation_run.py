@@ -1,4 +1,4 @@
-"""Evaluations of a run: its best checkpoint, `python -m pretrain evaluate`, and the samples that it records."""
+"""Test evaluations: the best checkpoint, `python -m pretrain evaluate`, and recorded samples."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def evaluations(finished: Finished) -> dict[int, float]:
 
 
 def losses_printed(finished: Finished) -> dict[str, float]:
-    """The held-out losses that `evaluate` prints, by precision."""
+    """Return the held-out losses that `evaluate` prints, by precision."""
     return {
         name: float(loss)
         for name, loss in re.findall(
@@ -42,35 +42,29 @@ def losses_printed(finished: Finished) -> dict[str, float]:
 def test_the_best_checkpoint_is_kept_and_exported(
     train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path, capsys: Any
 ) -> None:
-    """Held-out loss is lowest after step 6 of 8: the rate is far too high."""
+    """The learning rate is far too high, so the held-out loss is lowest after step 6 of 8."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
-    changed = {
+    recipe = small_recipe | {
         "optimizer": {"learning_rate": 0.6},
         "schedule": {"kind": "constant"},
         "train": {"steps": 8},
+        "evaluate": {"every": 2},
+        "checkpoint": {"best": True, "keep": 2, "every": 1},
     }
-    recipe = (
-        small_recipe
-        | changed
-        | {"evaluate": {"every": 2}, "checkpoint": {"best": True, "keep": 2, "every": 1}}
-    )
     run = train_here("parity=off", recipe=recipe)
     losses = evaluations(run)
-    assert (
-        run.status == 0
-        and min(losses, key=losses.get) == 6
-        and steps_saved(run.run_dir) == [6, 7, 8]
-    )
+    assert run.status == 0
+    assert min(losses, key=losses.get) == 6
+    assert steps_saved(run.run_dir) == [6, 7, 8]
 
-    # as after a kill between steps 7 and 8: the best is none of the newest two any more
+    # Restore the state of a kill between steps 7 and 8. The best checkpoint is not among the two
+    # newest ones then.
     shutil.rmtree(run.run_dir / "final")
     shutil.rmtree(run.run_dir / "checkpoints" / "step-00000008")
     resumed = train_here("parity=off", recipe=recipe)
-    assert (
-        resumed.status == 0
-        and evaluations(resumed) == losses
-        and steps_saved(run.run_dir) == [6, 7, 8]
-    )
+    assert resumed.status == 0
+    assert evaluations(resumed) == losses
+    assert steps_saved(run.run_dir) == [6, 7, 8]
     assert main(["export", str(run.run_dir), str(tmp_path / "out"), "--best"]) == 0
     assert "step-00000006" in capsys.readouterr().out
     source = (
@@ -79,8 +73,9 @@ def test_the_best_checkpoint_is_kept_and_exported(
         "model.config=null",
         f"run_dir={tmp_path / 'none'}",
     )
-    alone = train_here(*source, recipe=recipe)
-    assert alone.status == 0 and losses_printed(alone)["fp32"] == pytest.approx(losses[6], abs=1e-4)
+    evaluated = train_here(*source, recipe=recipe)
+    assert evaluated.status == 0
+    assert losses_printed(evaluated)["fp32"] == pytest.approx(losses[6], abs=1e-4)
     assert not (tmp_path / "none").exists()
 
 
@@ -88,15 +83,15 @@ def test_a_run_left_in_evaluation_mode_stops_at_the_next_check(
     train_here: Callable,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In FP32, where the audit has nothing to see."""
-    sums = evaluate.held_out_sums
+    """The run is FP32, so the audit of low-precision linears sees no difference."""
+    held_out_sums = evaluate.held_out_sums
 
-    def left_in_it(model: PackedLanguageModel, *rest: Any) -> torch.Tensor:
-        of_all = sums(model, *rest)
+    def without_return_to_training(model: PackedLanguageModel, *rest: Any) -> torch.Tensor:
+        sums = held_out_sums(model, *rest)
         model.eval()
-        return of_all
+        return sums
 
-    monkeypatch.setattr(evaluate, "held_out_sums", left_in_it)
+    monkeypatch.setattr(evaluate, "held_out_sums", without_return_to_training)
     run = train_here("evaluate.every=3", "log.fp8_statistics=5")
     assert run.status == 3, run.output
     assert "step 5: " in run.err and "are in evaluation mode" in run.err
@@ -114,11 +109,12 @@ def test_evaluate_prints_both_losses_and_writes_nothing(
     run = train_here(recipe=recipe)
     assert run.status == 0, run.output
     before = contents(run.run_dir)
-    printed = losses_printed(alone := train_here("evaluate", recipe=recipe))
-    assert alone.status == 0 and contents(run.run_dir) == before, alone.output
-    assert list(printed) == ["current", "bf16"] and printed["current"] == pytest.approx(
-        evaluations(run)[2], abs=1e-4
-    )
+    evaluated = train_here("evaluate", recipe=recipe)
+    assert evaluated.status == 0, evaluated.output
+    assert contents(run.run_dir) == before
+    printed = losses_printed(evaluated)
+    assert list(printed) == ["current", "bf16"]
+    assert printed["current"] == pytest.approx(evaluations(run)[2], abs=1e-4)
     assert 0 < abs(printed["bf16"] - printed["current"]) < 0.02
 
 
@@ -131,33 +127,37 @@ def test_samples_are_recorded_and_other_validation_data_is_evaluated(
     early, late = (
         [*record["samples"]] for record in run.records() if record.get("event") == "samples"
     )
-    assert [sample["prompt"] for sample in late] == ["w1 w2"] * 2 and late[0]["text"] != late[1][
-        "text"
-    ]
+    assert [sample["prompt"] for sample in late] == ["w1 w2"] * 2
+    assert late[0]["text"] != late[1]["text"]
     assert [sample["seed"] for sample in early] == [sample["seed"] for sample in late], (
-        "to compare over steps"
+        "samples of different steps must have the same seeds"
     )
     logged = b"".join(path.read_bytes() for path in run.run_dir.rglob("events.out.tfevents*"))
     assert late[0]["text"][:20].encode() in logged
-    before, text = contents(run.run_dir), tmp_path / "own.txt"
+    before = contents(run.run_dir)
+    text = tmp_path / "own.txt"
     text.write_text("w1 w2 w3 " * 100)
-    evaluated, modes = evaluate_command.held_out_figures, []
+    held_out_figures = evaluate_command.held_out_figures
+    modes = []
 
     def with_modes(*arguments: Any) -> dict[str, Any]:
-        others = [folder for folder in temporary.iterdir() if folder != theirs]
-        modes.extend(stat.S_IMODE(folder.stat().st_mode) for folder in others)
-        return evaluated(*arguments)
+        """Record the modes of the temporary folders that `evaluate` makes."""
+        made = [folder for folder in temporary.iterdir() if folder != foreign]
+        modes.extend(stat.S_IMODE(folder.stat().st_mode) for folder in made)
+        return held_out_figures(*arguments)
 
     temporary = tmp_path / "temporary"
-    theirs = temporary / f"evaluate-{os.getpid()}"  # somebody else's
-    theirs.mkdir(parents=True)
-    (theirs / "thesis.tex").write_text("years of work")
+    # A folder of somebody else, with a name that `evaluate` could choose.
+    foreign = temporary / f"evaluate-{os.getpid()}"
+    foreign.mkdir(parents=True)
+    (foreign / "thesis.tex").write_text("years of work")
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
     monkeypatch.setattr(evaluate_command, "held_out_figures", with_modes)
-    own = train_here("evaluate", f"data.tokenizer={words}", str(text))
-    assert own.status == 0 and len(losses_printed(own)) > 0 and contents(run.run_dir) == before, (
-        own.output
-    )
-    assert next(iter(losses_printed(own).values())) != evaluations(run)[6]
-    assert {*modes} == {0o700}, "packed where this user alone can read"
-    assert [*temporary.iterdir()] == [theirs] and [*contents(theirs)] == ["thesis.tex"]
+    evaluated = train_here("evaluate", f"data.tokenizer={words}", str(text))
+    assert evaluated.status == 0, evaluated.output
+    assert len(losses_printed(evaluated)) > 0, evaluated.output
+    assert contents(run.run_dir) == before
+    assert next(iter(losses_printed(evaluated).values())) != evaluations(run)[6]
+    assert {*modes} == {0o700}, "other users can read the packed text"
+    assert [*temporary.iterdir()] == [foreign]
+    assert [*contents(foreign)] == ["thesis.tex"]

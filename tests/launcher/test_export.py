@@ -1,5 +1,7 @@
-"""`python -m pretrain export` and `sample`: checkpoints of runs that were interrupted, as folders that transformers loads, and
-`--push`, by huggingface_hub to a stand-in of the hub: its HTTP, on this machine."""
+"""Test `python -m pretrain export` and `sample` on checkpoints of interrupted runs.
+
+`--push` is tested with huggingface_hub and a stand-in for the hub's HTTP server on this machine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ def exact(
     words: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A run in exact BF16 that was killed between its last save and its export."""
+    """Folder of a run in exact BF16 that was killed between its last save and its export."""
     folder = tmp_path_factory.mktemp("export")
     recipe = recipe_for(folder / "run") | {
         "precision": "bf16",
@@ -62,7 +64,9 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(
 ) -> None:
     before = contents(exact)
     status, output = command(capsys, "export", exact, tmp_path / "out")
-    assert status == 0 and "step-00000008" in output and contents(exact) == before
+    assert status == 0
+    assert "step-00000008" in output
+    assert contents(exact) == before
     saved = {
         name: tensor
         for file in exact.glob("checkpoints/step-00000008/model*")
@@ -77,18 +81,14 @@ def test_an_export_has_the_stored_weights_tokenizer_and_card(
 
 
 def test_fp32_of_exact_weights_rounds_to_them(exact: Path, tmp_path: Path, capsys: Any) -> None:
+    checkpoint = exact / "checkpoints" / "step-00000004"
     for name, options in (("bf16", ()), ("fp32", ("--dtype", "fp32"))):
-        assert (
-            command(
-                capsys, "export", exact / "checkpoints" / "step-00000004", tmp_path / name, *options
-            )[0]
-            == 0
-        )
-    narrow, wide = loaded(tmp_path / "bf16"), loaded(tmp_path / "fp32")
-    assert all(
-        torch.allclose(wide[name], narrow[name].float(), rtol=2**-8, atol=0) for name in narrow
-    )
-    assert any((weight != weight.bfloat16()).any() for weight in wide.values())
+        status, _ = command(capsys, "export", checkpoint, tmp_path / name, *options)
+        assert status == 0
+    bf16 = loaded(tmp_path / "bf16")
+    fp32 = loaded(tmp_path / "fp32")
+    assert all(torch.allclose(fp32[name], bf16[name].float(), rtol=2**-8, atol=0) for name in bf16)
+    assert any((weight != weight.bfloat16()).any() for weight in fp32.values())
 
 
 def test_what_exists_is_not_written_over_and_damage_is_named(
@@ -97,16 +97,16 @@ def test_what_exists_is_not_written_over_and_damage_is_named(
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "thesis.tex").write_text("years of work")
     status, output = command(capsys, "export", exact, tmp_path / "out")
-    assert (
-        status == 2
-        and str(tmp_path / "out") in output
-        and [*contents(tmp_path / "out")] == ["thesis.tex"]
-    )
+    assert status == 2
+    assert str(tmp_path / "out") in output
+    assert [*contents(tmp_path / "out")] == ["thesis.tex"]
     run = shutil.copytree(exact, tmp_path / "run")
     for file in (run / "checkpoints").glob("*/model*.safetensors"):
         flip(file)
     status, output = command(capsys, "export", run, tmp_path / "other")
-    assert status == 2 and "damaged" in output and not (tmp_path / "other").exists()
+    assert status == 2
+    assert "damaged" in output
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
@@ -122,7 +122,8 @@ def test_a_foreign_model_is_sampled_without_its_code_and_its_kernels(
     foreign = {"model_type": "unknown", "auto_map": {"AutoConfig": "code.Config"}}
     file.write_text(json.dumps(config | foreign))
     status, output = command(capsys, "sample", tmp_path / "out", "w1")
-    assert status == 2 and f"{tmp_path / 'out'} brings code of its own" in output
+    assert status == 2
+    assert f"{tmp_path / 'out'} brings code of its own" in output
 
 
 def test_an_export_that_fails_leaves_no_files(
@@ -136,29 +137,19 @@ def test_an_export_that_fails_leaves_no_files(
 
     monkeypatch.setattr("pretrain.model.huggingface.fsync_tree", full)
     status, output = command(capsys, "export", exact, tmp_path / "out")
-    assert status == 2 and "No space left" in output and not [*tmp_path.iterdir()]
+    assert status == 2
+    assert "No space left" in output
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
     exact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     assert command(capsys, "export", exact, tmp_path / "out")[0] == 0
-    texts = [
-        command(
-            capsys,
-            "sample",
-            tmp_path / "out",
-            "w3",
-            "--prompt",
-            "w1 w2",
-            "--max-new-tokens",
-            8,
-            "--seed",
-            seed,
-        )
-        for seed in (1, 2, 1)
-    ]
-    assert [status for status, _ in texts] == [0] * 3 and texts[0] == texts[2] != texts[1]
+    sample = ("sample", tmp_path / "out", "w3", "--prompt", "w1 w2", "--max-new-tokens", 8)
+    texts = [command(capsys, *sample, "--seed", seed) for seed in (1, 2, 1)]
+    assert [status for status, _ in texts] == [0] * 3
+    assert texts[0] == texts[2] != texts[1]
     monkeypatch.chdir(tmp_path / "out")
     code = Path("README.md").read_text().split("```python\n")[1].split("```")[0]
     exec(compile(code, "README.md", "exec"), {})
@@ -168,51 +159,57 @@ def test_an_export_continues_a_text_by_its_seed_and_by_its_cards_own_code(
 def test_a_run_goes_on_from_its_own_export_with_its_own_packs(
     train_here: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    """AutoTokenizer would rebuild this tokenizer, with another fingerprint, from the class that its folder names."""
+    """Keep the tokenizer's fingerprint.
+
+    AutoTokenizer would rebuild the tokenizer from the class in its config, with another
+    fingerprint.
+    """
     save_tokenizer(train_tokenizer(["one 12345 two 12345"] * 9, 300), tmp_path / "tokenizer")
     config = tmp_path / "tokenizer" / "tokenizer_config.json"
-    config.write_text(
-        json.dumps(json.loads(config.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"})
-    )
-    (tmp_path / "texts.jsonl").write_text(
-        "".join(json.dumps({"text": "one 12345 two " * 9}) + "\n" for _ in range(200))
-    )
+    settings = json.loads(config.read_text())
+    config.write_text(json.dumps(settings | {"tokenizer_class": "Qwen2Tokenizer"}))
+    line = json.dumps({"text": "one 12345 two " * 9}) + "\n"
+    (tmp_path / "texts.jsonl").write_text(line * 200)
     data = {"source": str(tmp_path / "texts.jsonl"), "tokenizer": str(tmp_path / "tokenizer")}
     small_recipe["data"] = data | {"packs": str(tmp_path / "packs"), "length": 32}
     small_recipe["model"]["config"].pop("vocab_size")
     first = train_here("train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]")
     assert first.status == 0, first.output
-    onward = [
+    from_export = [
         f"model.source={first.run_dir / 'final'}",
         "model.config=null",
         f"run_dir={tmp_path / 'next'}",
     ]
     packs = f"data={{packs: {tmp_path / 'packs'}, length: 32}}"
     second = train_here(
-        *onward, packs, "train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]"
+        *from_export, packs, "train.steps=2", "evaluate.every=null", "evaluate.samples=[one 12345]"
     )
     assert second.status == 0, second.output
-    ids = [
+    fingerprints = [
         load_tokenizer(str(folder)).fingerprint
         for folder in (first.run_dir / "final", second.run_dir / "final")
     ]
-    assert ids == [load_tokenizer(str(tmp_path / "tokenizer")).fingerprint] * 2
+    assert fingerprints == [load_tokenizer(str(tmp_path / "tokenizer")).fingerprint] * 2
 
 
-# ── To a hub ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── Push to a hub ──
 
-TOKEN, REPOSITORY = "hf_of_a_test", "somebody/small-one"
+TOKEN = "hf_of_a_test"
+REPOSITORY = "somebody/small-one"
 
 
 class Hub(ThreadingHTTPServer):
-    """Takes commits as the hub does: weights by Git LFS, other files within the commit."""
+    """Server that takes commits as the hub does: weights by Git LFS, other files in the commit."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Answer)
         self.address = f"http://127.0.0.1:{self.server_port}"
-        self.made: list[dict[str, Any]] = []  # what was asked for when a repository was made
-        self.files: dict[str, bytes] = {}  # of the one repository
-        self.objects: dict[str, bytes] = {}  # of LFS, by SHA-256
+        # Requests that created a repository.
+        self.made: list[dict[str, Any]] = []
+        # Files of the only repository.
+        self.files: dict[str, bytes] = {}
+        # LFS objects by their SHA-256.
+        self.objects: dict[str, bytes] = {}
         self.messages: list[str] = []
         self.takes_commits = True
 
@@ -231,17 +228,15 @@ class Hub(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
+    """Handler of the hub's requests."""
+
     server: Hub
 
     def do_GET(self) -> None:
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             return self.answer({"error": "Invalid credentials"}, 401)
-        return self.answer(
-            [
-                {"type": "file", "path": name, "size": 1, "oid": "0" * 40}
-                for name in self.server.files
-            ]
-        )
+        entry = {"type": "file", "size": 1, "oid": "0" * 40}
+        return self.answer([entry | {"path": name} for name in self.server.files])
 
     def do_PUT(self) -> None:
         content = self.body()
@@ -249,7 +244,8 @@ class Answer(BaseHTTPRequestHandler):
         self.answer({})
 
     def do_POST(self) -> None:
-        hub, body = self.server, self.body()
+        hub = self.server
+        body = self.body()
         if self.headers["Authorization"] != f"Bearer {TOKEN}":
             return self.answer({"error": "Invalid credentials"}, 401)
         if self.path == "/api/repos/create":
@@ -257,27 +253,19 @@ class Answer(BaseHTTPRequestHandler):
             return self.answer(
                 {"url": f"{hub.address}/{REPOSITORY}"}, 409 if len(hub.made) > 1 else 200
             )
-        if self.path == "/api/validate-yaml":  # of the card
+        if self.path == "/api/validate-yaml":  # validation of the model card
             return self.answer({"errors": [], "warnings": []})
         if self.path == f"/api/models/{REPOSITORY}/preupload/main":
-            names = [each["path"] for each in json.loads(body)["files"]]
-            modes = [
-                {"path": name, "uploadMode": "lfs" if name.endswith(".safetensors") else "regular"}
-                for name in names
-            ]
-            return self.answer({"files": [each | {"shouldIgnore": False} for each in modes]})
+            files = []
+            for file in json.loads(body)["files"]:
+                mode = "lfs" if file["path"].endswith(".safetensors") else "regular"
+                files.append({"path": file["path"], "uploadMode": mode, "shouldIgnore": False})
+            return self.answer({"files": files})
         if self.path == f"/{REPOSITORY}.git/info/lfs/objects/batch":
             objects = json.loads(body)["objects"]
-            actions = [
-                {"actions": {"upload": {"href": f"{hub.address}/lfs/{each['oid']}"}}}
-                for each in objects
-            ]
-            return self.answer(
-                {
-                    "transfer": "basic",
-                    "objects": [a | b for a, b in zip(objects, actions, strict=True)],
-                }
-            )
+            for entry in objects:
+                entry["actions"] = {"upload": {"href": f"{hub.address}/lfs/{entry['oid']}"}}
+            return self.answer({"transfer": "basic", "objects": objects})
         if self.path == f"/api/models/{REPOSITORY}/commit/main" and hub.takes_commits:
             hub.commit([json.loads(line) for line in body.splitlines()])
             return self.answer(
@@ -301,7 +289,7 @@ class Answer(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
-    """The hub that HF_ENDPOINT names, to somebody who is logged in. HF_HUB_DISABLE_XET=1: Xet's own protocol is no plain HTTP."""
+    """Hub to which huggingface_hub is logged in, without Xet, whose protocol is no plain HTTP."""
     with Hub() as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for name, value in (
@@ -329,26 +317,28 @@ def test_what_export_wrote_is_pushed_and_nothing_else(
     assert status == 0, output
     assert f"{hub.address}/{REPOSITORY}/commit/1" in output
     written = {path: (tmp_path / "out" / path).read_bytes() for path in contents(tmp_path / "out")}
-    assert "model.safetensors" in written and hub.files == kept | written
-    assert [each["visibility"] for each in hub.made] == ["private"]
+    assert "model.safetensors" in written
+    assert hub.files == kept | written
+    assert [request["visibility"] for request in hub.made] == ["private"]
     (message,) = hub.messages
     assert "step-00000008" in message
-    # to a repository that is there
+    # Push again, to a repository that exists.
     assert command(capsys, "export", exact, tmp_path / "again", "--push", REPOSITORY)[0] == 0
 
 
 def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
     exact: Path, hub: Hub, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    damaged = shutil.copytree(exact, tmp_path / "run")  # the hub is asked before it is hashed
+    # The hub is asked before the checkpoint is hashed, so damage is not reported.
+    damaged = shutil.copytree(exact, tmp_path / "run")
     for file in (damaged / "checkpoints").glob("*/model*.safetensors"):
         flip(file)
 
     def refused(name: str = REPOSITORY) -> str:
         status, output = command(capsys, "export", damaged, tmp_path / "out", "--push", name)
-        assert (
-            status == 2 and output.startswith("error: --push") and not (tmp_path / "out").exists()
-        )
+        assert status == 2
+        assert output.startswith("error: --push")
+        assert not (tmp_path / "out").exists()
         return output
 
     for name in ("", "small-one", "a/b/c", "../small", "somebody/small--one"):
@@ -361,7 +351,8 @@ def test_what_the_hub_refuses_is_one_message_before_anything_is_written(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert "offline" in refused()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # where nobody listens
+    # Nothing listens on this port.
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     assert "127.0.0.1:9" in refused()
     assert not hub.made
 
@@ -371,9 +362,8 @@ def test_an_export_that_is_not_pushed_is_whole_and_says_how_to_push(
 ) -> None:
     hub.takes_commits = False
     status, output = command(capsys, "export", exact, tmp_path / "out", "--push", REPOSITORY)
-    assert (
-        status == 2
-        and f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output
-        and "storage is full" in output
-    )
-    assert (tmp_path / "out" / "model.safetensors").exists() and not hub.files
+    assert status == 2
+    assert f"hf upload {REPOSITORY} {tmp_path / 'out'}" in output
+    assert "storage is full" in output
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not hub.files

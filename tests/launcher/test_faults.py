@@ -1,4 +1,4 @@
-"""What happens to a run from outside: memory runs out. One message, and nothing lost."""
+"""Test runs without memory or metrics.jsonl: they print one message and lose no checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.golden.runs import losses_changed, steps_logged, steps_saved
 def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
-    """In the backward pass of step 7."""
+    """Memory runs out in the backward pass of step 7."""
 
     def fail(loss: torch.Tensor) -> torch.Tensor:
         if steps_logged(Path(small_recipe["run_dir"])) == 6:
@@ -25,24 +25,26 @@ def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(
 
     with losses_changed(fail):
         run = train_here("parity=off")
-    assert run.status == 2 and run.err.count("error: ") == 1 and "Traceback" not in run.output, (
-        run.output
-    )
-    for remedy in (
+    assert run.status == 2, run.output
+    assert run.err.count("error: ") == 1, run.output
+    assert "Traceback" not in run.output, run.output
+    for words in (
         "out of memory",
         "2.00 GiB",
         "batch.microbatch",
         "model.gradient_checkpointing=full",
     ):
-        assert remedy in run.err
-    again = train_here("batch.microbatch=1", "parity=off")
-    assert again.status == 0 and "at step 4" in again.output
+        assert words in run.err
+    resumed = train_here("batch.microbatch=1", "parity=off")
+    assert resumed.status == 0
+    assert "at step 4" in resumed.output
 
 
 def test_a_run_saves_after_its_metrics_were_removed(
     train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save, run_dir = train_accelerate.checkpointing.save, Path(small_recipe["run_dir"])
+    save = train_accelerate.checkpointing.save
+    run_dir = Path(small_recipe["run_dir"])
 
     def save_without_metrics(*arguments: Any, **options: Any) -> None:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)

@@ -1,4 +1,7 @@
-"""The gap to BF16 (`log.gap`): it leaves no trace, names the layer whose quantizer breaks, and acts as `health.on_gap` says."""
+"""Test the gap meter (`log.gap`) and the actions of `health.on_gap`.
+
+The meter does not change the run, and names the layer whose quantizer breaks.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ BROKEN = "model.layers.1.mlp.down_proj"
 
 @pytest.fixture
 def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, Any]:
-    """Four steps of two layers, in low precision."""
+    """Recipe changes for four steps of two layers in low precision."""
     small_recipe["model"]["config"]["num_hidden_layers"] = 2
     return changes | {
         "train": {"steps": STEPS},
@@ -39,13 +42,14 @@ def changes(changes: dict[str, Any], small_recipe: dict[str, Any]) -> dict[str, 
     }
 
 
-def looks(run: Finished) -> list[dict[str, Any]]:
+def measured_steps(run: Finished) -> list[dict[str, Any]]:
+    """Return the records of the steps in which the gap was measured."""
     return [step for step in run.records() if "gap/loss" in step]
 
 
 @contextmanager
 def broken_from(step: int, run_dir: Path, layer: str = BROKEN) -> Iterator[None]:
-    """From `step` on the inputs of one product are quantized to a quarter of themselves."""
+    """Divide the inputs of one layer by four when they are quantized, from `step` on."""
     quantize_along = EmulatedGemm.quantize_along
 
     def broken(gemm: EmulatedGemm, role: str, x: torch.Tensor, *rest: Any) -> Any:
@@ -58,24 +62,29 @@ def broken_from(step: int, run_dir: Path, layer: str = BROKEN) -> Iterator[None]
 
 
 def test_losses_and_weights_are_those_of_a_run_without_a_meter(started: Callable) -> None:
-    """In one microbatch, with dropout, rounded stochastically. Golden runs with a meter have histories, the head, microbatches,
-    recomputed layers and shards."""
-    gpt2 = "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 32, attn_pdrop: 0.0}"
-    options = (gpt2, "precision=mxfp4", "weights=bf16", "batch.microbatch=4")
-    without, measured = started("without", *options), started("with", *options, "log.gap=2")
-    assert measured.losses() == without.losses() and saved(measured.run_dir, STEPS) == saved(
-        without.run_dir, STEPS
+    """Covers one microbatch, dropout and stochastic rounding.
+
+    Golden runs with a meter cover histories, the head, several microbatches, recomputed layers and
+    shards.
+    """
+    gpt2 = (
+        "model.config={model_type: gpt2, vocab_size: 61, n_embd: 32, n_layer: 2, n_head: 2, "
+        "n_positions: 32, attn_pdrop: 0.0}"
     )
-    first, second = looks(measured)
-    assert (first["step"], second["step"]) == (2, 4) and not looks(without)
+    options = (gpt2, "precision=mxfp4", "weights=bf16", "batch.microbatch=4")
+    without = started("without", *options)
+    measured = started("with", *options, "log.gap=2")
+    assert measured.losses() == without.losses()
+    assert saved(measured.run_dir, STEPS) == saved(without.run_dir, STEPS)
+    assert not measured_steps(without)
+    first, second = measured_steps(measured)
+    assert (first["step"], second["step"]) == (2, 4)
     for step in (first, second):
-        assert (
-            0 < abs(step["gap/loss"]) < 0.1
-            and 0.9 < step["gap/cosine"] < 1
-            and 0.8 < step["gap/norm_ratio"] < 1.2
-        )
+        assert 0 < abs(step["gap/loss"]) < 0.1
+        assert 0.9 < step["gap/cosine"] < 1
+        assert 0.8 < step["gap/norm_ratio"] < 1.2
         assert 0.9 < step["gap/cosine/transformer.h.1"] < 1, (
-            "other masks of dropout would take it further"
+            "the measurement used other dropout masks"
         )
 
 
@@ -84,26 +93,18 @@ def test_the_gap_meter_names_a_broken_quantizer_before_the_update(
 ) -> None:
     with broken_from(step=3, run_dir=tmp_path / "run"):
         run = started("run", "log.gap=2", "health.on_gap=stop", status=3)
-    first, second = looks(run)
-    assert (
-        "gap/worst" not in first
-        and second["gap/worst"] == f"{BROKEN}.weight"
-        and second["gap/moved"] > 0.5
-    )
-    assert (
-        "halted: step 4" in run.err
-        and BROKEN in run.err
-        and "run_dir" in run.err
-        and BROKEN in second["halted"]
-    )
+    first, second = measured_steps(run)
+    assert "gap/worst" not in first
+    assert second["gap/worst"] == f"{BROKEN}.weight"
+    assert second["gap/moved"] > 0.5
+    assert BROKEN in second["halted"]
+    for words in ("halted: step 4", BROKEN, "run_dir"):
+        assert words in run.err
     assert steps_saved(run.run_dir) == [2]
     assert run.out.count("gap to BF16") == 2
-    drawn = [
-        line
-        for line in pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"].data
-        if len(line.x) == 2
-    ]
-    assert drawn[0].y.tolist() == [step["gap/loss"] for step in looks(run)]
+    curves = pictures(Report.over([read_run(run.run_dir)]).comparison)["curves"]
+    drawn = [line for line in curves.data if len(line.x) == 2]
+    assert drawn[0].y.tolist() == [step["gap/loss"] for step in measured_steps(run)]
     assert any(line.name.endswith("layers.1") for line in drawn)
 
 
@@ -116,32 +117,32 @@ def test_a_gradient_that_the_meter_leaves_is_found(
 
 
 def test_by_default_such_a_look_warns_and_what_is_usual_stays() -> None:
-    health, usual, broken = (
-        Health(HealthSettings()),
-        {"a": (1.0, 0.1), "b": (0.9, 0.3)},
-        {"a": (1.0, 0.1), "b": (0.5, 0.3)},
-    )
-    better, lost = {"b": (1.0, 0.01)}, {"b": (math.nan, math.nan)}
+    health = Health(HealthSettings())
+    usual = {"a": (1.0, 0.1), "b": (0.9, 0.3)}
+    broken = {"a": (1.0, 0.1), "b": (0.5, 0.3)}
+    better = {"b": (1.0, 0.01)}
+    lost = {"b": (math.nan, math.nan)}
     assert health.judge_gap(1, "current", usual) == (StepDecision(), {})
     for step in (2, 3):
         decision, figures = health.judge_gap(step, "current", broken)
-        assert decision.proceed and f"step {step}" in decision.reason and "of b " in decision.reason
+        assert decision.proceed
+        assert f"step {step}" in decision.reason
+        assert "of b " in decision.reason
         assert figures == {"gap/moved": pytest.approx(0.4), "gap/worst": "b"}
     assert health.judge_gap(4, "nvfp4", broken) == (StepDecision(), {}), (
-        "another precision has places of its own"
+        "another precision has its own usual values"
     )
     assert health.judge_gap(5, "current", usual)[0] == StepDecision()
-    assert health.judge_gap(6, "current", better) == (
-        StepDecision(),
-        {"gap/moved": 0.0, "gap/worst": "b"},
-    ), "nearer to BF16"
+    decision, figures = health.judge_gap(6, "current", better)
+    assert decision == StepDecision(), "a smaller gap is not reported"
+    assert figures == {"gap/moved": 0.0, "gap/worst": "b"}
     assert health.judge_gap(7, "current", lost)[0].reason
 
 
 def test_a_run_that_the_gap_switches_to_bf16_resumes_bit_for_bit(
     started: Callable, tmp_path: Path
 ) -> None:
-    """It goes back once to before the switch, from a bad step after it."""
+    """A bad step after the switch makes the run roll back to a step before it, once."""
     options = (
         "precision=delayed",
         "log.gap=1",
@@ -152,26 +153,28 @@ def test_a_run_that_the_gap_switches_to_bf16_resumes_bit_for_bit(
     with broken_from(step=3, run_dir=tmp_path / "run"):
         with poisoned_once(tmp_path / "run", steps_before=3):
             run = started("run", *options)
-        again = started("again", *options, "--resume", f"{run.run_dir}/checkpoints/step-00000004")
+        checkpoint = f"{run.run_dir}/checkpoints/step-00000004"
+        resumed = started("resumed", *options, "--resume", checkpoint)
     (rollback,) = [record for record in run.records() if record.get("event") == "rollback"]
-    assert rollback["resumed_from"] == 2 and [
-        step["precision"] for step in rollback["abandoned"]
-    ] == ["delayed", "bf16"]
+    assert rollback["resumed_from"] == 2
+    assert [step["precision"] for step in rollback["abandoned"]] == ["delayed", "bf16"]
     steps = run.steps()
     assert [step.get("precision", "delayed") for step in steps] == ["delayed"] * 3 + ["bf16"] * 3
-    assert [step["step"] for step in looks(run)] == [1, 2, 3]
+    assert [step["step"] for step in measured_steps(run)] == [1, 2, 3]
     audit = run.audit()
-    assert audit["effective"] == "bf16" and audit["phases"] == {"1": "delayed", "4": "bf16"}
+    assert audit["effective"] == "bf16"
+    assert audit["phases"] == {"1": "delayed", "4": "bf16"}
     assert {product["effective"] for product in audit["products"]} == {"bf16"}
-    assert again.losses() == run.losses()[4:] and saved(again.run_dir, 6) == saved(run.run_dir, 6)
-    assert again.audit()["phases"] == audit["phases"]
+    assert resumed.losses() == run.losses()[4:]
+    assert saved(resumed.run_dir, 6) == saved(run.run_dir, 6)
+    assert resumed.audit()["phases"] == audit["phases"]
 
 
 @pytest.mark.multi
 def test_two_processes_train_as_without_a_meter(
     start_as_ranks: Callable, small_recipe: dict[str, Any], changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    """In one microbatch each, whose gradients are else exchanged while backward runs."""
+    """Each rank has one microbatch. Without a meter, ranks exchange its gradients in backward."""
     recipe = small_recipe | changes | {"weights": "fp32", "train": {"steps": 2}}
     launch = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     runs = [
@@ -182,13 +185,13 @@ def test_two_processes_train_as_without_a_meter(
     ]
     assert [run.status for run in runs] == [0, 0], runs
     without, measured = runs
-    assert measured.losses() == without.losses() and saved(measured.run_dir, 2) == saved(
-        without.run_dir, 2
-    )
-    assert (
-        all(0.9 < step["gap/cosine"] < 1 and step["gap/loss"] for step in looks(measured))
-        and len(looks(measured)) == 2
-    )
+    assert measured.losses() == without.losses()
+    assert saved(measured.run_dir, 2) == saved(without.run_dir, 2)
+    steps = measured_steps(measured)
+    assert len(steps) == 2
+    for step in steps:
+        assert 0.9 < step["gap/cosine"] < 1
+        assert step["gap/loss"]
 
 
 def test_what_cannot_be_measured_or_acted_on_is_refused(small_recipe: dict[str, Any]) -> None:

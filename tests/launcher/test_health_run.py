@@ -1,4 +1,4 @@
-"""Runs that meet data which must not reach the weights, or would train something else: nothing of it is saved."""
+"""Test runs whose data or model is bad: no wrong weights are saved."""
 
 from __future__ import annotations
 
@@ -20,15 +20,19 @@ from tests.golden.runs import losses_changed, steps_logged, tensors_of
 
 
 def copies_in_fp8() -> int:
+    """Return the number of cached weights in FP8."""
     gc.collect()
-    return sum(isinstance(each, BothWays) for each in gc.get_objects())
+    return sum(isinstance(candidate, BothWays) for candidate in gc.get_objects())
 
 
 def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
-    """Resumed at 4 it goes back to 4 and, as other data fail there too, to 2, before it was in FP8: no copy of a weight in FP8
-    is kept there. The signal comes in step 3."""
+    """The run resumes at step 4 and rolls back to 4 and, as other data fail too, to 2.
+
+    Step 2 is before the phase in FP8, so no FP8 copy of a weight is kept. The signal comes in step
+    3.
+    """
     shorter = {
         "train": {"steps": 6},
         "evaluate": {},
@@ -39,42 +43,48 @@ def test_a_run_stopped_after_two_rollbacks_saves_its_step_and_count(
         "precision": [{"until": 3, "use": "bf16"}, {"use": "delayed"}],
         "fp8_config": {"on_unsupported": "emulate"},
     }
-    every = {"checkpoint": {"every": 2}, "log": {"fp8_statistics": 1}}
-    recipe = small_recipe | shorter | phases | every | {"schedule": {"kind": "constant"}}
+    intervals = {"checkpoint": {"every": 2}, "log": {"fp8_statistics": 1}}
+    recipe = small_recipe | shorter | phases | intervals | {"schedule": {"kind": "constant"}}
     assert train_here("train.steps=4", recipe=recipe).status == 0
-    run_dir, steps_before, kept = Path(recipe["run_dir"]), [], [copies_in_fp8()]
+    run_dir = Path(recipe["run_dir"])
+    # The number of logged steps at the start of every step, and the number of copies in FP8.
+    steps_before = []
+    copies = [copies_in_fp8()]
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
         if steps_before[-1:] != [logged := steps_logged(run_dir)]:
             steps_before.append(logged)
             if logged == 2:
                 os.kill(os.getpid(), signal.SIGTERM)
-            kept.append(copies_in_fp8())
+            copies.append(copies_in_fp8())
         return loss * math.inf if logged == 5 else loss
 
     with losses_changed(poison):
         stopped = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
-    assert stopped.status == 128 + signal.SIGTERM and steps_before == [4, 5, 4, 5, 2], (
-        stopped.output
+    assert stopped.status == 128 + signal.SIGTERM, stopped.output
+    assert steps_before == [4, 5, 4, 5, 2], stopped.output
+    assert copies[5] == copies[0] < min(copies[1:5])
+    assert (run_dir / "fp8_statistics.jsonl").read_text() == "", (
+        "the statistics of rolled back steps must be removed"
     )
-    assert kept[5] == kept[0] < min(kept[1:5])
-    assert (run_dir / "fp8_statistics.jsonl").read_text() == "", "the steps in FP8 were taken back"
     saved = json.loads((run_dir / "checkpoints" / "step-00000003" / "state.json").read_text())
     assert (saved["progress"]["left_out"], saved["health"]["rollbacks"]) == (6, 2)
     finished = train_here("health.on_nan=rollback", "--accept-changes", recipe=recipe)
-    assert finished.status == 0 and "at step 3" in finished.output, finished.output
+    assert finished.status == 0, finished.output
+    assert "at step 3" in finished.output, finished.output
 
 
 def test_weights_that_an_update_has_overflowed_are_never_saved(
     train_here: Callable, small_recipe: dict[str, Any]
 ) -> None:
-    """A rate that makes giants of the weights in the first step, whose loss and gradient are finite."""
-    blown = {
+    """The learning rate makes the weights huge in the first step, with finite loss and gradient."""
+    huge_rate = {
         "optimizer": {"learning_rate": 1e30, "weight_decay": 0},
         "schedule": {"kind": "constant"},
     }
-    run = train_here("parity=off", "checkpoint.every=1", recipe=small_recipe | blown)
-    assert run.status == 3 and "halted: step" in run.err, run.output
+    run = train_here("parity=off", "checkpoint.every=1", recipe=small_recipe | huge_rate)
+    assert run.status == 3, run.output
+    assert "halted: step" in run.err, run.output
     for folder in (run.run_dir / "checkpoints").glob("step-*"):
         assert all(tensor.isfinite().all() for tensor in tensors_of(folder).values())
     assert not (run.run_dir / "final").exists()
@@ -83,7 +93,7 @@ def test_weights_that_an_update_has_overflowed_are_never_saved(
 def test_a_run_that_would_train_something_else_stops_before_a_step(
     train_here: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Plain under eager attention; under any other, an MLP's output is half as large again. So would a wrong kernel be."""
+    """The MLP's output is 50 % too large unless attention is eager, like that of a wrong kernel."""
     forward = Qwen3MLP.forward
 
     def broken(mlp: Qwen3MLP, x: torch.Tensor) -> torch.Tensor:
@@ -91,8 +101,8 @@ def test_a_run_that_would_train_something_else_stops_before_a_step(
 
     monkeypatch.setattr(Qwen3MLP, "forward", broken)
     run = train_here("parity=on", "model.fused=off", "train.steps=3")
-    assert run.status == 3 and "halted: step 0: parity" in run.err and ".mlp." in run.output, (
-        run.output
-    )
+    assert run.status == 3, run.output
+    assert "halted: step 0: parity" in run.err, run.output
+    assert ".mlp." in run.output, run.output
     assert run.audit()["parity"]["failures"]
     assert not (run.run_dir / "metrics.jsonl").exists() or not run.records()

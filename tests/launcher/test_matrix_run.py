@@ -1,4 +1,4 @@
-"""`python -m pretrain matrix` as a user starts it: matrix, accelerate and trainers are processes of their own."""
+"""Test `python -m pretrain matrix` with separate processes for matrix, accelerate and training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def start(path: Path, hook: Path) -> subprocess.Popen[str]:
 def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
     small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    path, folder, hook = tmp_path / "matrix.yaml", tmp_path / "precisions", tmp_path / "hook"
+    path = tmp_path / "matrix.yaml"
+    folder = tmp_path / "precisions"
+    hook = tmp_path / "hook"
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(small_recipe | {"evaluate": {}}))
     matrix = {
         "name": "precisions",
@@ -62,25 +64,22 @@ def test_a_stopped_matrix_lets_its_cells_save_and_the_same_command_ends_it(
 
     wait_until(lambda: len(list(hook.glob("waits-*"))) == 2)
     process.send_signal(signal.SIGINT)
-    wait_until(
-        lambda: all(
-            "SIGINT: finishing this step" in Path(f"{cell}.log").read_text() for cell in cells
-        )
-    )
+    notice = "SIGINT: finishing this step"
+    wait_until(lambda: all(notice in Path(f"{cell}.log").read_text() for cell in cells))
     (hook / "go_on").touch()
     output = process.communicate()[0]
     assert process.returncode == 130, output
     for cell in cells:
         assert steps_saved(cell)[-1] == read_metrics(cell)[-1]["step"] < 12
 
-    again = start(path, hook)
-    output = again.communicate()[0]
-    assert again.returncode == 0, output
+    second = start(path, hook)
+    output = second.communicate()[0]
+    assert second.returncode == 0, output
     for cell in cells:
-        assert [record["step"] for record in read_metrics(cell) if "loss" in record] == list(
-            range(1, 13)
-        )
-    assert "| run  | minus fp32, at the end |" in output and (folder / "precisions.html").exists()
+        steps = [record["step"] for record in read_metrics(cell) if "loss" in record]
+        assert steps == [*range(1, 13)]
+    assert "| run  | minus fp32, at the end |" in output
+    assert (folder / "precisions.html").exists()
     assert "shared their machine with other runs" in output, (
-        "what ran side by side has no speed of its own"
+        "speeds of runs at the same time must not be compared"
     )

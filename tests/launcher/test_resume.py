@@ -1,6 +1,6 @@
-"""Runs that are killed, stopped, damaged or sent back, and end as the run that was left alone, bit for bit.
+"""Test that runs that are killed, stopped or damaged end with the bits of an uninterrupted run.
 
-Kills at random moments, under `accelerate launch`, are in benchmarks/kill_resume.py.
+benchmarks/kill_resume.py kills runs under `accelerate launch` at random moments.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from tests.conftest import Finished, contents, flip, write_recipe
 from tests.golden.runs import digest, saved, steps_logged, steps_saved, tensors_of
 from tests.moments import LauncherProcess, Moment
 
-STEPS = 12  # with checkpoints after 4, 8 and 12
+# Steps of a run with checkpoints after 4, 8 and 12.
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
 def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """With dropout: a run that goes on with other random numbers is another run."""
+    """Recipe with dropout, so that other random numbers after a resume change the losses."""
     small = recipe_for(tmp_path_factory.mktemp("resume") / "run")
     sizes = {
         "model_type": "gpt2",
@@ -51,7 +52,7 @@ def recipe(recipe_for: Callable, tmp_path_factory: pytest.TempPathFactory) -> di
 
 @pytest.fixture(scope="module")
 def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
-    """The run that nothing happened to."""
+    """Finished run without interruption."""
     finished = start_here(recipe, Path(recipe["run_dir"]).parent)
     assert finished.status == 0, finished.output
     return finished
@@ -59,7 +60,7 @@ def alone(recipe: dict[str, Any], start_here: Callable) -> Finished:
 
 @pytest.fixture
 def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callable[..., Finished]:
-    """Start the recipe in a folder of the test's own, to its end."""
+    """Function that trains the recipe in this test's folder, in this process."""
     return lambda *arguments: start_here(
         recipe | {"run_dir": str(tmp_path / "run")}, tmp_path, *arguments
     )
@@ -67,7 +68,7 @@ def run(recipe: dict[str, Any], start_here: Callable, tmp_path: Path) -> Callabl
 
 @pytest.fixture
 def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProcess]:
-    """The same in a process that meets these moments."""
+    """Function that trains the recipe in this test's folder, in a process with `moments`."""
     return lambda *moments: LauncherProcess(
         [str(write_recipe(recipe | {"run_dir": str(tmp_path / "run")}, tmp_path))],
         tmp_path / "log",
@@ -77,7 +78,10 @@ def start(recipe: dict[str, Any], tmp_path: Path) -> Callable[..., LauncherProce
 
 @pytest.fixture
 def copied(alone: Finished, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the run left alone, without its exported model and the checkpoints of these steps; its folder."""
+    """Function that copies the uninterrupted run without its export and some checkpoints.
+
+    It takes the steps of the checkpoints to omit, and returns the folder of the copy.
+    """
 
     def copy(*without: int) -> Path:
         run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
@@ -90,11 +94,14 @@ def copied(alone: Finished, tmp_path: Path) -> Callable[..., Path]:
 
 
 def outcome(run: Finished) -> list[Any]:
-    """All figures that do not depend on the machine, and hashes of the last checkpoint and the exported model."""
+    """Return the figures that do not depend on the machine, and the hashes of the weights.
+
+    Weights are those of the last checkpoint and of the exported model.
+    """
     final = digest(tensors_of(run.run_dir / "final"), named=True)
-    of_the_machine = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
+    machine_suffixes = ("_ms", "per_second", "tflops", "memory_gib", "recompiles")
     figures = [
-        {key: each for key, each in record.items() if not key.endswith(of_the_machine)}
+        {key: value for key, value in record.items() if not key.endswith(machine_suffixes)}
         for record in run.records()
     ]
     return [figures, saved(run.run_dir, STEPS), final]
@@ -102,19 +109,25 @@ def outcome(run: Finished) -> list[Any]:
 
 def test_a_recomputed_layer_draws_the_same_dropout(alone: Finished, run: Callable) -> None:
     recomputed = run("model.gradient_checkpointing=full")
-    assert recomputed.status == 0 and recomputed.losses() == alone.losses(), recomputed.output
+    assert recomputed.status == 0, recomputed.output
+    assert recomputed.losses() == alone.losses()
 
 
-# Where a run is killed, one start after the other, and which may then be the newest checkpoint: it is written behind training,
-# and how far that has come when a step is logged depends on the machine.
+# Moments in which one run is killed, start after start, and the possible steps of its newest
+# checkpoint then. Checkpoints are written in the background, so the newest one when a step is
+# logged depends on the machine.
 KILLS = [
-    (Moment("os.rename", r"/config\.yaml$", SIGKILL), {None}),  # starting
-    (Moment("logged", "^2$", SIGKILL), {None}),  # among steps
-    # saving: the first of all, half written
+    # at the start
+    (Moment("os.rename", r"/config\.yaml$", SIGKILL), {None}),
+    # between steps
+    (Moment("logged", "^2$", SIGKILL), {None}),
+    # the first checkpoint is half written
     (Moment("open", r"/\.partial-step-00000004/", SIGKILL), {None}),
     (Moment("logged", "^7$", SIGKILL), {None, 4}),
-    (Moment("os.rename", r"/step-00000008$", SIGKILL), {4}),  # saving: whole, but not named
-    (Moment("os.rename", r"/\.final\.writing$", SIGKILL), {STEPS}),  # exporting
+    # a checkpoint is complete, but does not have its name yet
+    (Moment("os.rename", r"/step-00000008$", SIGKILL), {4}),
+    # during the export
+    (Moment("os.rename", r"/\.final\.writing$", SIGKILL), {STEPS}),
     (Moment("open", r"/\.final\.writing/", SIGKILL), {STEPS}),
 ]
 
@@ -128,9 +141,8 @@ def test_a_run_killed_many_times_equals_one_left_alone(
     finished = run()
     assert finished.status == 0, finished.output
     assert outcome(finished) == outcome(alone)
-    assert not list((tmp_path / "run").rglob("*partial*")) and not list(
-        (tmp_path / "run").glob(".final*")
-    )
+    assert not list((tmp_path / "run").rglob("*partial*"))
+    assert not list((tmp_path / "run").glob(".final*"))
 
 
 def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
@@ -138,37 +150,36 @@ def test_a_longer_horizon_goes_on_where_the_rate_has_not_fallen(
 ) -> None:
     assert run("schedule.kind=constant", "train.steps=8").status == 0
     longer = run("schedule.kind=constant")
-    assert longer.status == 0 and "from step 8 to 12" in longer.out, longer.output
-    whole = start_here(
-        recipe | {"run_dir": str(tmp_path / "whole")}, tmp_path, "schedule.kind=constant"
+    assert longer.status == 0, longer.output
+    assert "from step 8 to 12" in longer.out, longer.output
+    uninterrupted = start_here(
+        recipe | {"run_dir": str(tmp_path / "uninterrupted")}, tmp_path, "schedule.kind=constant"
     )
-    assert outcome(longer)[1:] == outcome(whole)[1:]
+    assert outcome(longer)[1:] == outcome(uninterrupted)[1:]
 
 
 def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
     run: Callable,
 ) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
-    serves = re.search(
-        r"--resume, which (\S+) is", run("schedule.kind=wsd", "train.steps=10").refusal
-    )
-    longer = run("schedule.kind=wsd", "train.steps=10", "--resume", serves[1])
-    assert (
-        longer.status == 0 and "from step 8 to 10" in longer.out and "step-00000004" in serves[1]
-    ), longer.output
+    refusal = run("schedule.kind=wsd", "train.steps=10").refusal
+    checkpoint = re.search(r"--resume, which (\S+) is", refusal)[1]
+    assert "step-00000004" in checkpoint
+    longer = run("schedule.kind=wsd", "train.steps=10", "--resume", checkpoint)
+    assert longer.status == 0, longer.output
+    assert "from step 8 to 10" in longer.out, longer.output
 
 
 def test_a_run_folder_to_resume_is_its_newest_checkpoint(
     recipe: dict[str, Any], copied: Callable, alone: Finished, start_here: Callable, tmp_path: Path
 ) -> None:
     folder = copied(12)
-    again = start_here(
-        recipe | {"run_dir": str(tmp_path / "again")}, tmp_path, "--resume", str(folder)
+    resumed = start_here(
+        recipe | {"run_dir": str(tmp_path / "resumed")}, tmp_path, "--resume", str(folder)
     )
-    assert again.status == 0 and f"{folder}/checkpoints/step-00000008 at step 8" in again.out, (
-        again.output
-    )
-    assert outcome(again)[-1] == outcome(alone)[-1]
+    assert resumed.status == 0, resumed.output
+    assert f"{folder}/checkpoints/step-00000008 at step 8" in resumed.out, resumed.output
+    assert outcome(resumed)[-1] == outcome(alone)[-1]
 
 
 def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
@@ -177,7 +188,8 @@ def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
 ) -> None:
     message = run(f"train.begin_with={alone.run_dir}").refusal
     newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
-    assert message.startswith("`train.begin_with`") and f"name one, such as {newest}" in message
+    assert message.startswith("`train.begin_with`")
+    assert f"name one, such as {newest}" in message
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
@@ -186,14 +198,13 @@ def test_a_stopped_run_saves_its_step_and_resumes_exactly(
 ) -> None:
     assert start(Moment("logged", f"^{step}$", signal)).end() == 128 + signal
     output = (tmp_path / "log").read_text()
-    assert signal.name in output and "Traceback" not in output
+    assert signal.name in output
+    assert "Traceback" not in output
     assert steps_saved(tmp_path / "run")[-1] == steps_logged(tmp_path / "run") == step
     finished = run()
-    assert (
-        finished.status == 0
-        and f"at step {step}" in finished.output
-        and outcome(finished) == outcome(alone)
-    )
+    assert finished.status == 0, finished.output
+    assert f"at step {step}" in finished.output
+    assert outcome(finished) == outcome(alone)
 
 
 def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
@@ -203,7 +214,8 @@ def test_a_signal_while_the_last_step_is_saved_loses_nothing_of_it(
     assert start(Moment("os.rename", f"/step-{STEPS:08d}$", SIGTERM)).end() == 128 + SIGTERM
     assert steps_saved(run_dir)[-1] == STEPS
     finished = run()
-    assert finished.status == 0 and outcome(finished) == outcome(alone)
+    assert finished.status == 0, finished.output
+    assert outcome(finished) == outcome(alone)
 
 
 def test_a_run_resumes_before_a_damaged_checkpoint_and_names_it(
@@ -212,9 +224,9 @@ def test_a_run_resumes_before_a_damaged_checkpoint_and_names_it(
     newest = copied() / "checkpoints" / f"step-{STEPS:08d}"
     flip(max(newest.glob("*.safetensors")))
     finished = run()
-    assert (
-        finished.status == 0 and str(newest) in finished.output and "at step 8" in finished.output
-    )
+    assert finished.status == 0, finished.output
+    assert str(newest) in finished.output
+    assert "at step 8" in finished.output
     assert outcome(finished) == outcome(alone)
 
 
@@ -222,7 +234,7 @@ def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
     copied: Callable, run: Callable
 ) -> None:
     run_dir = copied()
-    (run_dir / "summary.json").unlink()  # which a run that is not finished has not
+    (run_dir / "summary.json").unlink()  # Only finished runs have a summary.
     for file in run_dir.glob("checkpoints/*/*.safetensors"):
         flip(file)
     before = contents(run_dir)
@@ -233,40 +245,37 @@ def test_where_every_checkpoint_is_damaged_no_run_begins_anew(
 def test_the_steps_of_another_training_are_not_cut_away(
     alone: Finished, copied: Callable, run: Callable
 ) -> None:
-    """Where it has left no checkpoint, a start would begin at step 0, and with it metrics.jsonl."""
+    """Without a checkpoint, a start with other settings would restart metrics.jsonl at step 0."""
     run_dir = copied(4, 8, STEPS)
     (run_dir / "summary.json").unlink()
     before = (run_dir / "metrics.jsonl").read_bytes()
     refused = run("optimizer.learning_rate=0.5")
-    assert (
-        refused.status == 2
-        and str(run_dir) in refused.refusal
-        and "optimizer.learning_rate" in refused.refusal
-    )
+    assert refused.status == 2
+    assert str(run_dir) in refused.refusal
+    assert "optimizer.learning_rate" in refused.refusal
     assert (run_dir / "metrics.jsonl").read_bytes() == before
-    assert outcome(run()) == outcome(alone), "the same training begins anew"
+    assert outcome(run()) == outcome(alone), "the same recipe must start from step 0"
 
 
 def test_a_finished_run_started_again_changes_nothing(
     alone: Finished, start_here: Callable, recipe: dict[str, Any]
 ) -> None:
-    before, beside = outcome(alone), Path(recipe["run_dir"]).parent
-    again = start_here(recipe, beside)
-    assert again.status == 0 and outcome(again) == before
-    otherwise = start_here(recipe, beside, f"train.tokens={STEPS * recipe['batch']['tokens']}")
-    assert otherwise.status == 0 and outcome(otherwise) == before, (
-        "the same horizon, written otherwise"
-    )
-    kept = contents(again.run_dir)
-    for how in ((), ("--accept-changes",), ("--plan",)):
-        shorter = start_here(recipe, beside, "train.steps=8", *how).refusal
-        assert (
-            "is from step 12, and `train` ends the run at 8; lengthen it" in shorter
-            and contents(again.run_dir) == kept
-        )
+    before = outcome(alone)
+    folder = Path(recipe["run_dir"]).parent
+    repeated = start_here(recipe, folder)
+    assert repeated.status == 0, repeated.output
+    assert outcome(repeated) == before
+    in_tokens = start_here(recipe, folder, f"train.tokens={STEPS * recipe['batch']['tokens']}")
+    assert in_tokens.status == 0, in_tokens.output
+    assert outcome(in_tokens) == before, "the same horizon in tokens must change nothing"
+    files = contents(repeated.run_dir)
+    for options in ((), ("--accept-changes",), ("--plan",)):
+        refusal = start_here(recipe, folder, "train.steps=8", *options).refusal
+        assert "is from step 12, and `train` ends the run at 8; lengthen it" in refusal
+        assert contents(repeated.run_dir) == files
 
 
-# ── What is restored ──────────────────────────────────────────────────────────────────────────────
+# ── Restored state ──
 
 
 def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.MonkeyPatch], None]:
@@ -331,7 +340,7 @@ def low(
     start_here: Callable,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """Return the folder of a run in low precision that was saved after steps 2 and 4."""
+    """Folder of a run in low precision that was saved after steps 2 and 4."""
     folder = tmp_path_factory.mktemp("low")
     run_dir = folder / "run"
     finished = start_here(recipe | {"run_dir": str(run_dir)}, folder, *LOW, "checkpoint.every=2")
@@ -349,7 +358,8 @@ def test_a_resume_from_anything_but_what_was_saved_stops(
     make, line = FAULTS[fault]
     make(monkeypatch)
     resumed = run(*LOW, "--resume", str(low / "checkpoints/step-00000002"))
-    assert resumed.status == 3 and re.search(line, resumed.err), resumed.output
+    assert resumed.status == 3, resumed.output
+    assert re.search(line, resumed.err), resumed.output
 
 
 def test_a_checkpoint_without_checksums_is_resumed(
@@ -361,7 +371,7 @@ def test_a_checkpoint_without_checksums_is_resumed(
     manifest = json.loads((folder / "manifest.json").read_text())
     state = json.loads((folder / "state.json").read_text())
     for kind in ("model", "optimizer"):
-        assert all(entry.pop("checksum") for entry in manifest[kind].values())
+        assert all(entry.pop("weighted_sum") for entry in manifest[kind].values())
     assert state["progress"].pop("place") == 4 * 8
     (folder / "state.json").write_text(json.dumps(state))
     for record in manifest["files"]:
@@ -371,5 +381,6 @@ def test_a_checkpoint_without_checksums_is_resumed(
     del manifest["sha256"]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sha256": hash_of(manifest)}))
     finished = run()
-    assert finished.status == 0 and "at step 4" in finished.output, finished.output
+    assert finished.status == 0, finished.output
+    assert "at step 4" in finished.output, finished.output
     assert outcome(finished) == outcome(alone)

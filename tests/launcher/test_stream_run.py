@@ -1,4 +1,7 @@
-"""A run on packs that are made while it trains: the same curve when it resumes, on empty disks."""
+"""Test runs whose packs are made during training: a resume has the same losses.
+
+The disk of the resumed run may be empty.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +64,10 @@ def recipe(
 
 @pytest.fixture(scope="module")
 def alone(recipe: dict[str, Any], folder: Path, start_here: Callable) -> Finished:
-    """The run that nothing happened to. It reads the text more than once."""
+    """Finished run without interruption. It reads the documents more than once."""
     finished = start_here(recipe, folder)
-    assert finished.status == 0 and len(finished.losses()) == STEPS, finished.output
+    assert finished.status == 0, finished.output
+    assert len(finished.losses()) == STEPS, finished.output
     return finished
 
 
@@ -91,14 +95,15 @@ def waiting_for_packs(
     """Return a run after its third step, and the process that makes its packs, suspended."""
     changes = {"train": {"steps": 100_000}, "checkpoint": {"every": None}, "evaluate": {}}
     recipe = elsewhere(recipe, folder) | changes
-    # The run is a daemon here, which starts no processes that tokenise.
+    # The run is a daemonic process, which may not start tokenizing processes, so prepare the data
+    # in this process.
     prepare(DataSettings(**recipe["data"]), progress=False)
     first_parts = len(part_folders(folder / "packs"))
     run = LauncherProcess(
         [str(write_recipe(recipe, folder))], folder / "log", Moment("logged", "^3$")
     )
     run.wait_until_it_waits()
-    # Then the packer has started the processes that tokenise.
+    # When a further part exists, the packer has started its tokenizing processes.
     run.wait_until(lambda: len(part_folders(folder / "packs")) > first_parts)
     packer = packer_of(run)
     packer.suspend()
@@ -117,8 +122,10 @@ def test_a_waiting_run_saves_its_step_when_it_or_its_packer_is_ended(
         run.send_signal(SIGTERM)
     status = run.end()
     output = (tmp_path / "log").read_text()
-    assert status == (2 if packer_dies else 128 + SIGTERM) and not packer.is_running(), output
-    assert output.count("error: ") == packer_dies and "Traceback" not in output
+    assert status == (2 if packer_dies else 128 + SIGTERM), output
+    assert not packer.is_running(), output
+    assert output.count("error: ") == packer_dies
+    assert "Traceback" not in output
     assert ("signal 9" in output) == packer_dies
     assert steps_saved(tmp_path / "run") == [steps_logged(tmp_path / "run")]
 
@@ -140,7 +147,8 @@ def test_a_killed_run_ends_its_packer_and_resumes_exactly(
     assert run.end() == -SIGKILL
     packer.wait(60)  # It raises TimeoutExpired if the packer still runs.
     resumed = start_here(recipe, tmp_path)
-    assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
+    assert resumed.status == 0, resumed.output
+    assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == alone.losses()
 
 
@@ -154,14 +162,16 @@ def test_a_packer_of_a_user_serves_the_run_and_ends_with_it(
     try:
         end = time.monotonic() + 60
         while len(part_folders(packs)) < 3:
-            assert packer.poll() is None and time.monotonic() < end
+            assert packer.poll() is None
+            assert time.monotonic() < end
             time.sleep(0.02)
         finished = start_here(recipe, tmp_path)
         assert packer.wait(60) == 0
     finally:
         packer.kill()
     assert f"waiting for process {packer.pid} on" in (packs / "packer.log").read_text()
-    assert finished.status == 0 and finished.losses() == alone.losses(), finished.output
+    assert finished.status == 0, finished.output
+    assert finished.losses() == alone.losses(), finished.output
 
 
 def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
@@ -170,7 +180,8 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
     recipe = elsewhere(recipe, tmp_path) | {"checkpoint": {"every": 16}}
     prepare(DataSettings(**recipe["data"]), progress=False)
     run_dir = tmp_path / "run"
-    parts: list[set[str]] = []  # names of those on the disk before the rollback
+    # Names of the parts on the disk before the rollback.
+    parts: list[set[str]] = []
 
     def poison(loss: torch.Tensor) -> torch.Tensor:
         steps = steps_logged(run_dir) if (run_dir / "metrics.jsonl").exists() else 0
@@ -181,11 +192,14 @@ def test_a_streamed_run_goes_back_to_parts_that_are_deleted(
 
     with losses_changed(poison):
         finished = start_here(recipe, tmp_path, "health.on_nan=rollback")
-    assert finished.status == 0 and len(finished.losses()) == STEPS, finished.output
+    assert finished.status == 0, finished.output
+    assert len(finished.losses()) == STEPS, finished.output
     [event] = [record for record in finished.records() if record.get("event") == "rollback"]
-    assert event["resumed_from"] == 16 and event["left_out"] == 31 - 16
+    assert event["resumed_from"] == 16
+    assert event["left_out"] == 31 - 16
     part_of_checkpoint = finished.steps()[15]["part"]
-    assert part_of_checkpoint > 0 and f"part-{part_of_checkpoint:08d}" not in parts[0]
+    assert part_of_checkpoint > 0
+    assert f"part-{part_of_checkpoint:08d}" not in parts[0]
 
 
 @pytest.mark.multi
@@ -196,14 +210,15 @@ def test_a_streamed_run_resumes_on_two_ranks_with_an_empty_disk(
     assert sum(path.stat().st_size for path in packs.rglob("*") if path.is_file()) <= 300_000
 
     run_dir = shutil.copytree(alone.run_dir, tmp_path / "run")
-    # As if the run had been killed before.
+    # Delete two checkpoints, as if the run had been killed earlier.
     for checkpoint in sorted((run_dir / "checkpoints").glob("step-*"))[-2:]:
         shutil.rmtree(checkpoint)
     recipe = elsewhere(recipe, tmp_path)
     prepare(DataSettings(**recipe["data"]), progress=False)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     resumed = start_as_ranks(recipe, tmp_path, launch=ddp)
-    assert resumed.status == 0 and "resumed from" in resumed.output, resumed.output
+    assert resumed.status == 0, resumed.output
+    assert "resumed from" in resumed.output, resumed.output
     assert resumed.losses() == pytest.approx(alone.losses(), rel=1e-5)
 
 
@@ -220,5 +235,7 @@ def test_a_packers_error_before_the_first_step_ends_all_ranks(
     prepare(DataSettings(**recipe["data"]), progress=False)
     ddp = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"]
     ended = start_as_ranks(recipe, tmp_path, launch=ddp)
-    assert ended.status != 0 and "texts.jsonl:61: no column `text`" in ended.output, ended.output
-    assert "another process has no more packs" in ended.output and "is saved" not in ended.output
+    assert ended.status != 0, ended.output
+    assert "texts.jsonl:61: no column `text`" in ended.output, ended.output
+    assert "another process has no more packs" in ended.output
+    assert "is saved" not in ended.output

@@ -1,4 +1,4 @@
-"""Parity over two processes: silent where they train together, and not where one of them is lost."""
+"""Test parity over two ranks: it passes correct training and reports a rank that is lost."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def gradient_of_a_rank_lost(run: SmallRun) -> None:
 
 
 def averaged_over_ranks(run: SmallRun) -> None:
-    """What DDP and FSDP2 do where the loss is not scaled up by their number."""
+    """Average gradients over ranks, as DDP and FSDP2 do with an unscaled loss."""
     change_loss(
         run, lambda loss: loss.detach() + (loss - loss.detach()) / run.accelerator.num_processes
     )
@@ -51,7 +51,7 @@ FAULTS = {
     "a rank's gradient is lost": gradient_of_a_rank_lost,
     "the loss is averaged over ranks": averaged_over_ranks,
 }
-# Of those in tests/pretrain/verify/update_faults.py, the ones that a topology could hide: each is there in one process too.
+# Faults of tests/pretrain/verify/update_faults.py that a topology could hide.
 OF_UPDATES = {
     "ddp": ("last_microbatch_dropped", "sums_in_bf16", "tenth_stays"),
     "zero": ("not_clipped", "no_bias_correction", "low_bits_dropped", "moments_in_bf16"),
@@ -70,30 +70,32 @@ ALWAYS = {
 
 
 def find_faults() -> None:
-    """What each process does, and prints."""
+    """Inject the faults in this rank and print the failures of parity."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    found: dict[str, dict[str, list[str]]] = {}
+    failures_of: dict[str, dict[str, list[str]]] = {}
     for precision in sys.argv[1:]:
         for what, make in FAULTS.items():
             run = build_run(accelerator, precision, layers=1)
             make(run)
             weights = {
-                name: local_part(each).clone() for name, each in run.model.named_parameters()
+                name: local_part(weight).clone() for name, weight in run.model.named_parameters()
             }
-            failures = found.setdefault(what, {})[precision] = run.parity().failures
-            for name, each in run.model.named_parameters():  # norms had other values in it
-                failures += (
-                    []
-                    if torch.equal(local_part(each), weights[name])
-                    else [f"{name} is not as before"]
-                )
-    os.write(1, f"FOUND {json.dumps(found)}\n".encode())  # whole, though ranks write at once
+            failures = run.parity().failures
+            # Parity changes the weights of norms and must restore them.
+            for name, weight in run.model.named_parameters():
+                if not torch.equal(local_part(weight), weights[name]):
+                    failures.append(f"{name} is not as before")
+            failures_of.setdefault(what, {})[precision] = failures
+    # One write: both ranks write at the same time.
+    os.write(1, f"FOUND {json.dumps(failures_of)}\n".encode())
     accelerator.end_training()
 
 
 def find_faults_of_updates() -> None:
+    """Inject faults of the update in this rank and print the messages that halt training."""
     complete_topology(accelerator := Accelerator(mixed_precision="no"))
-    messages, updates = {}, ALWAYS | {name: getattr(update_faults, name) for name in sys.argv[1:]}
+    messages = {}
+    updates = ALWAYS | {name: getattr(update_faults, name) for name in sys.argv[1:]}
     for what, make in updates.items():
         run = build_run(accelerator, "delayed", layers=1, weights="bf16_exact")
         with pytest.MonkeyPatch.context() as patch:
@@ -107,10 +109,10 @@ def find_faults_of_updates() -> None:
     accelerator.end_training()
 
 
-def found_by_two(
+def printed_by_ranks(
     main: Callable[[], None], topology: str, arguments: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """What each of two processes that do `main` has found."""
+    """Run `main` in two ranks and return the results that they print."""
     with tempfile.TemporaryDirectory() as folder:
         launch = ["--config_file", f"accelerate_configs/{topology}.yaml"]
         status, out, err = start_ranks(arguments, launch, Path(folder), main=main)
@@ -123,29 +125,32 @@ def found_by_two(
 
 
 def start(topology: str, *precisions: str) -> dict[str, dict[str, list[str]]]:
-    """By fault and precision, the failures that parity names."""
-    return found_by_two(find_faults, topology, precisions)[0]
+    """Return the failures that parity reports, by fault and precision."""
+    return printed_by_ranks(find_faults, topology, precisions)[0]
 
 
 @pytest.mark.multi
 def test_what_is_lost_between_two_processes_is_found() -> None:
-    """Under DDP and with histories that both share; `tests.pretrain.verify.mutations` tries FSDP2 and every precision."""
-    found = start("ddp", "delayed")
-    assert found.pop("nothing") == {"delayed": []}
-    assert len(found) == 2 and all(
-        failures for precisions in found.values() for failures in precisions.values()
+    """Covers DDP with shared histories.
+
+    `tests.pretrain.verify.mutations` covers FSDP2 and every precision.
+    """
+    failures_of = start("ddp", "delayed")
+    assert failures_of.pop("nothing") == {"delayed": []}
+    assert len(failures_of) == 2
+    assert all(
+        failures for by_precision in failures_of.values() for failures in by_precision.values()
     )
 
 
 @pytest.mark.multi
 @pytest.mark.parametrize("topology", OF_UPDATES)
 def test_a_wrong_update_of_one_rank_stops_both(topology: str) -> None:
-    each = found_by_two(find_faults_of_updates, topology, OF_UPDATES[topology])
-    assert all(
-        len(ranks) == len(ALWAYS) + len(OF_UPDATES[topology]) and ranks.pop("nothing") == ""
-        for ranks in each
-    )
-    assert all(message for ranks in each for message in ranks.values())
-    of_one = [ranks["a rank's weight stands still"] for ranks in each]
-    assert sorted("another process" in line for line in of_one) == [False, True]
-    assert any("weights of 1 of" in line for line in of_one)
+    messages_by_rank = printed_by_ranks(find_faults_of_updates, topology, OF_UPDATES[topology])
+    for messages in messages_by_rank:
+        assert len(messages) == len(ALWAYS) + len(OF_UPDATES[topology])
+        assert messages.pop("nothing") == ""
+        assert all(messages.values())
+    still = [messages["a rank's weight stands still"] for messages in messages_by_rank]
+    assert sorted("another process" in message for message in still) == [False, True]
+    assert any("weights of 1 of" in message for message in still)

@@ -1,4 +1,4 @@
-"""Two processes that must not reach the weights with a step, or not begin: they go back together, and stop together."""
+"""Test that two ranks roll back together and stop together."""
 
 from __future__ import annotations
 
@@ -22,20 +22,21 @@ DDP = ["--config_file", "accelerate_configs/ddp.yaml", "--mixed_precision", "no"
 def test_processes_go_back_and_stop_together(
     start_as_ranks: Callable, small_recipe: dict[str, Any], tmp_path: Path
 ) -> None:
-    """A rate that makes giants of the weights in the first step: from then on no data is good."""
-    blown = {
+    """The learning rate makes the weights huge in the first step, so every later step fails."""
+    huge_rate = {
         "optimizer": {"learning_rate": 1e36, "weight_decay": 0},
         "schedule": {"kind": "constant"},
     }
-    going_back = {"health": {"on_nan": "rollback"}, "checkpoint": {"every": 1}, "evaluate": {}}
-    recipe = small_recipe | blown | going_back
+    rollback = {"health": {"on_nan": "rollback"}, "checkpoint": {"every": 1}, "evaluate": {}}
+    recipe = small_recipe | huge_rate | rollback
     run = start_as_ranks(recipe, tmp_path, launch=DDP)
     assert run.status == 3, run.output
     halt = "halted: step 2: the gradient norm is nan, and the run has gone back 3 times already"
-    assert run.err.count(halt) == 2 and "Traceback" not in run.output
-    lines = read_metrics(run.run_dir)
-    assert [line["rollbacks"] for line in lines if line.get("event") == "rollback"] == [3]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    assert run.err.count(halt) == 2
+    assert "Traceback" not in run.output
+    records = read_metrics(run.run_dir)
+    assert [record["rollbacks"] for record in records if record.get("event") == "rollback"] == [3]
+    assert [record["step"] for record in records if "loss" in record] == [1, 2]
 
 
 def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(
@@ -43,6 +44,10 @@ def test_a_run_folder_in_use_is_refused_by_every_process_in_the_same_words(
 ) -> None:
     with RunFolder(Path(small_recipe["run_dir"])):
         run = start_as_ranks(small_recipe, tmp_path, launch=DDP)
-    assert run.status == 2 and "Traceback" not in run.output, run.output
-    error = f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} on {socket.gethostname()}"
+    assert run.status == 2, run.output
+    assert "Traceback" not in run.output, run.output
+    error = (
+        f"error: {small_recipe['run_dir']}: the run folder is in use by process {os.getpid()} "
+        f"on {socket.gethostname()}"
+    )
     assert run.err.count(error) == 2, run.err

@@ -1,6 +1,6 @@
-"""One recipe in one, two and three processes joined by gloo on the CPU: the same training, resumed by any number of them.
+"""Train one recipe in one, two and three processes on the CPU, and resume it with another number.
 
-What each topology computes to the bit is kept by tests/golden.
+All of them have the same loss curve. tests/golden tests the bits of every topology.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tests.golden.runs import tensors_of
 from tests.launcher.test_precision_runs import EXPERTS
 
 LAUNCH = {
-    way: ["--config_file", f"accelerate_configs/{way}.yaml", "--mixed_precision", "no"]
-    for way in ("ddp", "fsdp2")
+    topology: ["--config_file", f"accelerate_configs/{topology}.yaml", "--mixed_precision", "no"]
+    for topology in ("ddp", "fsdp2")
 }
 
 pytestmark = pytest.mark.multi
@@ -29,7 +29,10 @@ pytestmark = pytest.mark.multi
 
 @pytest.fixture(scope="session")
 def recipe_for(recipe_for: Callable) -> Callable[[Path], dict[str, Any]]:
-    """Of 8 steps, with a checkpoint to go on from and one at the end, and of two layers, which FSDP2 shards one by one."""
+    """Function that returns a recipe of 8 steps and two layers, with checkpoints after 4 and 8.
+
+    FSDP2 shards the layers separately.
+    """
 
     def recipe(run_dir: Path) -> dict[str, Any]:
         small = recipe_for(run_dir) | {"train": {"steps": 8}, "parity": "off"}
@@ -46,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Finished:
-    """The finished run of one process."""
+    """Finished run of one process."""
     finished = start_here(recipe_for(folder / "one"), folder)
     assert finished.status == 0, finished.output
     return finished
@@ -56,7 +59,7 @@ def one(start_here: Callable, recipe_for: Callable, folder: Path) -> Finished:
 def two(
     request: pytest.FixtureRequest, start_as_ranks: Callable, recipe_for: Callable, folder: Path
 ) -> Finished:
-    """The finished run of two processes, held against plain transformers before its first step."""
+    """Finished run of two processes, with parity before its first step."""
     finished = start_as_ranks(
         recipe_for(folder / request.param), folder, "parity=on", launch=LAUNCH[request.param]
     )
@@ -64,8 +67,8 @@ def two(
     return finished
 
 
-def sent_back(run_dir: Path, copy: Path) -> str:
-    """A copy of the run as it was after step 4, as the argument `run_dir`."""
+def copy_of_step_4(run_dir: Path, copy: Path) -> str:
+    """Copy the run as it was after step 4. Returns the setting of its run folder."""
     shutil.copytree(run_dir, copy)
     shutil.rmtree(copy / "final")
     shutil.rmtree(copy / "checkpoints" / "step-00000008")
@@ -87,13 +90,13 @@ def test_two_processes_train_and_export_as_one_and_pass_parity(
     assert_same_curve(two, one)
     assert two.audit()["parity"]["failures"] == []
     assert main(["export", str(two.run_dir), str(tmp_path / "out")]) == 0
-    exported, final = tensors_of(tmp_path / "out"), tensors_of(two.run_dir / "final")
-    assert exported.keys() == final.keys() and all(
-        torch.equal(exported[name], final[name]) for name in final
-    )
+    exported = tensors_of(tmp_path / "out")
+    final = tensors_of(two.run_dir / "final")
+    assert exported.keys() == final.keys()
+    assert all(torch.equal(exported[name], final[name]) for name in final)
 
 
-@pytest.mark.parametrize("two", ["fsdp2"], indirect=True)  # in shards; golden runs have DDP's bits
+@pytest.mark.parametrize("two", ["fsdp2"], indirect=True)  # Golden runs test DDP's bits.
 def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
     one: Finished,
     two: Finished,
@@ -103,33 +106,39 @@ def test_a_run_of_two_processes_is_resumed_by_one_and_by_two_bit_for_bit(
     tmp_path: Path,
 ) -> None:
     recipe = recipe_for(tmp_path / "unused")
-    again = start_as_ranks(
-        recipe, tmp_path, sent_back(two.run_dir, tmp_path / "two"), launch=LAUNCH[two.run_dir.name]
+    by_two = start_as_ranks(
+        recipe,
+        tmp_path,
+        copy_of_step_4(two.run_dir, tmp_path / "two"),
+        launch=LAUNCH[two.run_dir.name],
     )
-    assert again.status == 0 and again.losses() == two.losses(), again.output
+    assert by_two.status == 0, by_two.output
+    assert by_two.losses() == two.losses(), by_two.output
     for file in (two.run_dir / "final").glob("*.safetensors"):
-        assert (again.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
-    alone = start_here(recipe, tmp_path, sent_back(two.run_dir, tmp_path / "one"))
-    assert alone.status == 0 and alone.losses()[:4] == two.losses()[:4], alone.output
-    assert_same_curve(alone, one)
+        assert (by_two.run_dir / "final" / file.name).read_bytes() == file.read_bytes()
+    by_one = start_here(recipe, tmp_path, copy_of_step_4(two.run_dir, tmp_path / "one"))
+    assert by_one.status == 0, by_one.output
+    assert by_one.losses()[:4] == two.losses()[:4], by_one.output
+    assert_same_curve(by_one, one)
 
 
 def test_three_processes_resume_a_run_of_one_with_uneven_packs(
     one: Finished, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
-    """8 packs over 3 processes, in microbatches of one: one process has a microbatch of nothing, and takes part all the same."""
-    arguments = [sent_back(one.run_dir, tmp_path / "moved"), "batch.microbatch=1"]
+    """3 processes share 8 microbatches of one pack, so one process has an empty microbatch."""
+    arguments = [copy_of_step_4(one.run_dir, tmp_path / "moved"), "batch.microbatch=1"]
     three = start_as_ranks(
         recipe_for(tmp_path / "unused"), tmp_path, *arguments, launch=LAUNCH["ddp"], processes=3
     )
-    assert three.status == 0 and three.losses()[:4] == one.losses()[:4], three.output
+    assert three.status == 0, three.output
+    assert three.losses()[:4] == one.losses()[:4], three.output
     assert_same_curve(three, one)
 
 
 def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
     start_here: Callable, start_as_ranks: Callable, recipe_for: Callable, tmp_path: Path
 ) -> None:
-    """Scales of current scaling are a microbatch's own, and two processes have the microbatches of one."""
+    """Current scaling has scales per microbatch, and two processes have the microbatches of one."""
     low = (
         "precision=current",
         "fp8_config.on_unsupported=emulate",
@@ -148,9 +157,9 @@ def test_a_sharded_mixture_in_low_precision_trains_as_in_one_process(
         runs.append(start(recipe, tmp_path, *low))
         assert runs[-1].status == 0, runs[-1].output
         assert {
-            each["effective"]
-            for each in runs[-1].audit()["products"]
-            if ".experts." in each["name"]
+            product["effective"]
+            for product in runs[-1].audit()["products"]
+            if ".experts." in product["name"]
         } == {"current"}
     alone, shards = runs
     for key in ("loss", "router_loss", "held_out_loss"):

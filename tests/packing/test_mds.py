@@ -149,6 +149,21 @@ def test_compressed_shards_have_the_same_packs(fixture, monkeypatch, tmp_path: P
     assert open_mds(folder).fingerprint == packs.fingerprint
 
 
+@pytest.mark.parametrize(("name", "codec"), [("gz", "gzip"), ("br:11", "brotli")])
+def test_shards_of_other_codecs_give_the_same_packs(fixture, name: str, codec: str):
+    folder = fixture("zstd")
+    index = json.loads((folder / "index.json").read_text())
+    for entry in index["shards"]:
+        file = folder / entry["zip_data"]["basename"]
+        raw = pa.input_stream(str(file), compression="zstd").read()
+        with pa.output_stream(str(file), compression=codec) as stream:
+            stream.write(raw)
+        entry["compression"] = name
+        entry["zip_data"] |= {"bytes": file.stat().st_size, "hashes": {}}
+    (folder / "index.json").write_text(json.dumps(index))
+    assert open_mds(folder)[9].input_ids.tolist() == EXPECTED["zstd"][9]["input_ids"]["values"]
+
+
 @pytest.mark.parametrize(
     ("codec", "cut", "message"), [("zstd:7", 40, "cannot be unpacked"), ("snappy", None, "Snappy")]
 )
@@ -292,6 +307,16 @@ def test_a_loss_mask_is_used_and_an_unread_column_is_named(tmp_path: Path, capsy
     assert "columns not read: token_type_ids" in capsys.readouterr().err
     open_mds(write_columns(tmp_path / "read", sequence_id=ONES), 8)
     assert capsys.readouterr().err == ""
+
+
+def test_a_mask_of_floats_numbers_the_documents(tmp_path: Path):
+    path = write_columns(tmp_path / "mds", attention_mask=[1, 1, 1, 2, 2, 3, 0, 0])
+    shard = path / "shard.00000.mds"
+    data = shard.read_bytes()
+    mask = np.frombuffer(data[-32:], "<i4").astype("<f4")
+    shard.write_bytes(data[:-32] + mask.tobytes())
+    change_index(path, "ndarray:int32:8", "ndarray:float32:8")
+    assert open_mds(path, 8)[0].lengths.tolist() == [3, 2, 1]
 
 
 def test_padding_before_a_token_is_rejected(tmp_path: Path):

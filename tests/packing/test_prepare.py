@@ -26,10 +26,9 @@ from tokenizers.models import Model, Unigram, WordLevel
 from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.pack_maker import PackMaker
-from packing.prepare import prepare, summary
+from packing.prepare import TokenLog, prepare, summary
 from packing.settings import DataSettings
 from packing.store import open_packs
-from packing.token_log import TokenLog
 from packing.tokenizer import load_tokenizer
 
 
@@ -72,10 +71,14 @@ WORDS = WordLevel({"[UNK]": 0, "</s>": 1, "one": 2}, "[UNK]")
 PIECES = Unigram([("<unk>", 0.0), ("</s>", -1.0), ("o", -1.0)], 0)
 
 
+@pytest.mark.parametrize("pads_with_unknown", [False, True])
 @pytest.mark.parametrize("model", [WORDS, PIECES], ids=["words", "pieces"])
 def test_prepare_names_unknown_tokens_and_columns_that_are_not_read(
-    model: Model, settings: DataSettings, corpus: Path, tmp_path: Path
+    model: Model, pads_with_unknown: bool, settings: DataSettings, corpus: Path, tmp_path: Path
 ) -> None:
+    if pads_with_unknown:
+        config = {"eos_token": "</s>", "pad_token": "[UNK]" if model is WORDS else "<unk>"}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     corpus.write_text('{"text": "one", "url": "u"}\n{"text": "ein zwei drei", "id": 7}\n')
     Tokenizer(model).save(str(tmp_path / "words.json"))
     changed = settings.model_copy(update={"tokenizer": str(tmp_path / "words.json")})
@@ -116,10 +119,10 @@ def test_a_killed_preparation_continues_with_the_same_packs(
     code = (
         "import sys, json\n"
         "from packing.prepare import prepare; from packing.settings import DataSettings\n"
-        "import packing.sources, packing.token_log; packing.sources.CHUNK_BYTES = 20_000\n"
-        "packing.token_log._COMMIT_SECONDS = 0\n"
-        "import time; slow = packing.token_log.TokenLog.append\n"
-        "packing.token_log.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
+        "import packing.sources, packing.prepare; packing.sources.CHUNK_BYTES = 20_000\n"
+        "packing.prepare._COMMIT_SECONDS = 0\n"
+        "import time; slow = packing.prepare.TokenLog.append\n"
+        "packing.prepare.TokenLog.append = lambda *a: (slow(*a), time.sleep(0.2))\n"
         "if __name__ == '__main__':\n"
         "    prepare(DataSettings(**json.loads(sys.argv[1])), progress=False)"
     )

@@ -16,7 +16,7 @@ from foundation.errors import InputError
 from packing.arrow import read_manifest
 from packing.chunks import Chunk, Counts, tokenize
 from packing.prepare import prepare
-from packing.records import CHATML, UNTRAINED, chat_template, records_of
+from packing.records import CHATML, UNTRAINED, TokenColumns, chat_template, records_of
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.tokenizer import TextTokenizer
@@ -172,11 +172,15 @@ IDS = [5, 6, 7, 8, 9]
         ({"attention_mask": [0, 0, 1, 1, 1]}, [[7, 8, 9]]),
         ({"attention_mask": [2, 3]}, [[5, 6], [7, 8, 9]]),
         ({"attention_mask": [0] * 5}, []),
+        ({"attention_mask": [1.0, 1.0, 1.0, 0.0, 0.0]}, [[5, 6, 7]]),
+        ({"attention_mask": [1, 1, 2, 2, 0]}, [[5, 6], [7, 8]]),
+        ({"attention_mask": [1, 1, 2, 3, 3]}, [[5, 6], [7], [8, 9]]),
         ({"position_ids": [0, 1, 0, 1, 2]}, [[5, 6], [7, 8, 9]]),
         ({"position_ids": [0, 1, 2, 3, 4], "seq_lengths": [2, 3]}, [[5, 6], [7, 8, 9]]),
         ({"position_ids": [0, 1, 0, 1, 0], "attention_mask": [1, 1, 1, 1, 0]}, [[5, 6], [7, 8]]),
         ({"sequence_id": [0, 0, 1, 1, -1]}, [[5, 6], [7, 8]]),
         ({"cu_seqlens": [0, 2, 5, 5]}, [[5, 6], [7, 8, 9]]),
+        ({"cu_seqlens": [0, 2, 5, -1, -1]}, [[5, 6], [7, 8, 9]]),
         ({"attention_mask": None, "position_ids": None}, [IDS]),
     ],
 )
@@ -196,6 +200,7 @@ def test_columns_beside_ids_mark_padding_and_documents(
         {"labels": [-100, 6, 7, -100, 9]},
         {"loss_mask": [0, 1, 1, 0, 1]},
         {"assistant_masks": [False, True, True, False, True]},
+        {"label_mask": [0.0, 1.0, 1.0, 0.0, 1.0]},
         {"completion_mask": [0, 1, 1, 1, 1], "labels": [5, 6, 7, -100, 9]},
         {
             "labels": [-100, 6, 7, -100, 9],
@@ -218,13 +223,15 @@ def test_columns_beside_ids_mark_trained_tokens(columns: dict, tokenizer_file: P
             {"labels": [6, 7, 8, 9, -100]},
             "`labels` is neither the token nor -100 everywhere; write it unshifted",
         ),
-        ({"labels": 1}, "`input_ids` or `labels` holds no list of whole numbers"),
-        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "`input_ids` or `loss_mask` holds no list"),
+        ({"labels": 1}, "column `labels` holds no list of whole numbers"),
+        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "column `loss_mask` holds no list"),
+        ({"loss_mask": [0, float("nan"), 1, 1, 1]}, "column `loss_mask` holds no list"),
         ({"loss_mask": [0, 1]}, "`loss_mask` is neither 1 nor 0 everywhere"),
         ({"completion_mask": [0, 1, 2, 1, 1]}, "`completion_mask` is neither"),
         ({"seq_lengths": [2, 9]}, "seq_lengths are those of 11 tokens"),
         ({"position_ids": [0, 1, 2]}, "position_ids are those of 3 tokens"),
         ({"attention_mask": [1, 1]}, "attention_mask are those of 2 tokens"),
+        ({"attention_mask": [0, 0, 0, -10000, -10000]}, "a length below 0"),
     ],
 )
 def test_columns_that_do_not_fit_the_ids_are_rejected(
@@ -232,6 +239,13 @@ def test_columns_that_do_not_fit_the_ids_are_rejected(
 ) -> None:
     with pytest.raises(InputError, match=f"x.jsonl:1: .*{message}"):
         tokenized(tokenizer_file, [{"input_ids": IDS, **columns}], input_ids="input_ids")
+
+
+def test_ids_in_bytes_are_refused() -> None:
+    with pytest.raises(ValueError, match="`ids` holds no list of whole numbers"):
+        TokenColumns(("ids",), (), "labels", 600).fill(
+            {"ids": np.arange(5, dtype=np.uint16).tobytes()}
+        )
 
 
 def test_labels_that_mask_nothing_do_not_change_packs(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -299,6 +313,63 @@ def test_an_answer_of_tool_calls_that_the_template_writes_is_trained_on(
     chat = [USER, CALL, {"role": "tool", "content": "r"}, ANSWER]
     expected = '[{"function": {"name": "f"}}]<|im_end|>\nso<|im_end|>\n'
     assert answers(tokenizer_file, {"messages": chat}, CALLS)[1] == expected
+
+
+def test_nulls_in_a_message_are_not_written(tokenizer_file: Path) -> None:
+    call = {"role": "assistant", "content": "", "tool_calls": [{"name": "f", "b": {"c": None}}]}
+    expected = '[{"name": "f", "b": {}}]<|im_end|>\n'
+    assert answers(tokenizer_file, {"messages": [USER, call]}, CALLS)[1] == expected
+
+
+# DeepSeek-R1's template tests a content for none, and Mistral's requires calls or roles by turns.
+NULL_CONTENT = CALLS.replace(
+    "message.content +", "(message['content'] if message['content'] is not none else 'null') +"
+)
+BY_TURNS = (
+    "{% for m in messages %}{% if m.role == 'assistant' and not m.tool_calls and loop.index == 2 %}"
+    "{{ raise_exception('by turns') }}{% endif %}{% endfor %}" + CALLS
+)
+
+
+@pytest.mark.parametrize("content", [{}, {"content": None}], ids=["no content", "null content"])
+def test_a_null_content_reaches_a_template_that_tests_for_it(
+    content: dict, tokenizer_file: Path
+) -> None:
+    call = {"role": "assistant", "tool_calls": ["f"]} | content
+    trained = answers(tokenizer_file, {"messages": [USER, call]}, NULL_CONTENT)[1]
+    assert trained == 'null["f"]<|im_end|>\n'
+
+
+def test_a_template_that_refuses_a_chat_without_a_message_writes_it(tokenizer_file: Path) -> None:
+    chat = [USER, CALL, {"role": "tool", "content": "r"}, ANSWER]
+    expected = '[{"function": {"name": "f"}}]<|im_end|>\nso<|im_end|>\n'
+    assert answers(tokenizer_file, {"messages": chat}, BY_TURNS)[1] == expected
+
+
+TURNS_ALONE = (
+    "{% for m in messages if m.role in ('user', 'assistant') %}"
+    "{{ m.role + ':\n' + m.content + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "tool", "function", "observation"])
+def test_a_message_that_the_template_does_not_write_is_refused(
+    role: str, tokenizer_file: Path
+) -> None:
+    final = {"role": "assistant", "content": "It is 4."}
+    message = {"role": role, "content": "Be kind." if role == "system" else "4"}
+    with pytest.raises(InputError, match=f"nothing of message 2, of the role {role}"):
+        answers(tokenizer_file, {"messages": [USER, message, final]}, TURNS_ALONE)
+    chat = [USER, {"role": role, "content": ""}, final]
+    assert answers(tokenizer_file, {"messages": chat}, TURNS_ALONE)[1] == "It is 4.\n"
+
+
+def test_a_prompt_without_a_response_is_empty(tokenizer_file: Path) -> None:
+    keys = {"messages": ["instruction", "output"], "chat_template": CHATML}
+    records = [{"instruction": "why?", "output": output} for output in ("", None, " ", "so")]
+    documents, counts = tokenized(tokenizer_file, records, **keys)
+    assert len(documents) == 1 and counts.empty == 3
 
 
 THINKING = CHATML.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
@@ -436,6 +507,17 @@ def test_templates_by_name(tmp_path: Path, tokenizer_file: Path) -> None:
     for given in (None, "rag"):
         with pytest.raises(InputError, match=r"data\.chat_template: .*set it to chatml, tool_use"):
             chat_template(given, str(folder))
+    # transformers 5 writes a file for each template.
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    assert chat_template("rag", str(folder)) == "rag"
+    with pytest.raises(InputError, match=r"set it to chatml, tool_use, rag or"):
+        chat_template("cot", str(folder))
+    for malformed in ([{"name": "default"}], ["default"], [{"name": "a", "template": 1}], 7):
+        stored = config | {"chat_template": malformed}
+        (folder / "tokenizer_config.json").write_text(json.dumps(stored))
+        with pytest.raises(InputError, match=r"tokenizer_config\.json: `chat_template` is neither"):
+            chat_template(None, str(folder))
 
 
 ODD = "{% for m in messages %}{{ loop.length }}{{ m.content }}{% endfor %}"

@@ -19,6 +19,7 @@ from packing.chunks import read_chunk
 from packing.records import UNTRAINED, TextTemplate, TokenColumns
 from packing.settings import DataSettings
 from packing.sources import open_source
+from packing.token_columns import TOKEN_COLUMNS
 
 
 def open_reader(source: Path | str, **more: Any) -> Any:
@@ -101,7 +102,7 @@ def test_every_format_reads_columns_beside_ids_and_names_the_rest(
         import datasets  # slow to import
 
         datasets.Dataset.from_list(rows).save_to_disk(path)
-    records = TokenColumns("input_ids", None, 600)
+    records = TokenColumns(("input_ids",), ("labels", *TOKEN_COLUMNS), "labels", 600)
     settings = DataSettings(packs="packs", tokenizer="t", source=str(path), input_ids="input_ids")
     for chunk in open_source(settings, records).chunks():
         filled, counts = read_chunk(chunk, records, skip_bad=False)
@@ -145,24 +146,37 @@ def test_data_files_precede_text_and_two_kinds_are_rejected(tmp_path: Path) -> N
 def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("about this data set")
     (tmp_path / "a.csv").write_text("text\nb\n")
-    assert "files not read: 1 .csv" in open_reader(tmp_path).description
+    assert open_reader(tmp_path).description.endswith("files not read: 1 .csv")
     for name in ("b.csv", "c.tsv"):
         (tmp_path / name).write_text("text\nb\nc\n")
     with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
         open_reader(tmp_path)
+    (tmp_path / "notes.jsonl").write_text("{}")
+    with pytest.raises(InputError, match=r"1 \.md, 1 \.tsv; jsonl files come before text\)"):
+        open_reader(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("encoding", "named"),
-    [("utf-16-le", "UTF-16"), ("utf-16-be", "UTF-16"), ("latin-1", "LATIN1")],
+    ("encoding", "text", "message"),
+    [
+        ("utf-16-le", "\ufeffcaf\xe9", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
+        ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
+        ("utf-32-le", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
+        ("utf-32-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
+        ("utf-16-le", "cafe", "NUL characters, as UTF-16 and UTF-32 do; convert it from its own"),
+        ("utf-32-be", "cafe", "NUL characters, as UTF-16 and UTF-32 do; convert it from its own"),
+        ("latin-1", "caf\xe9", "not UTF-8.*convert it from its own encoding"),
+        ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert it from its own encoding"),
+    ],
 )
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
-def test_another_encoding_is_named_with_the_command_that_converts_it(
-    encoding: str, named: str, suffix: str, tmp_path: Path
+def test_another_encoding_is_refused_and_named_by_its_mark(
+    encoding: str, text: str, message: str, suffix: str, tmp_path: Path
 ) -> None:
-    mark = "\ufeff" if named == "UTF-16" else ""
-    (tmp_path / f"x.{suffix}").write_bytes(f'{mark}{{"text": "caf\xe9"}}\n'.encode(encoding))
-    with pytest.raises(InputError, match=f"iconv -f {named} -t UTF-8"):
+    mark = "\ufeff" if "\ufeff" in text else ""
+    line = f'{mark}{{"text": "{text.strip(mark)}"}}\n'
+    (tmp_path / f"x.{suffix}").write_bytes(line.encode(encoding))
+    with pytest.raises(InputError, match=message):
         texts_of(tmp_path / f"x.{suffix}")
 
 
@@ -180,13 +194,12 @@ def test_a_template_sets_columns_into_text(tmp_path: Path) -> None:
     assert texts_of(tmp_path / "x.jsonl", text="{title} {n}{{}}\n{body}") == ["T 3{}\n"]
 
 
-def test_nan_is_not_text(tmp_path: Path) -> None:
-    pq.write_table(
-        pa.table({"title": [1.5, float("nan"), None], "body": ["a", "", None]}),
-        tmp_path / "x.parquet",
-    )
+def test_nan_and_infinity_are_no_text(tmp_path: Path) -> None:
+    titles = [1.5, float("nan"), float("-inf")]
+    pq.write_table(pa.table({"title": titles, "body": ["a", "", None]}), tmp_path / "x.parquet")
     (tmp_path / "x.jsonl").write_text(
-        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n{"title": NaN, "body": null}\n'
+        '{"title": 1.5, "body": "a"}\n{"title": NaN, "body": ""}\n'
+        '{"title": -Infinity, "body": null}\n'
     )
     for kind in ("parquet", "jsonl"):
         source = open_reader(tmp_path / f"x.{kind}", text="{title} {body}")

@@ -28,13 +28,13 @@ from packing import arrow, stream
 from packing.arrow import FIRST
 from packing.follow import ReadingRun, pack_ahead
 from packing.pack_maker import PackMaker
-from packing.packer import PackerProcess
 from packing.prepare import prepare
 from packing.settings import DataSettings
 from packing.store import open_packs, training_parts
 from packing.stream import (
     POSITION,
     RUN_LOCK,
+    PackerProcess,
     PartStart,
     StreamedPacks,
     bytes_below,

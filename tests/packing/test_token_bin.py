@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foundation.errors import InputError
 from packing.settings import DataSettings
 from packing.store import open_packs
 from packing.token_bin import TokenBin
@@ -68,6 +69,20 @@ def test_the_dtype_is_inferred_from_the_file(tmp_path, dtype, vocab_size):
     tokens = np.random.default_rng(0).integers(0, vocab_size, 1000)
     packs = TokenBin(write(tmp_path / "train.bin", tokens, dtype), 10)
     assert packs[3].input_ids.tolist() == tokens[30:40].tolist() and len(packs) == 100
+
+
+@pytest.mark.parametrize(("magic", "dtype"), [(20240520, "uint16"), (20240801, "uint32")])
+def test_tokens_behind_a_header_of_llm_c(tmp_path, magic, dtype):
+    tokens = np.arange(100, dtype=dtype) * 300
+    header = np.zeros(256, np.int32)
+    header[:3] = magic, 1, len(tokens)
+    path = tmp_path / "train.bin"
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+    packs = TokenBin(path, 10)
+    assert len(packs) == 10 and packs[0].input_ids.tolist() == tokens[:10].tolist()
+    path.write_bytes(header.tobytes() + tokens[:-1].tobytes())
+    with pytest.raises(InputError, match=rf"not the {dtype} tokens of a complete file"):
+        TokenBin(path, 10)
 
 
 def test_the_fingerprint_changes_with_the_packs(tmp_path):

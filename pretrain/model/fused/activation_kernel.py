@@ -269,7 +269,7 @@ def takes(hidden: Tensor, quantizer: Any) -> bool:
     return has_full_tiles and isinstance(quantizer, supported)
 
 
-def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor]:
+def quantized_swiglu(hidden: Tensor, quantizer: Any) -> tuple[Any, Tensor | None]:
     """Return the activated values [T, F] of `hidden` [T, 2 F] in FP8 by rows, and their scale.
 
     The scale is FP32 [1]. Backward uses it to recompute the activated values.
@@ -345,6 +345,6 @@ def write_swiglu_backward(
     _launch(_swiglu_backward, BACKWARD, hidden, *arguments)
 
 
-def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor) -> None:
+def _find_amax(d_activated: Tensor | None, hidden: Tensor, amax: Tensor | None) -> None:
     """Record the amax of the gradient of `hidden`, or without one of the activated values."""
     _launch(_swiglu_amax, FORWARD, hidden, d_activated, hidden, amax, hidden.shape[1] // 2)

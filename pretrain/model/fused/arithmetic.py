@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx
 
 from pretrain.model.fused import formulas
 from pretrain.precision.formats.definition import Role
@@ -61,15 +60,15 @@ class StackedLinear(LinearState):
         super().__init__(name, arithmetic.context, tuple(linears))
         self.linears = tuple(linears.values())
         self.arithmetic = arithmetic
-        in_features = self.linears[0].in_features
         out_features = sum(linear.out_features for linear in self.linears)
         for engine in engines:
-            self.add(engine, in_features, out_features)
+            self.add(engine, self.linears[0].in_features, out_features)
         # The Gemm without quantization. It caches the cast of a weight for a step's microbatches.
         self.plain = TorchGemm(name, self.members)
 
     @property
     def weights(self) -> list[Tensor]:
+        """The weights of all layers."""
         return [linear.weight for linear in self.linears]
 
     @property
@@ -97,8 +96,8 @@ class StackedLinear(LinearState):
 
         None if there is none, or if the parts of the weights do not lie together.
         """
-        gradients = [getattr(weight, "main_grad", None) for weight in self.weights]
-        return None if gradients[0] is None else _rows_of_one(gradients)
+        gradients = [weight.main_grad for weight in self.weights if hasattr(weight, "main_grad")]
+        return _rows_of_one(gradients) if len(gradients) == len(self.linears) else None
 
     def bias_gradients(self, dy: Tensor) -> list[Tensor]:
         """Return the gradient of each bias from dy [tokens, out], summed in FP32."""
@@ -183,8 +182,7 @@ def _rows_of_one(parts: Sequence[Tensor]) -> Tensor | None:
             return None
     if not all(part.is_contiguous() for part in parts):
         return None
-    rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, *first.shape[1:]), first.stride())
+    return first.as_strided((sum(map(len, parts)), *first.shape[1:]), first.stride())
 
 
 @dataclass(eq=False)
@@ -203,7 +201,7 @@ class Arithmetic:
     # again from the output of the product.
     keeps_rotated: bool = False
 
-    def norm(self, x: Tensor, norm: nn.Module, product: StackedPass) -> tuple[Operand, Tensor]:
+    def norm(self, x: Tensor, norm: Any, product: StackedPass) -> tuple[Operand, Tensor]:
         """Normalise x [tokens, hidden] as the input of `product`.
 
         Return the operand, and 1 / root mean square in FP32 for backward.
@@ -222,7 +220,7 @@ class Arithmetic:
         return product.quantize("input", y), rstd
 
     def norm_backward(
-        self, dy: Tensor, x: Tensor, rstd: Tensor, norm: nn.Module, residual: Tensor
+        self, dy: Tensor, x: Tensor, rstd: Tensor, norm: Any, residual: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Return the gradient of x plus `residual` [tokens, hidden], and that of the weight."""
         weight = self._weight_of(norm)
@@ -232,7 +230,7 @@ class Arithmetic:
             return tex.rmsnorm_bwd_add(dy, x, residual, rstd, weight, 0, False)
         return self.kernels.norm.rms_norm_backward(dy, x, rstd, weight, residual)
 
-    def _weight_of(self, norm: nn.Module) -> Tensor:
+    def _weight_of(self, norm: Any) -> Tensor:
         """Return the weight of a norm in the dtype of activations, as working copies are."""
         return norm.weight.detach().to(self.context.compute_dtype)
 
@@ -337,7 +335,7 @@ class Arithmetic:
         on_te = self.implementation == Implementation.TRANSFORMER_ENGINE
         return TransformerEngineGemm if on_te else TorchGemm
 
-    def save(self, ctx: FunctionCtx, *operands: Operand | None) -> None:
+    def save(self, ctx: Any, *operands: Operand | None) -> None:
         """Save operands of any kind for backward, where they serve weights' gradients only.
 
         Does nothing if no backward follows.
@@ -346,7 +344,7 @@ class Arithmetic:
             tensors, ctx.rest = self.gemm_class.save(*operands)
             ctx.save_for_backward(*tensors)
 
-    def saved(self, ctx: FunctionCtx) -> Sequence[Operand | None]:
+    def saved(self, ctx: Any) -> Sequence[Operand | None]:
         """Return the operands that `save` was given, in order."""
         rest = ctx.rest
         ctx.rest = None

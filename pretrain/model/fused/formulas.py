@@ -136,7 +136,7 @@ def rotate_backward(
     dk = _rotated(dk, cos, -sin)
     d_query_norm = None
     d_key_norm = None
-    if norms is not None:
+    if norms is not None and qkv is not None:
         q, k, _ = heads.split(qkv)
         dq, d_query_norm = _normalised_backward(dq, q, norms.query, norms.eps)
         dk, d_key_norm = _normalised_backward(dk, k, norms.key, norms.eps)

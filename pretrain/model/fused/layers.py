@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from pretrain.model.attention import flash_backward_in_parts, flash_forward
@@ -61,11 +61,11 @@ class Parts:
     """
 
     stacks: tuple[Mapping[str, nn.Linear], ...]
-    head_norms: tuple[nn.Module, ...]
+    head_norms: tuple[Any, ...]
     heads: Heads
 
     @classmethod
-    def of(cls, layer: nn.Module) -> Parts:
+    def of(cls, layer: Any) -> Parts:
         """Return the parts of a layer whose class is in `_FUSED`."""
         attention = layer.self_attn
         config = attention.config
@@ -78,7 +78,7 @@ class Parts:
 
 
 def assess_layer(
-    name: str, layer: nn.Module, decisions: Mapping[str, Decision]
+    name: str, layer: Any, decisions: Mapping[str, Decision]
 ) -> tuple[str | None, frozenset[str]]:
     """Return why a layer cannot be fused, or None, and its linears in low precision.
 
@@ -135,7 +135,7 @@ class FusedLayers:
         return {member: product for product in self.products for member in product.members}
 
     @property
-    def stacks(self) -> list[list[nn.Parameter]]:
+    def stacks(self) -> list[list[Tensor]]:
         """Parameters that are the rows of one matrix; so must be their main gradients."""
         return [product.weights for product in self.products]
 
@@ -143,11 +143,10 @@ class FusedLayers:
         """Return a text for the audit: "28 of 28 layers, queries and keys kept for backward"."""
         reasons = Counter(self.left_out.values())
         not_fused = "".join(f"; {count} not: {reason}" for reason, count in reasons.items())
-        kept = ""
-        if self.arithmetic.keeps_rotated and self.layers:
-            kept = ", queries and keys kept for backward"
-        total = len(self.layers) + len(self.left_out)
-        return f"{len(self.layers)} of {total} layers{kept}{not_fused}"
+        is_kept = self.arithmetic.keeps_rotated and self.layers
+        kept = ", queries and keys kept for backward" if is_kept else ""
+        count = len(self.layers)
+        return f"{count} of {count + len(self.left_out)} layers{kept}{not_fused}"
 
 
 class FusedLayer:
@@ -165,11 +164,11 @@ class FusedLayer:
 
     def __init__(
         self,
-        layer: nn.Module,
+        layer: Any,
         name: str,
         arithmetic: Arithmetic,
         *,
-        low_precision: Mapping[GemmEngine, Collection[str]],
+        low_precision: Mapping[GemmEngine | None, Collection[str]],
     ) -> None:
         self.unfused = layer.forward
         self.arithmetic = arithmetic
@@ -183,7 +182,7 @@ class FusedLayer:
             linears = {f"{name}.{member}": linear for member, linear in stack.items()}
             # Either all linears of a stack are in low precision or none.
             first = next(iter(linears))
-            engines = [engine for engine, low in low_precision.items() if first in low]
+            engines = [engine for engine, low in low_precision.items() if engine and first in low]
             product = StackedLinear(f"{name}.{stacked_name}", linears, arithmetic, engines)
             product.lay_together()
             products.append(product)
@@ -243,9 +242,8 @@ class FusedLayer:
         if name == ROTATED_ATTENTION and (window is None or window >= max_seqlen):
             return NormedAttention.apply(self, (cu_seqlens, max_seqlen, attention.scaling), *inputs)
         *states, x = NormedAttention.apply(self, None, *inputs)
-        function = AttentionInterface().get_interface(name, None)
         q, k, v = (state.transpose(0, 1)[None] for state in states)
-        output = function(
+        output = AttentionInterface()[name](
             attention,
             q,
             k,
@@ -265,8 +263,10 @@ class FusedLayer:
         The working copies of the unfused layer have that dtype too. They are cast inside of an
         autograd node, because autograd would round their gradients to that dtype.
         """
-        weights = [norm.weight.detach().to(dtype) for norm in self.head_norms]
-        return HeadNorms(*weights, self.head_norms[0].variance_epsilon) if weights else None
+        if not self.head_norms:
+            return None
+        query, key = (norm.weight.detach().to(dtype) for norm in self.head_norms)
+        return HeadNorms(query, key, self.head_norms[0].variance_epsilon)
 
 
 # ── The autograd nodes of a layer ──
@@ -291,7 +291,7 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         layer: FusedLayer,
         documents: Any | None,
         x: Tensor,
@@ -301,10 +301,7 @@ class NormedAttention(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         arithmetic = layer.arithmetic
         product = layer.qkv.start(x)
-        ctx.layer = layer
-        ctx.product = product
-        ctx.documents = documents
-        ctx.is_first_in_forward = arithmetic.gemm_class.is_first_in_forward()
+        ctx.call = (layer, product, documents, arithmetic.gemm_class.is_first_in_forward())
         normed, rstd = arithmetic.norm(x, layer.norms[0], product)
         qkv = product.project(normed)
         results = arithmetic.rotation(layer.heads).rotate(
@@ -321,22 +318,22 @@ class NormedAttention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, *gradients: Tensor) -> Gradients:
-        layer = ctx.layer
+    def backward(ctx: Any, *of_results: Tensor) -> Gradients:
+        layer, product, documents, is_first_in_forward = ctx.call
         arithmetic = layer.arithmetic
-        product = ctx.product
-        *gradients, residual = gradients
+        *gradients, residual = of_results
+        del of_results
         # `saved` has qkv, cos and sin, then inputs and results of attention if it is in this node.
         x, normed, rstd, *saved = arithmetic.saved(ctx)
         inputs = (*saved[:3], layer.heads, layer.head_norms_in(x.dtype))
-        if ctx.documents is not None:
-            gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, ctx.documents)
+        if documents is not None:
+            gradients = _flash_backward(layer, gradients.pop(), saved[3:], inputs, documents)
         del saved
         dqkv, d_head_norms, d_biases = arithmetic.rotate_backward(gradients, *inputs, product)
         d_normed = product.input_gradient(dqkv)
         d_weights = product.weight_gradients(dqkv, normed)
         dx, d_norm = arithmetic.norm_backward(d_normed, x, rstd, layer.norms[0], residual)
-        if ctx.is_first_in_forward:
+        if is_first_in_forward:
             arithmetic.gemm_class.finish_backward()
         d_head_norms = d_head_norms[: len(layer.head_norms)]
         return None, None, dx, None, None, d_norm, *d_head_norms, *d_weights, *d_biases
@@ -345,7 +342,7 @@ class NormedAttention(torch.autograd.Function):
 def _flash_backward(
     layer: FusedLayer,
     d_output: Tensor,
-    attended: Sequence[Tensor | None],
+    attended: Sequence[Any],
     rotation_inputs: tuple[Any, ...],
     documents: Any,
 ) -> list[Tensor]:
@@ -370,7 +367,7 @@ class OutputAndMLP(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
+        ctx: Any, layer: FusedLayer, attended: Tensor, residual: Tensor, *_: Tensor
     ) -> Tensor:
         arithmetic = layer.arithmetic
         output = layer.output.start(attended)
@@ -381,8 +378,7 @@ class OutputAndMLP(torch.autograd.Function):
         hidden = gate_up.project(normed)
         down = layer.down.start(hidden)
         activated, kept = arithmetic.activate(hidden, gate_up, down)
-        ctx.layer = layer
-        ctx.products = output, gate_up, down
+        ctx.call = (layer, output, gate_up, down)
         y = down.project(activated, x)
         # Save after the products, because saving takes quantized operands apart.
         arithmetic.save(ctx, operand, x, normed, hidden, kept, rstd)
@@ -390,10 +386,9 @@ class OutputAndMLP(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, dy: Tensor) -> Gradients:
-        layer = ctx.layer
+    def backward(ctx: Any, dy: Tensor) -> Gradients:
+        layer, output, gate_up, down = ctx.call
         arithmetic = layer.arithmetic
-        output, gate_up, down = ctx.products
         operand, x, normed, hidden, kept, rstd = arithmetic.saved(ctx)
         quantized = down.quantize("grad_output", dy)
         d_activated = down.input_gradient(quantized)

@@ -1,4 +1,4 @@
-"""Triton kernels for RMSNorm in BF16, and for its gradient plus that of the residual:
+"""Triton kernels for RMSNorm in BF16, and for its gradient plus that of the residual.
 
     rstd = 1 / sqrt(mean(x^2) + eps)                                             FP32, per row
     y = weight * (rstd * x)                                                      FP32, then BF16

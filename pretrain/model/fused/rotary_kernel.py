@@ -408,15 +408,13 @@ def rotate_backward(
     strides = (*dq.stride()[:2], *_strides_of(dk), *_strides_of(dv))
     programs = triton.cdiv(tokens, _TOKENS)
     sums = None
+    fp8 = None
     if norms is not None:
         programs = min(programs, max(1, _PROGRAMS // heads.count))
         sums = dq.new_empty(programs, heads.query + heads.kv, heads.dim, dtype=torch.float32)
-    if written is None:
-        dqkv = dq.new_empty(tokens, heads.width)
-        outputs = (dqkv, None, None, None, None)
-        fp8 = None
-    else:
-        dqkv = None
+    dqkv = dq.new_empty(tokens, heads.width) if written is None else None
+    outputs: tuple[Tensor | None, ...] = (dqkv, None, None, None, None)
+    if written is not None:
         outputs = (written.rows, written.columns, written.scale, written.scale_inv, written.amax)
         fp8 = TYPES[written.dtype]
     query_norm, key_norm, eps = _norm_arguments(norms)
@@ -482,5 +480,6 @@ def quantized_rotate_backward(
         rows=quantizer.rowwise_usage,
         columns=quantizer.columnwise_usage,
     )
-    _, *d_norms = rotate_backward(*gradients, qkv, cos, sin, heads, norms, written)
+    dq, dk, dv = gradients
+    _, *d_norms = rotate_backward(dq, dk, dv, qkv, cos, sin, heads, norms, written)
     return dqkv, d_norms

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from packing.arrow import IGNORE
 from pretrain.model.loss.softmax_kernel import quantized_softmax_gradient, softmax_loss
+from pretrain.precision.gemm import GemmKind
 from pretrain.precision.observed import fp8_format
 from pretrain.precision.product import LinearPass, PrecisionContext
 from pretrain.precision.transformer_engine import TransformerEngineGemm
@@ -53,7 +54,7 @@ def fused_head(
             matrix, refresh=head_pass.refresh, differentiable=True
         )
         head_pass.show_weight(quantized_weight, matrix)
-        yield partial(chunk_loss, head_pass, quantized_weight)
+        yield partial(chunk_loss, gemm, head_pass, quantized_weight)
     finally:
         gemm.end()
     if is_first and gemm.engine.precision.keeps_history:
@@ -62,6 +63,7 @@ def fused_head(
 
 
 def chunk_loss(
+    gemm: TransformerEngineGemm,
     head_pass: LinearPass,
     weight: Any,
     hidden: Tensor,
@@ -75,12 +77,11 @@ def chunk_loss(
     `weight` is quantized in both layouts. There is no bias: a head with a bias is not fused.
     """
 
-    def show_result(kind: str, result: Tensor) -> None:
+    def show_result(kind: GemmKind, result: Tensor) -> None:
         if first:
             for observer in head_pass.observed.result_observers:
                 observer(gemm.name, kind, result.detach(), None)
 
-    gemm = head_pass.gemm
     d_hidden, d_weight, _ = gradients
     x = head_pass.quantize("input", hidden.to(_BF16))
     logits = gemm.matmul("forward", x, weight, _BF16)

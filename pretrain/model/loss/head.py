@@ -28,11 +28,12 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from transformers import PretrainedConfig
 
 from foundation.errors import InputError
@@ -40,6 +41,7 @@ from packing.arrow import IGNORE
 from pretrain.precision.gemm import Gemm
 from pretrain.precision.product import LinearPass, LinearState, PrecisionContext, summing_where
 from pretrain.precision.searched import add_product_, linear
+from pretrain.precision.transformer_engine import TransformerEngineGemm
 from pretrain.settings.recipe import LossSettings, PenaltyKind
 
 # Gradients of the summed loss: of hidden states in their dtype, of the weight [vocabulary, hidden]
@@ -82,21 +84,14 @@ class LossHead(nn.Linear):
     the hidden states, or in the current low precision. The weight may have another dtype.
     """
 
-    state: LinearState
-    settings: LossSettings
-    chunk: int  # tokens whose logits exist at once
-    penalty: Penalty | None
-    _parts: Tensor | None = None  # FP32 [2], see `take_parts`
-
-    @classmethod
-    def replacing(
-        cls,
+    def __init__(
+        self,
         linear: nn.Linear,
         settings: LossSettings,
         context: PrecisionContext | None = None,
         name: str = "lm_head",
-    ) -> LossHead:
-        """Return a head with the parameters of `linear`, so that a tied weight stays tied.
+    ) -> None:
+        """Take the parameters of `linear`, so that a tied weight stays tied.
 
         `name` is the head's in its model. Its Gemms in the precisions of `context` are added later.
         """
@@ -105,16 +100,17 @@ class LossHead(nn.Linear):
             raise InputError(
                 "`loss.kind: cce` takes no bias, and this model's head has one; set it to chunked"
             )
-        head = cls(linear.in_features, linear.out_features, bias=has_bias, device="meta")
-        head.weight = linear.weight
-        head.bias = linear.bias
-        head.settings = settings
-        head.chunk = settings.tokens_at_once
-        head.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
-        head.penalty = None
+        super().__init__(linear.in_features, linear.out_features, bias=has_bias, device="meta")
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.settings = settings
+        self.chunk = settings.tokens_at_once  # tokens whose logits exist at once
+        self.state = LinearState(name, context or PrecisionContext(None, linear.weight.dtype))
+        self.penalty: Penalty | None = None
         if settings.penalty:
-            head.penalty = Penalty(settings.penalty, settings.penalty_weight)
-        return head.train(linear.training)
+            self.penalty = Penalty(settings.penalty, settings.penalty_weight or 0.0)
+        self._parts: Tensor | None = None  # FP32 [2], see `take_parts`
+        self.train(linear.training)
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
         """Return logits [..., vocabulary], or with `labels` the summed loss, an FP32 scalar.
@@ -218,7 +214,7 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
@@ -240,26 +236,26 @@ class ChunkedLoss(torch.autograd.Function):
 
             trained, parts = head.add_up(losses, labels, low)
         ctx.gradients = (d_hidden, d_weight, d_bias)
-        ctx.weight = weight
-        ctx.hidden_dtype = hidden.dtype
+        ctx.inputs = (weight, hidden.dtype)
         ctx.mark_non_differentiable(parts)
         return trained, parts
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden, d_weight, d_bias = ctx.gradients
         ctx.gradients = None
-        main = getattr(ctx.weight, "main_grad", None)
+        weight, hidden_dtype = ctx.inputs
+        main = getattr(weight, "main_grad", None)
         if main is not None:
             # Reads both tensors once, and leaves the scale on the device.
             main.addcmul_(d_weight, scale.reshape(1))
             d_weight = None
-        d_hidden = _scale(d_hidden, scale, ctx.hidden_dtype)
+        d_hidden = _scale(d_hidden, scale, hidden_dtype)
         if d_weight is not None:
-            d_weight = _scale(d_weight, scale, ctx.weight.dtype)
+            d_weight = _scale(d_weight, scale, weight.dtype)
         if d_bias is not None:
-            d_bias = _scale(d_bias, scale, ctx.weight.dtype)
+            d_bias = _scale(d_bias, scale, weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None
 
 
@@ -273,7 +269,9 @@ def _differentiating(
     hidden states.
     """
     context = head.state.context
-    if low and low.supports_fused_loss and not (context.backend.forward_in_bf16 or head.penalty):
+    in_bf16 = context.backend is not None and context.backend.forward_in_bf16
+    is_plain = in_bf16 or head.penalty is not None
+    if isinstance(low, TransformerEngineGemm) and low.supports_fused_loss and not is_plain:
         # Imported here because it imports Triton, which is slow.
         from pretrain.model.loss.fp8_head import fused_head
 
@@ -429,7 +427,7 @@ class Penalty:
             mean = (p * shifted).sum(dim=-1, keepdim=True)
             penalty = log_total - mean
             shifted.sub_(mean).mul_(p).mul_(-self.weight).add_(p)
-        elif self.kind == "non_max_sum":
+        elif likeliest is not None:
             largest = p.gather(1, likeliest)
             penalty = 1 - largest
             p.mul_(1 + self.weight * largest).scatter_add_(1, likeliest, largest.mul(-self.weight))

@@ -148,3 +148,12 @@ def test_checksums_are_the_same_in_shards_and_differ_if_a_rank_differs():
     assert len(shards) == len(replicas) - 1
     assert all(broken[name] != checksum for name, checksum in replicas.items())
     assert replicas["scalar"] == 2**64 - 2**30 - 2**22, "the bits of -1.5 as a negative integer"
+
+
+def test_checksums_differ_if_values_are_in_each_others_place(monkeypatch):
+    tensor = torch.randn(6, 4)
+    expected = checksums({"t": tensor})
+    for moved in (tensor.roll(3, 0), tensor.roll(1), tensor.T.reshape(6, 4)):
+        assert checksums({"t": moved}) != expected
+    monkeypatch.setattr("pretrain.checkpoint.checkpoint.PIECE", 5)
+    assert checksums({"t": tensor}) == expected

@@ -453,6 +453,8 @@ def test_trainings_are_as_long_as_hours_and_data_allow(
         (["train.begin_with=nowhere"], {}, "train.begin_with"),
         (["--from", "nowhere"], {}, "--from"),
         (["--steps", "79"], {}, "--steps"),
+        (["--steps", "0"], {}, "0 steps per training, by --steps"),
+        (["--seeds", "1000"], {}, "--seeds 20 or fewer"),
         (["--steps", "1000000"], {}, "repeated after step [0-9]+, "),
         ([], {"steps": 79}, "train.steps"),
         # All trainings branch from the recipe's checkpoint.

@@ -59,7 +59,7 @@ def test_bf16_errs_by_no_more_than_its_roundings(weights: torch.dtype) -> None:
     states, linear, labels = problem(512, 64, 1000, 0.1)
     value, gradients = exact(states, linear, labels, 1 / 460)
     linear.to(weights)
-    head = LossHead.replacing(linear, LossSettings(chunk=128))
+    head = LossHead(linear, LossSettings(chunk=128))
     loss_sum = head(states.bfloat16(), labels)
     (loss_sum / 460).backward()
     # The 512 rounding errors, each 2^-9 of a logit, average out.
@@ -73,7 +73,7 @@ def test_a_frozen_head_has_no_gradient_and_passes_on_that_of_states() -> None:
     states, linear, labels = problem(20, 8, 30, 0.0)
     _, gradients = exact(states, linear, labels)
     linear.requires_grad_(False)
-    LossHead.replacing(linear, LossSettings(chunk=8))(states, labels).backward()
+    LossHead(linear, LossSettings(chunk=8))(states, labels).backward()
     assert linear.weight.grad is None
     torch.testing.assert_close(states.grad.double(), gradients[0], rtol=1e-5, atol=1e-6)
 
@@ -85,7 +85,7 @@ def test_microbatches_are_summed_in_the_main_gradient(main: torch.dtype) -> None
     scales = (1 / 7, 1 / 3)
     expected = sum(exact(states, linear, labels, scale)[1][1] for scale in scales)
     linear.weight.main_grad = torch.full((30, 8), -0.0, dtype=main)
-    head = LossHead.replacing(linear, LossSettings(chunk=16))
+    head = LossHead(linear, LossSettings(chunk=16))
     for scale in scales:
         (head(states, labels) * scale).backward()
     assert linear.weight.grad is None
@@ -110,7 +110,7 @@ class LargestResult(TorchDispatchMode):
 @pytest.mark.parametrize("grad", [True, False])
 def test_no_operation_writes_more_than_one_chunk_of_logits(grad: bool) -> None:
     states, linear, labels = problem(512, 8, 1000, 0.1)
-    head = LossHead.replacing(linear, LossSettings(chunk=32))
+    head = LossHead(linear, LossSettings(chunk=32))
     with LargestResult() as largest, torch.set_grad_enabled(grad):
         value = head(states, labels)
         if grad:

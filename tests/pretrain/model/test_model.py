@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from foundation.errors import InputError
 from packing.batch import StepBatches, build_microbatch
@@ -351,6 +351,11 @@ def test_a_key_of_older_files_is_accepted_or_rejected(
         ("gpt2", "rope_scaling", {"rope_type": "linear", "factor": 2.0}),
         ("llama", "temperature", 0.5),
         ("llama", "attn_implementation", "eager"),
+        # Only classifiers and image encoders in the same file read these.
+        ("gpt2", "num_labels", 3),
+        ("gpt2", "hidden_dropout", 0.3),
+        ("gemma3_text", "layer_norm_eps", 1e-3),
+        ("gemma4_text", "hidden_act", "gelu"),
     ],
 )
 def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) -> None:
@@ -359,6 +364,49 @@ def test_a_key_without_effect_is_rejected(kind: str, key: str, value: object) ->
     ) as error:
         model.load_config(ModelSettings(config={"model_type": kind, key: value}))
     assert "`_" not in str(error.value).partition("did you mean")[2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "config", "entry"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "theta": 1e6}}, "theta"),
+        ("llama", {"rope_scaling": {"factor": 8.0}}, "factor"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "fast": 3}}, "fast"),
+    ],
+)
+def test_an_entry_that_the_rotary_embedding_does_not_read_is_rejected(
+    kind: str, config: dict, entry: str
+) -> None:
+    with pytest.raises(InputError, match=rf"`{entry}: .* has no effect on the rotary"):
+        model.load_config(ModelSettings(config=config | {"model_type": kind}))
+
+
+def test_an_entry_that_the_rotary_embedding_reads_is_accepted() -> None:
+    llama3 = {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0}
+    llama3 |= {"low_freq_factor": 1.0, "original_max_position_embeddings": 64}
+    linear = {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}
+    sliding = {"sliding_attention": {"rope_type": "default", "rope_theta": 5e3}}
+    for kind, config in (
+        ("llama", {"rope_scaling": llama3}),
+        ("llama", {"rope_parameters": linear | {"rope_theta": 1e4}}),
+        ("phi", {"partial_rotary_factor": 0.25}),
+        ("gemma3_text", {"rope_parameters": sliding | {"full_attention": linear}}),
+    ):
+        model.load_config(ModelSettings(config=config | {"model_type": kind}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("llama4_text", "does not say which of its modules is its base model"),
+        ("modernbert-decoder", "has other modules than a base model .*: lm_head;"),
+    ],
+)
+def test_a_model_with_other_modules_is_rejected(kind: str, message: str) -> None:
+    config = model.load_config(ModelSettings(config={"model_type": kind, "num_hidden_layers": 4}))
+    with pytest.raises(InputError, match=message):
+        model.check_architecture(model.build_on_meta(config), LENGTH, LossSettings())
 
 
 def test_a_disabled_key_is_rejected_only_over_a_source(tmp_path: Path) -> None:
@@ -504,6 +552,34 @@ def test_surplus_weights_are_rejected_with_a_fitting_key(
         )
 
 
+def build_from(folder: Path) -> PreTrainedModel:
+    """Return the model in `folder`, in FP32."""
+    source = ModelSettings(source=str(folder))
+    return model.build(
+        source,
+        model.load_config(source),
+        weights=torch.float32,
+        seed=1,
+        device=CPU,
+        backend="packed_sdpa",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantized_weights_are_rejected(
+    dtype: torch.dtype, build_model: Callable, tmp_path: Path
+) -> None:
+    build_model("llama", **SMALL).hf.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = {
+        name: weight.to(dtype) if weight.dim() == 2 else weight
+        for name, weight in load_file(file).items()
+    }
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(InputError, match=r"holds quantized weights \(.* in (I8|F8_E4M3)\)"):
+        build_from(tmp_path)
+
+
 def test_buffers_and_tied_heads_of_older_files_are_accepted(
     build_model: Callable, tmp_path: Path
 ) -> None:
@@ -512,23 +588,8 @@ def test_buffers_and_tied_heads_of_older_files_are_accepted(
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    source = ModelSettings(source=str(tmp_path))
-    model.build(
-        source,
-        model.load_config(source),
-        weights=torch.float32,
-        seed=1,
-        device=CPU,
-        backend="packed_sdpa",
-    )
+    build_from(tmp_path)
     weights["score.weight"] = torch.ones(2, 32)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(InputError, match=r"score\.weight"):
-        model.build(
-            source,
-            model.load_config(source),
-            weights=torch.float32,
-            seed=1,
-            device=CPU,
-            backend="packed_sdpa",
-        )
+        build_from(tmp_path)

@@ -62,7 +62,7 @@ def test_losses_and_gradients_are_exact_to_fp32_rounding(
     with torch.no_grad():
         linear.weight *= sharpness
     parts, gradients = exact(kind, weight, states, *linear.parameters(), labels)
-    head = LossHead.replacing(
+    head = LossHead(
         linear, LossSettings(penalty=kind, penalty_weight=weight if kind else None, chunk=chunk)
     )
     with pytest.MonkeyPatch.context() as patch:

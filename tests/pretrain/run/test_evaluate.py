@@ -91,7 +91,7 @@ def test_the_figures_of_several_sources_are_means_over_tokens(
     parts = {"a": held_out, "b": open_packs(DataSettings(packs=small_packs, length=32), "train")}
     packed = build_model()
     loss = LossSettings(chunk=16, penalty=penalty, penalty_weight=penalty and 0.1)
-    packed.hf.set_output_embeddings(LossHead.replacing(packed.hf.get_output_embeddings(), loss))
+    packed.hf.set_output_embeddings(LossHead(packed.hf.get_output_embeddings(), loss))
     packs_of_both = MixedPacks(held_out.path, parts, dict.fromkeys(parts, 1.0))
     mixed = evaluate(packed, packs_of_both, accelerator)
     by_source = {name: evaluate(packed, packs, accelerator) for name, packs in parts.items()}

@@ -175,13 +175,20 @@ def test_accelerates_switch_for_mxfp8_is_accepted(environment: Any) -> None:
     file = {"backend": "TE", "use_mxfp8_block_scaling": True, "fp8_format": "E4M3"}
     precision, fp8_config = resolve(environment(**file))
     assert (precision, fp8_config["fp8_format"]) == ("mxfp8", "E4M3")
-    assert resolve(environment(use_mxfp8_block_scaling=False))[0] == "delayed"
+    for off in (False, "false", "off"):
+        assert resolve(environment(use_mxfp8_block_scaling=off))[0] == "delayed"
 
 
-@pytest.mark.parametrize("fp8_config", [{"recipe": "mxfp8"}, {"use_mxfp8_block_scaling": True}])
-def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(
-    fp8_config: dict, environment: Any
+def test_accelerates_switch_for_mxfp8_needs_no_fp8_format(
+    environment: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
+    precision, fp8_config = resolve(environment(backend="TE", use_mxfp8_block_scaling=True))
+    assert (precision, fp8_config["fp8_format"]) == ("mxfp8", "E4M3")
+    assert caplog.text.count("`fp8_format: E4M3`") == 1
+
+
+def test_a_missing_fp8_format_does_not_make_mxfp8_hybrid(environment: Any) -> None:
+    fp8_config = {"recipe": "mxfp8"}
     with pytest.raises(InputError, match=r"may be accelerate's default .* set `fp8_format: E4M3`"):
         resolve(environment(**fp8_config))
     for number_format in ("HYBRID", "E4M3"):
@@ -410,6 +417,13 @@ def fsdp(mesh: dict[str, int] | None = None, **changes: Any) -> dict[str, Any]:
             "`fsdp_activation_checkpointing_offload`",
         ),
         (4, fsdp(fsdp_ignored_modules=".*norm"), SHARDED, 1, "`fsdp_ignored_modules`"),
+        (
+            4,
+            fsdp(fsdp_sharding_strategy="HYBRID_SHARD"),
+            SHARDED,
+            1,
+            "`fsdp_sharding_strategy`",
+        ),
         (4, fsdp(mesh(1, 4)), SHARDED, 1, ""),
         (4, fsdp(mesh(4, 1)), DDP, 1, "FSDP"),
         (8, fsdp(mesh(2, 4)), SHARDED, 2, ""),
@@ -459,6 +473,14 @@ def test_gradient_accumulation_of_accelerate_is_reset_with_a_notice() -> None:
     environ = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
     (notice,) = correct(environ).notices
     assert "`batch.tokens`" in notice and environ["ACCELERATE_GRADIENT_ACCUMULATION_STEPS"] == "1"
+
+
+def test_parameters_are_offloaded_from_gpus_only(tmp_path: Path) -> None:
+    for has_gpu in (True, False):
+        environ = launch_variables(tmp_path, 4, **fsdp(fsdp_offload_params=True))
+        notices = correct(environ, has_gpu=has_gpu).notices
+        assert environ["FSDP_OFFLOAD_PARAMS"] == str(has_gpu).lower()
+        assert ("`fsdp_offload_params`" in "".join(notices)) == (not has_gpu)
 
 
 @pytest.mark.parametrize(
