@@ -1,12 +1,12 @@
-r"""Train a causal language model on packed documents, in the precision of the accelerate configuration.
+r"""Train a causal language model on packed documents, in the accelerate configuration's precision.
 
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
-The first argument is the recipe. `key=value` arguments, or `--key=value`, override it, with dots for
-nesting. `--plan` checks every setting and prints what would happen. `--profile` shows where the time
-of a step goes. A run that is started again resumes from its newest checkpoint. `python -m pretrain`
-lists the other commands.
+The first argument is the recipe. `key=value` arguments, or `--key=value`, override it, with dots
+for nesting. `--plan` checks every setting and prints what would happen. `--profile` shows where the
+time of a step goes. A run that is started again resumes from its newest checkpoint. `python -m
+pretrain` lists the other commands.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from foundation.signals import StopRequest
 from packing.batch import Prefetch, StepBatches
 from pretrain.checkpoint.checkpoint import require_shared
-from pretrain.checkpoint.state import TrainState, seed_step
+from pretrain.checkpoint.state import NO_PAST, TrainState, seed_step
 from pretrain.compare.figures import picture_of_run
 from pretrain.metrics.console import Console
 from pretrain.metrics.health import Health, StepDecision
@@ -55,13 +55,11 @@ from pretrain.model.wrapping import wrap_layers
 from pretrain.observe.observers import StepWatch, is_due
 from pretrain.optimizer import adamw, schedule
 from pretrain.run import (
+    checkpointing,
     evaluate,
     export,
     plan_command,
-    recording,
-    resume,
     resume_point,
-    saving,
     startup,
     streaming,
 )
@@ -71,12 +69,11 @@ from pretrain.run.assembly import (
     audit_precisions,
     build_model,
     convert_model,
-    describe_compiled,
+    describe_surroundings,
     set_weights,
 )
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.out_of_memory import explaining_errors
-from pretrain.run.run import Run, follow_schedule
+from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
 
@@ -99,11 +96,10 @@ def launch(arguments: argparse.Namespace) -> int:
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
     # The folder is checked first, because packs may take hours.
-    distributed.refused_together(
-        lambda: is_main_process and not arguments.plan and check_free(run_dir)
-    )
+    if not arguments.plan:
+        distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
-    console = recording.introduce_job(job, accelerator, notices)
+    console = introduce_job(job, accelerator, notices)
     if arguments.plan:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
@@ -118,7 +114,7 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
     Returns the signal's number, or 0.
     """
-    with explaining_errors():
+    with startup.explaining_errors():
         run = build(job, *surroundings)
         if run is None:
             return 0
@@ -140,13 +136,12 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
     """Return the model of `job`, ready to train, and its optimizer. Collective.
 
-    Each part changes what the next ones see. docs/architecture.md explains the order.
+    Each part changes the input of the next ones. docs/architecture.md explains the order.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
-    attention = job.attention
-    hf, values = build_model(job, accelerator, attention.name)  # of transformers
-    model, precision, fused = convert_model(job, hf, attention.name, accelerator.device)
+    hf, values = build_model(job, accelerator)  # of transformers
+    model, precision, fused = convert_model(job, hf, accelerator.device)
 
     # Gradient checkpointing, torch.compile, and BF16 working copies of FP32 weights, around each
     # layer. FSDP2 makes its copies when it gathers weights.
@@ -154,14 +149,17 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         recipe.model.compile == "auto" and accelerator.device.type == "cuda"
     )
     has_copies = job.compute_dtype != job.weight_dtype and not accelerator.is_fsdp2
-    cast_to = job.compute_dtype if has_copies else None
-    wrap_layers(model, recipe.model, cast_to=cast_to, compile_layers=compiles)
+    wrap_layers(
+        model,
+        recipe.model,
+        cast_to=job.compute_dtype if has_copies else None,
+        compile_layers=compiles,
+    )
 
     optimizer = adamw.build_optimizer(model, recipe.optimizer, exact=exact)
     if accelerator.is_fsdp2:
-        once_a_step = job.plan.devices.gathered
         with distributed.sharded_as_planned(
-            accelerator, model, optimizer, job.compute_dtype, once_a_step=once_a_step
+            accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
         ):
             # accelerate wraps the optimizer too, which only FP16 needs.
             model, _ = accelerator.prepare(model, optimizer)
@@ -171,12 +169,9 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
 
-    surroundings = {
-        "attention": {"kind": attention.name, "reason": attention.reason},
-        "fused": fused,
-        "compiled": describe_compiled(compiles, model),
-    }
-    assembly = Assembly(hf, model, optimizer, precision, surroundings)
+    assembly = Assembly(
+        hf, model, optimizer, precision, describe_surroundings(job, model, fused, compiles=compiles)
+    )
     audit_precisions(job, accelerator, assembly, console or Console(0, enabled=False))
     return assembly
 
@@ -196,16 +191,16 @@ def build(
     job, checkpoints, source = resume_point.where_to_resume(
         job, arguments.resume, arguments.accept_changes
     )
-    if source and source.step >= job.plan.steps and recording.is_over(job, folder, console):
+    if source and source.step >= job.plan.steps and is_over(job, folder, console):
         return None
     streaming.start_stream(job, source, folder, accelerator)  # packs are made while the run trains
     assembly = assemble(job, accelerator, console)
-    saving.check_disk_space(job, assembly, checkpoints, source)
+    checkpointing.check_disk_space(job, assembly, source)
     health = Health(job.recipe.health)
     notes: list[str] = []
     if source:
         with console.progress("reading the checkpoint"):
-            state, notes = resume.restore(source, checkpoints, job, assembly, health)
+            state, notes = checkpointing.restore(source, checkpoints, job, assembly, health)
     else:
         state = TrainState(steps=job.plan.steps)
     if job.plan.microbatch is None:  # `auto`
@@ -216,37 +211,28 @@ def build(
     if source:
         checkpoints.abandon_newer(state.step)
 
-    is_main_process = accelerator.is_main_process
     run = Run(
         job=job,
         assembly=assembly,
         accelerator=accelerator,
         folder=folder,
         checkpoints=checkpoints,
-        constants=saving.run_constants(job, source, accelerator),
+        past=source.past if source else NO_PAST,
         state=state,
         is_new=source is None or source.is_branch,
         resumed_step=state.step,
-        has_masks=job.data.has_masks,
         health=health,
-        recorder=recording.recorder_of(job, accelerator),
-        trackers=Trackers(job.recipe.log, folder.path, state.step, main_process=is_main_process),
-        observers=startup.make_observers(
-            job,
-            assembly,
-            accelerator,
-            folder,
-            state,
-            health,
-            console,
-            profiles=arguments.profile,
+        recorder=recorder_of(job, accelerator),
+        trackers=Trackers(
+            job.recipe.log, folder.path, state.step, main_process=accelerator.is_main_process
         ),
         console=console,
     )
+    run.observers = startup.make_observers(run, profiles=arguments.profile)
     if source:
-        resume.resume_precision(run, source)
+        checkpointing.resume_precision(run, source)
     parity = startup.find_parity(run) if job.recipe.parity and run.is_new else []
-    recording.introduce(run, notes)
+    run.introduce(notes)
     run.best = evaluate.best_so_far(run)
     startup.require_parity(run, parity)
     return run
@@ -263,13 +249,14 @@ def train(run: Run) -> int:
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
         while not run.state.finished:  # once, and again after each rollback
-            batches = run.job.batches(run.accelerator, run.state.shift)
-            with batches.steps(*run.state.data_steps) as steps:
+            with run.job.batches(run.accelerator, run.state.shift).steps(
+                *run.state.data_steps
+            ) as steps:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by
         # Before the last evaluation: if that fails, it must not cost the trained weights.
-        return saving.save_last(run, stop)
+        return checkpointing.save_last(run, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
@@ -279,14 +266,14 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
     """
     recipe = run.job.recipe
     state = run.state
-    stop_code = partial(saving.stop_code, run, steps, stop)
+    stop_code = partial(checkpointing.stop_code, run, steps, stop)
     while not state.finished:
         with run.observers.step(state.step + 1) as watch, run.recorder.step():
             code = streaming.wait_for_packs(run, steps, stop_code)
             if code:
-                return saving.save_and_stop(run, code, steps)
+                return checkpointing.save_and_stop(run, code, steps)
             figures, decision = train_step(run, next(steps), watch)
-        recording.log(run, figures, data_wait_ms=steps.data_wait_ms)
+        run.log(figures, data_wait_ms=steps.data_wait_ms)
 
         is_saved = is_due(state.step, recipe.checkpoint.every)
         is_evaluated = is_due(state.step, recipe.evaluate.every) and not state.finished
@@ -295,11 +282,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         )
         # After a skipped step too: the update before it may be to blame.
         if decision.action in ("update", "skip") and needs_sound_weights:
-            decision = saving.check_weights(run)
+            decision = checkpointing.check_weights(run)
         if decision.action == "stop":
-            raise saving.training_halted(run, decision)
+            raise checkpointing.training_halted(run, decision)
         if decision.action == "rollback":
-            resume.roll_back(run, decision.reason)
+            checkpointing.roll_back(run, decision.reason)
             return 0
 
         if is_evaluated:
@@ -307,9 +294,9 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         run.checkpoints.settle()
         code = distributed.largest_over_ranks(run.accelerator, stop_code())
         if code:
-            return saving.save_and_stop(run, code, steps)
-        if (is_saved or evaluate.is_best(run)) and not state.finished:
-            saving.save(run, in_background=True)
+            return checkpointing.save_and_stop(run, code, steps)
+        if (is_saved or run.is_best) and not state.finished:
+            checkpointing.save(run, in_background=True)
     return 0
 
 
@@ -319,7 +306,7 @@ def train_step(
     """Make one optimizer step. Return its part of the metrics and the decision about its update."""
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     model, optimizer = run.assembly.model, run.assembly.optimizer
-    follow_schedule(run)
+    run.follow_schedule()
     learning_rate = schedule.learning_rate(
         state.step, recipe.schedule, recipe.optimizer, state.steps
     )
@@ -341,7 +328,14 @@ def train_step(
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
     losses = dict(zip(means, values, strict=True))
 
-    decision = watch.judge(judge_step(run, batches, losses["loss"], gradient_norm))
+    decision = run.health.check(
+        state.step + 1,
+        losses["loss"],
+        gradient_norm,
+        can_go_back=run.checkpoints.latest is not None,
+        labelled=batches.valid_tokens > 0,
+    )
+    decision = watch.judge(decision)
     figures = {"learning_rate": learning_rate, "gradient_norm": gradient_norm} | watch.metrics()
     if decision.proceed:
         with watch.update(learning_rate, state.step - state.skipped_steps):
@@ -355,18 +349,7 @@ def train_step(
         place=batches.places.stop,
         skipped=not decision.proceed,
     )
-    return recording.record_of_step(run, batches, decision, losses, figures), decision
-
-
-def judge_step(run: Run, batches: StepBatches, loss: float, gradient_norm: float) -> StepDecision:
-    """Return the health check's decision about the update of the next step."""
-    return run.health.check(
-        run.state.step + 1,
-        loss,
-        gradient_norm,
-        can_go_back=run.checkpoints.latest is not None,
-        labelled=batches.valid_tokens > 0,
-    )
+    return run.record_of_step(batches, decision, losses, figures), decision
 
 
 # ── 4: what remains of the run ────────────────────────────────────────────────────────────────────
@@ -375,8 +358,8 @@ def judge_step(run: Run, batches: StepBatches, loss: float, gradient_norm: float
 def finish(run: Run) -> None:
     """Evaluate once more, export, and print where everything is."""
     evaluate.evaluate_once(run)
-    if evaluate.is_best(run) and run.state.step > run.resumed_step:
-        saving.save(run)  # unless `checkpoint.at_end` has saved it
+    if run.is_best and run.state.step > run.resumed_step:
+        checkpointing.save(run)  # unless `checkpoint.at_end` has saved it
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)
@@ -393,6 +376,6 @@ if __name__ == "__main__":
     # Imported objects stay. Without this, each collection would look through them, which took a
     # third of a second.
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or Triton's library reports what it holds as leaked
+    atexit.register(gc.unfreeze)  # or Triton's library reports its objects as leaked
     gc.enable()
     sys.exit(main())

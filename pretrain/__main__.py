@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from foundation.command import run_command
 from pretrain.settings import commands
@@ -95,11 +95,9 @@ def main(arguments: list[str]) -> int:
 def _run(arguments: list[str]) -> int:
     """Parse the arguments of a command, then import its module and run it."""
     name, *options = arguments
-    parsed = options
+    parsed: Any = arguments if name in PACKS else options
     if name in commands.COMMANDS:
         parsed = commands.read(name, options)
-    elif name in PACKS:
-        parsed = arguments
     module = importlib.import_module(COMMANDS[name][0])
     if name == "evaluate":
         # The launcher's function builds the model. It stands outside of the package.

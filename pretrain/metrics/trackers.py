@@ -99,12 +99,6 @@ class JsonlTracker:
         if self._file:
             self._file.close()
 
-    def go_back(self, step: int) -> None:
-        """Remove the steps after `step` from the file, and continue from there."""
-        self.finish()
-        self.resumed_step = step
-        self.start()
-
 
 class Trackers:
     """The `metrics.jsonl` of a run and the trackers in `log.trackers`.

@@ -14,7 +14,8 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from pretrain.model.packed import PackedLanguageModel
 from pretrain.observe.observers import Observer, Step
 from pretrain.observe.product_check import watching_histories
 from pretrain.observe.product_observer import ObservedProduct, ProductObserver
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.gemm import GemmEngine
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.precision.observed import OPERANDS, dtype_name
@@ -36,7 +38,7 @@ from pretrain.precision.product import LowPrecisionLinear
 from pretrain.precision.scope import LINEARS, Decision
 from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 
-# An entry of `products` in audit.json: what was requested of a module, and what it did.
+# An entry of `products` in audit.json: the requested and the effective precision of a module.
 Entry = dict[str, Any]
 
 # Linears whose operands are examined again at a statistics step, drawn anew each time. All of them
@@ -48,13 +50,9 @@ EXAMINED_AGAIN = 13
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
 
 
-class _Matrix(NamedTuple):
-    """A weight matrix, and the module that computes with it."""
-
-    module: nn.Module
-    weight: Tensor
-    # All three products must be observed under the matrix's name: they run inside of another module.
-    is_member: bool
+# A module, a matrix that it multiplies with, and whether all three products must be observed under
+# the matrix's name, because they run inside of another module.
+_Matrix = tuple[nn.Module, Tensor, bool]
 
 
 def audit_products(
@@ -66,12 +64,12 @@ def audit_products(
 ) -> list[Entry]:
     """Return an entry for each linear and each other module with matrices.
 
-    compute_loss: computes the loss of a small batch. It runs once, uncompiled, and is differentiated.
-        The caller clears the gradients.
+    compute_loss: computes the loss of a small batch. It runs once, uncompiled, and is
+        differentiated. The caller clears the gradients.
     decisions: the precision of each linear. Empty if nothing is quantized.
 
-    Raises InputError if a product computed in another precision than decided, or not at all, and if a
-    parameter would not be trained.
+    Raises InputError if a product computed in another precision than decided, or not at all, and if
+    a parameter would not be trained.
     """
     matrices = _matrices(packed)
     low = {
@@ -79,12 +77,12 @@ def audit_products(
         for name, decision in decisions.items()
         if active.precision.quantized and decision.requested == active.precision.name
     }
-    # A linear must multiply nothing beside its product. The forward of a head transforms operands of
-    # its backward too, so it is not watched.
+    # A linear must multiply nothing beside its product. The forward of a head transforms operands
+    # of its backward too, so it is not watched.
     watched = {
-        name: matrix.module
-        for name, matrix in matrices.items()
-        if not (name in low and isinstance(matrix.module, LossHead))
+        name: module
+        for name, (module, _, _) in matrices.items()
+        if not (name in low and isinstance(module, LossHead))
     }
     observer = ProductObserver(active)
     with (
@@ -97,11 +95,19 @@ def audit_products(
     routers = packed.routing.routers if packed.routing else ()
     in_routers = {module for router in routers for module in router.modules()}
     entries = []
-    for name, matrix in matrices.items():
+    for name, (module, weight, is_member) in matrices.items():
         observed = observer.products.get(name, ())
-        effective = ran_low.get(name) or _multiplied(observed, all_three=matrix.is_member)
         decision = decisions.get(name, Decision(active.precision.name))
-        entry = _entry(name, matrix, active, decision, effective)
+        entry: Entry = {
+            "name": name,
+            "module": type(module).__name__,
+            "requested": decision.requested,
+            "effective": ran_low.get(name) or _multiplied(observed, all_three=is_member),
+            "products": {},
+            "backend": "torch",
+            "stored": dtype_name(weight.dtype),
+            "reason": decision.reason,
+        }
         if packed.fused and name in packed.fused.members:
             entry["module"] = f"fused {entry['module']}"
         if name in low:
@@ -109,11 +115,11 @@ def audit_products(
                 product.gemm: f"{product.left} x {product.right}" for product in observed
             }
             entry["backend"] = active.backend
-        is_linear = isinstance(matrix.module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
-        if matrix.module in in_routers or not is_linear:
+        is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
+        if module in in_routers or not is_linear:
             # Routers of a mixture and experts that are not stacked compute as transformers wrote
             # them (routers on a CPU in FP32). Nothing was requested of them.
-            entry["requested"] = effective
+            entry["requested"] = entry["effective"]
             if active.precision.quantized and not decision.reason:
                 entry["reason"] = "no linear, which is what low precision takes"
         entries.append(entry)
@@ -123,34 +129,18 @@ def audit_products(
 
 
 def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
-    """Return the matrices of the model by the name of their module, or of their stack of experts."""
+    """Return the model's matrices by the name of their module, or of their stack of experts."""
     fused = packed.fused.members if packed.fused else {}
-    matrices = {}
+    matrices: dict[str, _Matrix] = {}
     for name, module in packed.hf.named_modules():
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
-                matrices[stack.name] = _Matrix(module, module.get_parameter(key), True)
+                matrices[stack.name] = (module, module.get_parameter(key), True)
         elif not isinstance(module, nn.Embedding):  # which multiplies nothing
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dim() > 1:
-                    matrices.setdefault(name, _Matrix(module, parameter, name in fused))
+                    matrices.setdefault(name, (module, parameter, name in fused))
     return matrices
-
-
-def _entry(
-    name: str, matrix: _Matrix, active: ActivePrecision, decision: Decision, effective: str
-) -> Entry:
-    """Return the entry of a matrix that torch multiplies."""
-    return {
-        "name": name,
-        "module": type(matrix.module).__name__,
-        "requested": decision.requested,
-        "effective": effective,
-        "products": {},
-        "backend": "torch",
-        "stored": dtype_name(matrix.weight.dtype),
-        "reason": decision.reason,
-    }
 
 
 @contextmanager
@@ -179,6 +169,7 @@ def _watching_forwards(
 # ── In training ───────────────────────────────────────────────────────────────────────────────────
 
 
+@dataclass(eq=False)
 class ProductAudit(Observer):
     """Compare low-precision products of training with the audit before the first step.
 
@@ -187,26 +178,14 @@ class ProductAudit(Observer):
     move on. Raises InputError before the step's update.
     """
 
-    def __init__(
-        self,
-        packed: PackedLanguageModel,
-        precision: ModelPrecision,
-        every: int | None,
-        write: Callable[[], None],
-    ) -> None:
-        """Make the observer of a run.
-
-        every: `log.fp8_statistics`.
-        write: writes audit.json.
-        """
-        self._packed = packed
-        self._precision = precision
-        self._every = every
-        self._write = write
+    packed: PackedLanguageModel
+    precision: ModelPrecision
+    every: int | None  # `log.fp8_statistics`
+    write: Callable[[], None]  # writes audit.json
 
     def due(self, step: Step) -> bool:
         """Return True in new steps and in statistics steps, if products are quantized."""
-        return step.is_quantized and (step.is_new or step.measures_operands(self._every))
+        return step.is_quantized and (step.is_new or step.measures_operands(self.every))
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
@@ -216,18 +195,19 @@ class ProductAudit(Observer):
             return
         with self._confirming(step):
             yield
-        self._precision.current.audit["confirmed_in_step"] = step.number
-        self._write()
+        self.precision.current.audit["confirmed_in_step"] = step.number
+        self.write()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Observe products and histories of the first microbatch of a statistics step."""
-        if not step.measures_operands(self._every):
+        if not step.measures_operands(self.every):
             yield
             return
         with ExitStack() as watching:
-            histories = watching_histories(self._packed.context, self._precision.current.active)
-            wrong = watching.enter_context(histories)
+            wrong = watching.enter_context(
+                watching_histories(self.packed.context, self.precision.current.active)
+            )
             if not step.is_new:  # then `passes` observes the products
                 watching.enter_context(self._confirming(step, most=EXAMINED_AGAIN))
             yield
@@ -239,12 +219,12 @@ class ProductAudit(Observer):
 
     @contextmanager
     def _confirming(self, step: Step, *, most: int | None = None) -> Iterator[None]:
-        """Raise InputError unless the products in the block are those of the audit.
+        """Raise InputError unless the block computes the products of the audit.
 
         most: examine the operands of this number of linears, or of all. The step's number draws the
             linears and the blocks of their operands.
         """
-        current = self._precision.current
+        current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
         number = len(low) if most is None else min(len(low), most)
         examined = set(random.Random(step.number).sample(list(low), number))
@@ -331,7 +311,7 @@ def _effective_in(
     """Return the effective precision of each of the low-precision linears `names`.
 
     It is the name of the precision if all three products ran on sound operands of its formats, and
-    otherwise a list of what is wrong.
+    otherwise a list of the faults.
     """
     effective = {}
     faults = observer.faults()
@@ -359,11 +339,11 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
 
     Whether an emulated operand really has its kind is found by examining its blocks.
     """
-    kinds = [
-        active.precision.operand_kind(active.settings, role, product.gemm)
+    precision = cast(QuantizedPrecision, active.precision)
+    return [product.left, product.right] == [
+        precision.operand_kind(active.settings, role, product.gemm)
         for role in OPERANDS[product.gemm]
     ]
-    return [product.left, product.right] == kinds
 
 
 def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:
@@ -380,9 +360,9 @@ def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where:
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if a parameter would not be trained.
 
-    The optimizer may not have it, because it was made later. Or it has no gradient: it was copied or
-    untied and no longer computes, or packed attention does not use it. An expert that no token of
-    the pack has chosen has no gradient either, and is no fault.
+    The optimizer may not have it, because it was made later. Or it has no gradient: it was copied
+    or untied and no longer computes, or packed attention does not use it. An expert that no token
+    of the pack has chosen has no gradient either, and is no fault.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = [

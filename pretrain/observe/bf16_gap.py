@@ -1,16 +1,16 @@
 """Measure the cost of low precision: compute a step's first microbatch in BF16 too, and compare.
 
 The pass in BF16 comes first and leaves nothing behind, so the run has the numbers of a run without
-the measurement. Each process compares its own first microbatch before gradients are exchanged. Under
-FSDP2 with gradients already reduced it compares its shards of the gradients of all processes. Dot
-products and losses are summed over processes. docs/verification.md defines the figures.
+the measurement. Each process compares its own first microbatch before gradients are exchanged.
+Under FSDP2 with gradients already reduced it compares its shards of the gradients of all processes.
+Dot products and losses are summed over processes. docs/verification.md defines the figures.
 """
 
 from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -39,7 +39,7 @@ PIECE = 2**24  # values of a gradient that are compared at once, in FP32
 
 
 class GapMeter(Observer):
-    """Compare the first microbatch's loss and gradient with those in BF16, every `log.gap` steps.
+    """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
 
     The health check judges the comparison (`health.on_gap`). If the run shall go on in BF16, the
     schedule switches after the step.
@@ -69,9 +69,9 @@ class GapMeter(Observer):
         }
         self._layers = tuple(decoder_layers(packed.hf))
         self._figures: dict[str, Any] = {}
-        # Where the gradient of each matrix lies beside that in BF16, see `_place`. Rounding moves it,
-        # in a deep model in FP4 as far as the gradient is long, but about as far each time, until
-        # something breaks.
+        # Where the gradient of each matrix lies beside that in BF16, see `_place`. Rounding moves
+        # it, in a deep model in FP4 as far as the gradient is long, but about as far each time,
+        # until something breaks.
         self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
@@ -99,24 +99,29 @@ class GapMeter(Observer):
             recording_choices(self._packed) as choices,
         ):
             yield
-        self._compare_choices(choices)
-        for row, (gradient, _), in_bf16 in zip(
-            self._sums, self._gradients(), self._in_bf16, strict=True
-        ):
-            if gradient is not None and in_bf16 is not None:
-                row.copy_(_products(gradient, in_bf16))
-        self._in_bf16 = []  # free their memory
+        # A layer that is recomputed makes the same choices a second time.
+        for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
+            differs = (low[:, :, None] != in_bf16[:, None]).all(2)
+            self._choices[0] += differs.sum()
+            self._choices[1] += differs.numel()
+        self._products: dict[str, Tensor] = {
+            name: _products(gradient, self._in_bf16[name])
+            for name, gradient, _ in self._gradients()
+            if name in self._in_bf16
+        }
+        self._in_bf16.clear()  # free their memory
+        self._chosen_in_bf16.clear()
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
         """Let the health check judge the gap if it would update without it."""
         if not decision.proceed:
             return decision
-        name = self._precision.current.name
-        judged, figures = self._health.judge_gap(step.number, name, self.places)
+        judged, figures = self._health.judge_gap(
+            step.number, self._precision.current.name, self.places
+        )
         self._figures |= figures
         if self._health.state.switched_after == step.number:
-            schedule = self._precision.schedule
-            self._precision.schedule = schedule.switched_to_bf16_after(step.number)
+            self._precision.schedule = self._precision.schedule.switched_to_bf16_after(step.number)
         reasons = [reason for reason in (decision.reason, judged.reason) if reason]
         return replace(judged, reason="; ".join(reasons) or None)
 
@@ -124,7 +129,7 @@ class GapMeter(Observer):
         """Return the step's figures.
 
         gap/loss: nats a token, positive if the loss is higher in low precision.
-        gap/cosine, gap/norm_ratio: of the gradient in low precision and in BF16, and of each layer's.
+        gap/cosine, gap/norm_ratio: of the gradients in low precision and BF16, and of each layer's.
         gap/routing: share of tokens' choices of experts that BF16 has not made, in a mixture.
         gap/moved, gap/worst: of the health check.
         """
@@ -133,14 +138,13 @@ class GapMeter(Observer):
     def _compute_in_bf16(self, batches: StepBatches) -> None:
         """Run forward and backward of the first microbatch in BF16, and keep loss and gradient."""
         device = self._accelerator.device
-        self._in_bf16: list[Tensor | None] = []
-        # A row of `_products` for each parameter.
-        self._sums = torch.zeros(len(self._is_matrix), 3, dtype=torch.float64, device=device)
+        self._in_bf16: dict[str, Tensor] = {}  # gradients
+        self._products = {}  # of gradients, see `_products`
         # The loss in low precision, in BF16, and the number of labels.
-        self._losses = torch.zeros(3, dtype=torch.float64, device=device)
+        self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
         # Choices of experts that BF16 has not made, and all choices.
-        self._choices = torch.zeros(2, dtype=torch.float64, device=device)
-        self._chosen_in_bf16: Sequence[Sequence[Tensor]] = []
+        self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
+        self._chosen_in_bf16: list[list[Tensor]] = []
         if not batches.microbatches:
             return
         packed = self._packed
@@ -155,59 +159,51 @@ class GapMeter(Observer):
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
         # Clearing drops `.grad`, and overwrites sums in place.
-        self._in_bf16 = [part.clone() if is_sum else part for part, is_sum in self._gradients()]
+        self._in_bf16 = {
+            name: part.clone() if is_sum else part for name, part, is_sum in self._gradients()
+        }
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
-            product.plain.weight = (
-                None  # cached by the unquantized path, which training may not use
-            )
+            # The unquantized path has cached it, and training may not use it.
+            product.plain.weight = None
 
-    def _gradients(self) -> Iterator[tuple[Tensor | None, bool]]:
-        """Yield this process's part of each trained parameter's gradient, and whether it is a sum.
+    def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
+        """Yield name and this process's part of each trained gradient, and whether it is a sum.
 
         Under FSDP2 gathering replaces the parameters. Then these are the rank's own sums, otherwise
         its shard of the gradient that was reduced.
         """
-        for parameter in self._packed.hf.parameters():
+        for name, parameter in self._packed.hf.named_parameters():
             gradient = gradient_of(parameter)
-            if parameter.requires_grad:
-                part = None if gradient is None else local_part(gradient)
-                yield part, gradient is not parameter.grad
-
-    def _compare_choices(self, choices: Sequence[Sequence[Tensor]]) -> None:
-        """Count the choices of experts that BF16 has not made.
-
-        choices: by layer and forward. A recomputed layer makes the same choices a second time.
-        """
-        for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
-            differs = (low[:, :, None] != in_bf16[:, None]).all(2)
-            total = torch.full_like(differs.sum(), differs.numel())
-            self._choices += torch.stack([differs.sum(), total])
-        self._chosen_in_bf16 = []
+            if parameter.requires_grad and gradient is not None:
+                yield name, local_part(gradient), gradient is not parameter.grad
 
     def _measure(self) -> None:
         """Compute the figures of the step. Waits for the device. Collective."""
-        all_sums = torch.cat([self._sums.flatten(), self._losses, self._choices])
-        reduced = self._accelerator.reduce(all_sums, reduction="sum").tolist()
-        *products, low, bf16, labels, differing, choices = reduced
-        rows = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
+        nothing = torch.zeros_like(self._losses)  # of a parameter without a gradient
+        rows = [self._products.get(name, nothing) for name in self._is_matrix]
+        *products, low, bf16, labels, differing, choices = self._accelerator.reduce(
+            torch.cat([*rows, self._losses, self._choices]), reduction="sum"
+        ).tolist()
+        by_name = dict(zip(self._is_matrix, np.array(products).reshape(-1, 3), strict=True))
         self.places = {
-            name: _place(*rows[name])
-            for name, is_matrix in self._is_matrix.items()
-            if is_matrix and rows[name][2]
+            name: _place(*row) for name, row in by_name.items() if self._is_matrix[name] and row[2]
         }
         layers: dict[str, Any] = defaultdict(lambda: np.zeros(3))
-        for name, row in rows.items():
+        for name, row in by_name.items():
             layers[layer_of(name, self._layers)] += row
         self._figures = {"gap/loss": (low - bf16) / max(labels, 1)}
         self._figures |= {"gap/routing": differing / choices} if choices else {}
-        self._figures |= _likeness("", sum(rows.values()))
+        self._figures |= _likeness("", sum(by_name.values()))
         for layer, sums in layers.items():
             self._figures |= _likeness(f"/{layer}", sums)
 
 
 def _likeness(suffix: str, sums: Any) -> dict[str, float]:
-    """Return cosine and norm ratio of gradients, from their `_products`. Empty without a gradient."""
+    """Return cosine and norm ratio of gradients, from their `_products`.
+
+    Empty without a gradient.
+    """
     dot, low, bf16 = sums.tolist()
     if not (low and bf16):
         return {}
@@ -224,8 +220,7 @@ def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
     """
     total = torch.zeros(3, dtype=torch.float64, device=low.device)
     pieces = zip(low.reshape(-1).split(PIECE), in_bf16.reshape(-1).split(PIECE), strict=True)
-    for x, y in pieces:
-        x, y = x.float(), y.float()
+    for x, y in (map(Tensor.float, pair) for pair in pieces):
         total += torch.stack([(x * y).sum(), x.square().sum(), y.square().sum()])
     return total
 

@@ -1,6 +1,6 @@
 """Observe training steps: one interface for everything that looks at a step.
 
-A run has a list of observers. Each decides in which steps it is due, and overrides the hooks that it
+A run has a list of observers. Each decides when it is due, and overrides the hooks that it
 needs. On other steps the list is empty, and a step costs nothing more.
 """
 
@@ -85,35 +85,32 @@ class Observer:
         """Enclose the optimizer's step. `updates` is the number of updates before it."""
         yield
 
-    def go_back(self, step: int) -> None:
-        """Forget the steps after `step`, because the run has gone back to its checkpoint."""
-
     def finish(self) -> None:
         """Close files at the end of the run."""
 
 
+@dataclass(eq=False)
 class PeriodicFigures(Observer):
     """Compute figures for metrics.jsonl every n steps."""
 
-    def __init__(self, every: int | None, compute: Callable[[], dict[str, Any]]) -> None:
-        self._every = every
-        self._compute = compute
+    every: int | None
+    compute: Callable[[], dict[str, Any]]
 
     def due(self, step: Step) -> bool:
         """Return True in every n-th step. Never if `every` is None."""
-        return is_due(step.number, self._every)
+        return is_due(step.number, self.every)
 
     def metrics(self, step: Step) -> dict[str, Any]:
         """Return the figures."""
-        return self._compute()
+        return self.compute()
 
 
+@dataclass
 class StepWatch:
     """One step, with the observers that are due in it."""
 
-    def __init__(self, step: Step, due: Sequence[Observer]) -> None:
-        self.step = step
-        self.due = due
+    step: Step
+    due: Sequence[Observer]
 
     @property
     def separates_first_microbatch(self) -> bool:
@@ -150,45 +147,36 @@ class StepWatch:
         return _all_of(observer.update(self.step, learning_rate, updates) for observer in self.due)
 
 
+@dataclass
 class Observers:
-    """The observers of a run, in the order in which their hooks are entered."""
+    """The observers of a run. Their hooks are entered in this order.
 
-    def __init__(
-        self, observers: Sequence[Observer], precision: ModelPrecision, resumed_step: int
-    ) -> None:
-        """Take the observers of a process that trains after `resumed_step`."""
-        self._observers = observers
-        self._precision = precision
-        self._restarted_step = resumed_step
+    They see the steps after `resumed_step`.
+    """
+
+    observers: Sequence[Observer]
+    precision: ModelPrecision
+    resumed_step: int
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepWatch]:
         """Enclose step `number`, counted from 1. Return the watch over it."""
-        step = self._describe(number)
-        watch = StepWatch(step, [observer for observer in self._observers if observer.due(step)])
-        with watch.whole_step():
-            yield watch
-
-    def go_back(self, step: int) -> None:
-        """Tell all observers that the run has gone back to the checkpoint after `step`."""
-        self._restarted_step = step
-        for observer in self._observers:
-            observer.go_back(step)
-
-    def finish(self) -> None:
-        """Close the files of all observers."""
-        for observer in self._observers:
-            observer.finish()
-
-    def _describe(self, number: int) -> Step:
-        schedule = self._precision.schedule
-        starts = [self._restarted_step + 1, *(span.first for span in schedule.spans)]
-        return Step(
+        schedule = self.precision.schedule
+        starts = [self.resumed_step + 1, *(span.first for span in schedule.spans)]
+        step = Step(
             number,
             is_quantized=schedule.at(number).precision.quantized,
             starts_precision=schedule.starts_precision_at(number),
             is_new=any(number - start in (0, 1) for start in starts),
         )
+        watch = StepWatch(step, [observer for observer in self.observers if observer.due(step)])
+        with watch.whole_step():
+            yield watch
+
+    def finish(self) -> None:
+        """Close the files of all observers."""
+        for observer in self.observers:
+            observer.finish()
 
 
 @contextmanager

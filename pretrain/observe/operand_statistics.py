@@ -3,10 +3,10 @@
 A sample of each operand is quantized once more, as its product along features takes it. Values are
 rounded to nearest: a random number drawn here would change the run.
 
-There is one warning in a process when operands of a precision lose more than the precision usually
-does. It names the operand and a remedy. It does not stop the run: whether much underflow is worth a
-restart is not for a threshold to decide. docs/verification.md has the limits and the measurements
-behind them.
+There is one warning in a process, and again after a rollback, when operands of a precision lose
+more than the precision usually does. It names the operand and a remedy. It does not stop the run:
+whether much underflow is worth a restart is not for a threshold to decide. docs/verification.md has
+the limits and the measurements behind them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +54,7 @@ LOSSES = {
 NEVER_SCALED = 1.0
 
 
+@dataclass(eq=False)
 class OperandWatch(Observer):
     """Write the statistics of operands to fp8_statistics.jsonl, and warn if they lose too much.
 
@@ -60,26 +62,23 @@ class OperandWatch(Observer):
     measures, because all of them must take the same time.
     """
 
-    def __init__(
-        self, precision: ModelPrecision, every: int, file: JsonlTracker, console: Console
-    ) -> None:
-        """Make the observer of a run. `every` is `log.fp8_statistics`, and `file` is open."""
-        self._precision = precision
-        self._every = every
-        self._file = file
-        self._console = console
-        self._warnings = OperandWarnings()
+    precision: ModelPrecision
+    every: int  # `log.fp8_statistics`
+    file: JsonlTracker  # open
+    console: Console
+    # Kinds of loss that were warned about.
+    warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
         """Return True in every n-th step, and in the first one of each precision."""
-        return step.measures_operands(self._every)
+        return step.measures_operands(self.every)
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
         """Measure the operands of the first microbatch."""
-        context = self._precision.context
+        context = self.precision.context
         self._statistics = OperandStatistics(
-            self._precision.current.active, context.state(), context.groups
+            self.precision.current.active, context.state(), context.groups
         )
         with overridden(context, observers=[*context.observers, self._statistics]):
             yield
@@ -87,59 +86,48 @@ class OperandWatch(Observer):
     def metrics(self, step: Step) -> dict[str, float]:
         """Write the line of the step, and return its summary for metrics.jsonl."""
         records = self._statistics.records()
-        self._file.log({"step": step.number, "operands": records})
+        self.file.log({"step": step.number, "operands": records})
         if step.starts_precision:
-            self._warnings = OperandWarnings()
-        warning = self._warnings.of_step(
-            step.number, self._precision.current.active.precision, records
-        )
+            self.warned.clear()
+        warning = warning_of(step.number, self._statistics.precision, records, self.warned)
         if warning is not None:
-            self._console.warning(warning)
+            self.console.warning(warning)
         return summary(records)
-
-    def go_back(self, step: int) -> None:
-        """Remove the lines of abandoned steps."""
-        self._file.go_back(step)
 
     def finish(self) -> None:
         """Close the file."""
-        self._file.finish()
+        self.file.finish()
 
 
-class OperandWarnings:
-    """Warnings about operands that lose too many values, each given once."""
+def warning_of(
+    number: int, precision: QuantizedPrecision, records: Sequence[Record], given: set[str]
+) -> str | None:
+    """Return a warning about losses that have begun in step `number`, or None.
 
-    def __init__(self) -> None:
-        self._given: set[str] = set()
-
-    def of_step(
-        self, number: int, precision: QuantizedPrecision, records: Sequence[Record]
-    ) -> str | None:
-        """Return a warning about losses that have begun in step `number`, or None."""
-        scales_are_late = precision.keeps_history
-        limits = {
-            "underflow": precision.underflow_limit,
-            "saturation": LOST_TO_LATE_SCALES if scales_are_late else 1.0,
-        }
-        scaled = [
-            record
-            for record in records
-            if not (scales_are_late and record["scale"] == NEVER_SCALED)
-        ]
-        warnings = []
-        for share, limit in limits.items():
-            above = [record for record in scaled if record[share] > limit]
-            if not above or share in self._given:
-                continue
-            self._given.add(share)
-            worst = max(above, key=lambda record: record[share])
-            loss, remedy = LOSSES[share]
-            warnings.append(
-                f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {loss} "
-                f"({len(above)} of {len(scaled)} operands are above {percent(limit)}); {remedy} "
-                "loses less"
-            )
-        return f"step {number}: {'; '.join(warnings)}" if warnings else None
+    given: the kinds of loss that were warned about. New ones are added.
+    """
+    scales_are_late = precision.keeps_history
+    limits = {
+        "underflow": precision.underflow_limit,
+        "saturation": LOST_TO_LATE_SCALES if scales_are_late else 1.0,
+    }
+    scaled = [
+        record for record in records if not (scales_are_late and record["scale"] == NEVER_SCALED)
+    ]
+    warnings = []
+    for share, limit in limits.items():
+        above = [record for record in scaled if record[share] > limit]
+        if not above or share in given:
+            continue
+        given.add(share)
+        worst = max(above, key=lambda record: record[share])
+        loss, remedy = LOSSES[share]
+        warnings.append(
+            f"{percent(worst[share])} of {worst['layer']}'s {worst['operand']} {loss} "
+            f"({len(above)} of {len(scaled)} operands are above {percent(limit)}); {remedy} "
+            "loses less"
+        )
+    return f"step {number}: {'; '.join(warnings)}" if warnings else None
 
 
 class OperandStatistics:
@@ -162,10 +150,9 @@ class OperandStatistics:
         state: of the context, with the delayed scales.
         groups: of the context, with the rows of each expert.
         """
-        self.precision: QuantizedPrecision = active.precision
-        to_nearest = {}
-        if "disable_stochastic_rounding" in self.precision.options:
-            to_nearest = {"disable_stochastic_rounding": True}
+        self.precision = cast(QuantizedPrecision, active.precision)
+        has_stochastic = "disable_stochastic_rounding" in self.precision.options
+        to_nearest = {"disable_stochastic_rounding": True} if has_stochastic else {}
         self.settings = active.settings.model_copy(update=to_nearest)
         # A recomputed layer uses the scales of its forward. By then the backend has newer ones.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
@@ -183,9 +170,8 @@ class OperandStatistics:
         """
         # A maximum of magnitudes that makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()
-        scale = None
-        if self.precision.keeps_history:
-            scale = of_operand(self._state, name, role, "scale")
+        is_late = self.precision.keeps_history
+        scale = of_operand(self._state, name, role, "scale") if is_late else None
         scaling = self.precision.scaling(role)
         blocks, _, first_rows = sample(x, None, scaling, self._generator(x.device))
         rows = blocks.reshape(-1, scaling.block or blocks.shape[1])
@@ -206,9 +192,8 @@ class OperandStatistics:
         """Return an object for each operand, in the order seen. Waits for the device once."""
         if not self._figures:
             return []
-        rows = []
-        for parts in map(torch.stack, self._figures.values()):
-            rows.append(torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]))
+        figures = map(torch.stack, self._figures.values())
+        rows = [torch.cat([parts[:, :1].amax(0), parts[:, 1:].sum(0)]) for parts in figures]
         return [
             self._record(name, role, row)
             for (name, role), row in zip(self._figures, torch.stack(rows).tolist(), strict=True)

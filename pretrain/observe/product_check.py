@@ -1,13 +1,13 @@
 """Compare the low-precision products of a microbatch with the exact ones and with our quantizers.
 
 A sample of a product's result, some rows times some columns, is computed twice more: exactly, from
-the operands before they were quantized, and from these operands after the precision's own quantizer.
-The distance of the run's result from the exact one must be that of the format, in size and in
-direction (docs/verification.md). There is also an absolute bound, which follows from the mantissa
-bits of the format: a quantizer that is wrong everywhere would otherwise confirm itself.
+the operands before they were quantized, and from these operands after the precision's own
+quantizer. The distance of the run's result from the exact one must be that of the format, in size
+and in direction (docs/verification.md). There is also an absolute bound, which follows from the
+mantissa bits of the format: a quantizer that is wrong everywhere would otherwise confirm itself.
 
-Under delayed scaling the histories must have the amaxes that were observed, and the next scales must
-follow from them.
+Under delayed scaling the histories must have the amaxes that were observed, and the next scales
+must follow from them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import mean
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import Tensor
 from foundation.overrides import overridden
 from pretrain.model.packed import PackedLanguageModel
 from pretrain.precision.delayed_state import of_operand
-from pretrain.precision.formats.definition import Along, Role
+from pretrain.precision.formats.definition import Along, QuantizedPrecision, Role
 from pretrain.precision.observed import ALONG, OPERANDS
 from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers.tensor import update_scale
@@ -49,7 +49,7 @@ BOUND_LEEWAY = 1.1
 ORDER_OF_SUMS = 2.0**-10
 # Cosine of the directions of two errors. The same scales give 0.8 or more, other ones about zero.
 LEAST_LIKENESS = 0.5
-# The cosine among draws of stochastic rounding from which on it is meaningful.
+# Below this cosine among draws of stochastic rounding, the likeness has no meaning.
 KNOWN_LIKENESS = 0.1
 # Relative tolerance of an amax, which may be that of a norm's output before it is rounded to BF16.
 AMAX_TOLERANCE = 2.0**-6
@@ -75,7 +75,7 @@ class Compared:
 def judge_product(
     name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bound: float
 ) -> Compared | None:
-    """Compare a product's error with those of the plain quantizer. None if everything is zero.
+    """Compare a product's error with the plain quantizer's. Return None if everything is zero.
 
     exact: a sample of the unquantized product.
     error: of the run's result.
@@ -109,7 +109,7 @@ def watching_products(
     """Observe the products of one microbatch. Return the comparisons and the wrong histories.
 
     Both lists are filled when the block ends. Comparisons are of every product, the worst first.
-    Wrong histories are those of `watching_histories`. Collective.
+    `watching_histories` finds the wrong histories. Collective.
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -118,7 +118,7 @@ def watching_products(
         observers = [*context.observers, check.see_operand]
         with overridden(context, observers=observers, result_observers=[check.see_result]):
             yield worst_first, wrong_histories
-    compared = [product for product in check.products.values() if product is not None]
+    compared = filter(None, check.products.values())
     worst_first += sorted(compared, key=lambda product: product.excess, reverse=True)
 
 
@@ -135,77 +135,69 @@ class _ProductCheck:
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
         self.products: dict[tuple[str, str], Compared | None] = {}  # by name and gemm
-        self._active = active
+        self._precision = cast(QuantizedPrecision, active.precision)
+        self._settings = active.settings
         self._groups = packed.context.groups
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
         # The head's products run once for each chunk of tokens.
-        self._of_head = {packed.hf.get_output_embeddings().state.name}
-        # All products quantize alike what is laid out with the axis of the sum last.
+        self._head = packed.hf.get_output_embeddings().state.name
+        # One quantizer for all products, because samples have the axis of the sum last.
         self._quantize = {
-            role: active.precision.along_features(active.settings, role) for role in get_args(Role)
+            role: self._precision.along_features(active.settings, role) for role in get_args(Role)
         }
         self._samples: dict[tuple[str, Role, Along], _Sample] = {}
-        self._rows: dict[tuple[str, Role], Tensor] = {}
+        self._rows: dict[tuple[str, Role], Tensor | slice] = {}
 
     @torch.no_grad()
     def see_operand(self, name: str, role: Role, tensor: Tensor) -> None:
         """Sample an operand [rows, features] before it is quantized."""
         is_repeated = (name, role, "features") in self._samples
-        if role != "input" and name not in self._of_head and is_repeated:
+        if role != "input" and name != self._head and is_repeated:
             # A recomputed layer. Of the head the last tokens count, because documents at the end of
             # a microbatch are compared. If a forward calls a layer several times, its last input
             # counts, because backward starts with the last call.
             return
-        precision, settings = self._active.precision, self._active.settings
         amax = tensor.abs().amax().float()
-        part = _of_largest_expert(tensor, self._groups.get(name), is_weight=role == "weight")
-        rows, columns = (_sampled(name, size) for size in part.shape)
-        if role != "weight":
-            rows = self._rows[name, role] = _token_rows(part)
+        is_weight = role == "weight"
+        part = _of_largest_expert(tensor, self._groups.get(name), is_weight=is_weight)
+        rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
+        self._rows[name, role] = rows
         # Copies: a view would keep the whole operand alive.
         of_rows = part[rows].clone()
-        of_columns = part[:, columns].clone().t()
+        of_columns = part[:, _sampled(name, part.shape[1])].clone().t()
         self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
-        transform = precision.transform(settings, role)
-        transformed = of_columns
-        if transform is not None:
-            transformed = transform(of_columns)
-            if precision.tensor_scaled:
-                amax = transform(tensor.t()).abs().amax().float()
+        transform = self._precision.transform(self._settings, role)
+        if transform is not None and self._precision.tensor_scaled:
+            amax = transform(tensor.t()).abs().amax().float()
+        transformed = of_columns if transform is None else transform(of_columns)
         self._samples[name, role, "rows"] = _Sample(of_columns, transformed, amax)
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        """Compare a sample of a product's result, to which `bias` has been added."""
+        """Compare a sample of a product's result, which includes `bias`."""
         roles = OPERANDS[gemm]
-        operands = [
-            self._samples.get((name, role, along))
-            for role, along in zip(roles, ALONG[gemm], strict=True)
-        ]
-        is_repeated = name not in self._of_head and (name, gemm) in self.products
-        if None in operands or is_repeated:
+        keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
+        is_repeated = name != self._head and (name, gemm) in self.products
+        if is_repeated or not self._samples.keys() >= {*keys}:
             return
-        rows_by_expert = result.flatten(0, -2)
+        operands = {key[1]: self._samples[key] for key in keys}
+        is_weight = gemm == "wgrad"
         result = _of_largest_expert(
-            rows_by_expert, self._groups.get(name), is_weight=gemm == "wgrad"
+            result.flatten(0, -2), self._groups.get(name), is_weight=is_weight
         )
-        rows = _sampled(name, len(result)) if gemm == "wgrad" else self._rows[name, roles[0]]
+        rows = _sampled(name, len(result)) if is_weight else self._rows[name, roles[0]]
         columns = _sampled(name, result.shape[1])
         added = torch.zeros((), device=result.device) if bias is None else bias.float()[columns]
         exact, plain = self._references(name, gemm, operands, added, result.dtype)
         error = result[rows][:, columns].float() - added - exact
-        variances = [
-            _rounding_variance(self._active, role, operand, self._scale_of(name, role))
-            for role, operand in zip(roles, operands, strict=True)
-        ]
-        bound = _error_bound([operand.to_quantize for operand in operands], variances, exact)
+        bound = self._error_bound(name, operands, exact)
         self.products[name, gemm] = judge_product(f"{name} {gemm}", exact, error, plain, bound)
 
     def _references(
         self,
         name: str,
         gemm: str,
-        operands: Sequence[_Sample],
+        operands: Mapping[Role, _Sample],
         added: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, list[Tensor]]:
@@ -213,71 +205,66 @@ class _ProductCheck:
 
         added: the bias, which is added before the result is rounded to `dtype`.
         """
-        precision = self._active.precision
-        roles = OPERANDS[gemm]
-        is_stochastic = (
-            self._active.settings.disable_stochastic_rounding is False and "grad_output" in roles
-        )
-        quantizes = not (precision.plain_forward and gemm == "forward")
+        is_stochastic = self._settings.disable_stochastic_rounding is False
+        draws = DRAWS if is_stochastic and "grad_output" in operands else 1
+        quantizes = not (self._precision.plain_forward and gemm == "forward")
         plain = []
         with overridden(torch.backends.cuda.matmul, fp32_precision="ieee"):
-            left, right = (operand.values.float() for operand in operands)
+            left, right = (operand.values.float() for operand in operands.values())
             exact = left @ right.t()
-            for _ in range(DRAWS if is_stochastic else 1):
+            for _ in range(draws):
                 if quantizes:
                     left, right = (
-                        self._quantized(name, role, operand)
-                        for role, operand in zip(roles, operands, strict=True)
+                        self._quantize[role](
+                            operand.to_quantize, self._scale_of(name, role), operand.amax
+                        ).dequantize()
+                        for role, operand in operands.items()
                     )
                 plain.append((left @ right.t() + added).to(dtype).float() - added - exact)
         return exact, plain
 
     def _scale_of(self, name: str, role: Role) -> Tensor | None:
         """Return the delayed scale of an operand, or None in precisions without histories."""
-        if not self._active.precision.keeps_history:
-            return None
-        return of_operand(self._before, name, role, "scale")
+        has_history = self._precision.keeps_history
+        return of_operand(self._before, name, role, "scale") if has_history else None
 
-    def _quantized(self, name: str, role: Role, operand: _Sample) -> Tensor:
-        scale = self._scale_of(name, role)
-        return self._quantize[role](operand.to_quantize, scale, operand.amax).dequantize()
+    def _error_bound(self, name: str, operands: Mapping[Role, _Sample], exact: Tensor) -> float:
+        """Return the norm that the rounding error of the product `exact` stays within.
 
+        The errors of different values are independent, except that equal rows of an operand err
+        alike: then the product's error is the same share of it as the operands' errors are of them.
+        """
+        left, right = (operand.to_quantize.float().square() for operand in operands.values())
+        of_left, of_right = (
+            self._rounding_variance(role, operand, self._scale_of(name, role))
+            for role, operand in operands.items()
+        )
+        independent = of_left @ right.t() + left @ of_right.t()
+        shares = of_left.sum() / left.sum() + of_right.sum() / right.sum()
+        return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt().item()
 
-def _rounding_variance(
-    active: ActivePrecision, role: Role, operand: _Sample, scale: Tensor | None
-) -> Tensor:
-    """Return a bound on the mean squared rounding error of each value of an operand, of its shape.
+    def _rounding_variance(self, role: Role, operand: _Sample, scale: Tensor | None) -> Tensor:
+        """Return a bound on the mean squared rounding error of each value of an operand.
 
-    A value's quantum is at most 2^-mantissa_bits of it, or the format's smallest one, under the
-    largest scale that its block may have. Errors are spread evenly over a quantum, and over two under
-    stochastic rounding. Infinite where a delayed scale cuts the operand.
-    """
-    precision, settings = active.precision, active.settings
-    grid, scaling = precision.grid(settings, role), precision.scaling(role)
-    magnitude = operand.to_quantize.abs().float()
-    amax = operand.amax
-    if scaling.block:
-        height = scaling.block if scaling.square else 1
-        blocks = magnitude.unflatten(1, (-1, scaling.block)).unflatten(0, (-1, height))
-        amax = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape(magnitude.shape)
-    if scale is None:
-        smallest = amax / (scaling.least * grid.maximum)
-    else:
-        smallest = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
-    quantum = torch.maximum(magnitude, smallest * 2.0**grid.min_exponent) * 2.0**-grid.mantissa_bits
-    return quantum.square() / (6 if precision.is_stochastic(settings, role) else 12)
-
-
-def _error_bound(operands: Sequence[Tensor], variances: Sequence[Tensor], exact: Tensor) -> float:
-    """Return the norm that the rounding error of the product `exact` stays within.
-
-    The errors of different values are independent, except that equal rows of an operand err alike:
-    then the product's error is the same share of it as the operands' errors are of them.
-    """
-    left, right = (operand.float().square() for operand in operands)
-    independent = variances[0] @ right.t() + left @ variances[1].t()
-    shares = variances[0].sum() / left.sum() + variances[1].sum() / right.sum()
-    return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt().item()
+        A value's quantum is at most 2^-mantissa_bits of it, or the format's smallest one, under the
+        largest scale that its block may have. Errors are spread evenly over a quantum, and over two
+        under stochastic rounding. Infinite where a delayed scale cuts the operand.
+        """
+        grid = self._precision.grid(self._settings, role)
+        scaling = self._precision.scaling(role)
+        magnitude = operand.to_quantize.abs().float()
+        amax = operand.amax
+        if scaling.block:
+            height = scaling.block if scaling.square else 1
+            blocks = magnitude.unflatten(1, (-1, scaling.block)).unflatten(0, (-1, height))
+            amax = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape(magnitude.shape)
+        if scale is None:
+            smallest = amax / (scaling.least * grid.maximum)
+        else:
+            smallest = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
+        least = smallest * 2.0**grid.min_exponent
+        quantum = torch.maximum(magnitude, least) * 2.0**-grid.mantissa_bits
+        return quantum.square() / (6 if self._precision.is_stochastic(self._settings, role) else 12)
 
 
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
@@ -302,8 +289,7 @@ def _token_rows(tensor: Tensor) -> Tensor:
     Rows that are not zero come first. Gradients of masked labels are zero.
     """
     scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
-    order = scattered + (tensor != 0).any(dim=1) * 2**31
-    return order.topk(min(ROWS, len(tensor))).indices
+    return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 
 
 def _sampled(name: str, size: int) -> slice:
@@ -325,8 +311,8 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
     """Observe the operands of one microbatch, and return the list of wrong histories.
 
     The list is filled when the block ends. A history must have moved on by one entry, the largest
-    value of the operand over all ranks, and its scale must follow from it by the rule. An operand of
-    zeros changes nothing. Collective. The list stays empty in precisions without histories.
+    value of the operand over all ranks, and its scale must follow from it by the rule. An operand
+    of zeros changes nothing. Collective. The list stays empty in precisions without histories.
     """
     wrong: list[str] = []
     before = {name: tensor.clone() for name, tensor in context.state().items()}
@@ -368,9 +354,9 @@ def _wrong_histories(
     expected_history, expected_scale = update_scale(
         torch.cat([history[-1:], stacked(before, "amax_history")[1:]]),
         stacked(before, "scale"),
-        active.precision.grid(settings, role).maximum,
-        settings.margin,
-        settings.amax_compute_algo,
+        cast(QuantizedPrecision, active.precision).grid(settings, role).maximum,
+        settings.margin or 0,
+        settings.amax_compute_algo or "max",
     )
     is_right = (history == expected_history).all(0)
     is_right &= torch.isclose(history[-1], amax, rtol=AMAX_TOLERANCE, atol=0)

@@ -1,11 +1,11 @@
 """Observe the operands that matrix products really multiply.
 
-Products of torch are observed underneath autograd, those of Transformer Engine at the one function of
-its extension that multiplies, and those of cublasLt where `searched` calls it.
+Products of torch are observed underneath autograd, products of Transformer Engine at the one
+function of its extension that multiplies, and products of cublasLt where `searched` calls it.
 
-Operands are examined too if they are emulated or FP8 operands of Transformer Engine: each value must
-be a code times its scale, and each scale must be one of the format that fits its values. A sample of
-whole blocks is examined. The host waits for the device only when `faults` is read.
+Operands are examined too if they are emulated or FP8 operands of Transformer Engine: each value
+must be a code times its scale, and each scale must be one of the format that fits its values. A
+sample of whole blocks is examined. The host waits for the device only when `faults` is read.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foundation.overrides import overridden
-from pretrain.precision.formats.definition import Role, Scaling
+from pretrain.precision.formats.definition import QuantizedPrecision, Role, Scaling
 from pretrain.precision.observed import (
     FP8_FORMATS,
     OPERANDS,
@@ -36,8 +36,8 @@ from pretrain.precision.quantizers import E4M3, Grid
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
 
-# Products of torch and the positions of their two factors. The tensor that addmm adds the product to
-# is no factor, and may be an FP32 sum.
+# Products of torch and the positions of their two factors. The tensor that addmm adds the product
+# to is no factor, and may be an FP32 sum.
 _aten = torch.ops.aten
 FACTORS = dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2))
 FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3))
@@ -62,8 +62,8 @@ def sample(
     matrix: [rows, k] with the axis of the product's sum last, of any dtype and strides.
     scales: FP32 [rows or rows / block, k / block], or a scalar if the tensor has one scale.
 
-    Returns the values of each block [n, values], its scale FP32 [n], and the row in which it begins
-    int64 [n]. If `scales` is None or has another shape, scales are 0, which fits no value.
+    Returns the values of each block [n, values], its scale FP32 [n], and its first row int64 [n].
+    Scales are 0, which fits no value, if `scales` is None or has another shape.
     """
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     height = size if scaling.square else 1
@@ -93,7 +93,7 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
     return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
 
 
-# ── Whether operands are those of their format ────────────────────────────────────────────────────
+# ── The check of an operand against its format ────────────────────────────────────────────────────
 
 
 def examine(
@@ -105,8 +105,8 @@ def examine(
     scale: of each block, FP32 [n].
     largest: the largest code of the whole operand, if it has one scale.
 
-    A block is bad if one of its values is no code of `grid`, or if its scale is none of the format or
-    too large for its values. Blocks with NaN or infinities and blocks with tiny scales are not
+    A block is bad if one of its values is no code of `grid`, or if its scale is none of the format
+    or too large for its values. Blocks with NaN or infinities and blocks with tiny scales are not
     judged.
     """
     is_off_grid = (round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()
@@ -126,8 +126,9 @@ def examine(
         # A subnormal scale may be half as large as required, or a third too small.
         least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
     is_loose = is_judged & (amax > 0) & (amax < least)
-    counts = torch.stack([torch.ones_like(is_foreign), is_foreign | is_unfit | is_loose])
-    return counts.sum(1, dtype=torch.float64)
+    return torch.stack([torch.ones_like(is_foreign), is_foreign | is_unfit | is_loose]).sum(
+        1, dtype=torch.float64
+    )
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
@@ -161,65 +162,48 @@ class _Call(NamedTuple):
     scales: Sequence[Scales] | None  # of the operands of an emulated product
 
 
-class _Finding(NamedTuple):
-    """An operand that was examined."""
-
-    call: _Call
-    role: Role
-    grid: Grid
-    counts: Tensor  # of `examine`
-
-
 class ProductObserver(ProductWatcher):
-    """Note the products of each linear in the order in which they run.
+    """Record the products of each linear, in order.
 
     `products` has them by the name of the linear. A recomputed forward is noted twice.
     """
 
     def __init__(
-        self, active: ActivePrecision | None, seed: int = 0, examined: Set[str] | None = None
+        self, active: ActivePrecision, seed: int = 0, examined: Set[str] | None = None
     ) -> None:
         """Make an observer.
 
-        active: the precision whose operands are examined. None notes only their kinds.
+        active: the precision whose operands are examined if it is quantized.
         seed: draws the blocks that are examined.
         examined: the linears whose operands are examined. None examines all.
         """
         self.products: dict[str, list[ObservedProduct]] = {}
-        self._active = active if active and active.precision.quantized else None
+        self._active = active
         self._examined = examined
         # A stack, because recomputation runs forwards inside the backward of a product.
         self._calls: list[_Call] = []
-        self._findings: list[_Finding] = []
+        # Examined operands, and their counts by `examine`.
+        self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
         self._generator = generators(seed)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Observe `watched` products inside the block, and GEMMs of Transformer Engine in them."""
-        with ExitStack() as overrides:
-            overrides.enter_context(overridden(ProductWatcher, current=self))
-            extension = sys.modules.get("transformer_engine_torch")
-            if extension is not None:
-                gemm = self._observed_gemm(extension.generic_gemm)
-                overrides.enter_context(overridden(extension, generic_gemm=gemm))
-            yield
-
-    def _observed_gemm(self, generic_gemm: Any) -> Any:
-        """Return Transformer Engine's function with its operands observed."""
+        extension: Any = sys.modules.get("transformer_engine_torch")
+        multiply: Any = getattr(extension, "generic_gemm", None)
 
         def gemm(
-            left: Any,
-            transposes_left: bool,
-            right: Any,
-            transposes_right: bool,
-            *rest: Any,
-            **options: Any,
+            a: Any, transposes_a: bool, b: Any, transposes_b: bool, *rest: Any, **options: Any
         ) -> Any:
             # cuBLAS stores columns first, so the library names the operands the other way round.
-            self.library_product((right, not transposes_right), (left, bool(transposes_left)))
-            return generic_gemm(left, transposes_left, right, transposes_right, *rest, **options)
+            self.library_product((b, not transposes_b), (a, bool(transposes_a)))
+            return multiply(a, transposes_a, b, transposes_b, *rest, **options)
 
-        return gemm
+        with ExitStack() as overrides:
+            overrides.enter_context(overridden(ProductWatcher, current=self))
+            if extension is not None:
+                overrides.enter_context(overridden(extension, generic_gemm=gemm))
+            yield
 
     @contextmanager
     def during(
@@ -242,12 +226,12 @@ class ProductObserver(ProductWatcher):
         if not self._findings:
             return {}
         faults: dict[str, list[str]] = {}
-        all_counts = torch.stack([finding.counts for finding in self._findings]).tolist()
+        all_counts = torch.stack([counts for *_, counts in self._findings]).tolist()
         for (call, role, grid, _), (blocks, bad) in zip(self._findings, all_counts, strict=True):
             for name in call.names if bad else ():
                 faults.setdefault(name, []).append(
-                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are no {grid.name} codes "
-                    "under a scale that fits them"
+                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are no {grid.name} "
+                    "codes under a scale that fits them"
                 )
         return faults
 
@@ -255,128 +239,120 @@ class ProductObserver(ProductWatcher):
     def torch_product(self, left: Tensor, right: Tensor) -> None:
         """Observe left [m, k] times right [k, n] or [experts, k, n], as the kernel gets them."""
         call = self._calls[-1]
-        if call.scales is None or self._active is None:
+        precision = self._active.precision
+        if call.scales is None or not isinstance(precision, QuantizedPrecision):
             self._note(call, dtype_name(left.dtype), dtype_name(right.dtype))
             return
-        precision = self._active.precision
         settings = self._active.settings
         roles = OPERANDS[call.gemm]
-        self._note(call, *(precision.operand_kind(settings, role) for role in roles))
-        if not self._examines(call):
+        kinds = [precision.operand_kind(settings, role) for role in roles]
+        if not self._note(call, *kinds):
             return
-        matrices = (left, right.mT.flatten(0, -2))
-        for role, matrix, scales in zip(roles, matrices, call.scales, strict=True):
-            scaling = precision.scaling(role)
-            block_scales, tensor_scale = scales
-            values, scale, _ = sample(
-                matrix,
-                block_scales if scaling.block else tensor_scale,
-                scaling,
-                self._generator(matrix.device),
-            )
-            codes = values.float()
-            largest = None
-            if scaling.block:
-                codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
-            else:  # the values are codes, without their scale
-                largest = torch.linalg.vector_norm(matrix, math.inf).float()
+        for role, matrix, (of_blocks, of_tensor) in zip(
+            roles, (left, right.mT.flatten(0, -2)), call.scales, strict=True
+        ):
+            is_block = precision.scaling(role).block is not None
             grid = precision.grid(settings, role)
-            counts = examine(codes, scale, grid, scaling, largest)
-            self._findings.append(_Finding(call, role, grid, counts))
+            self._examine(call, role, matrix, of_blocks if is_block else of_tensor, grid)
 
     @torch.no_grad()
     def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:
         """Observe the factors of torch's grouped product in FP8.
 
-        Each is a pair: codes with the axis of the sum last, and a scale for each row. All scales of a
-        tensor with one scale must be the same.
+        Each is a pair: codes with the axis of the sum last, and a scale for each row. All scales of
+        a tensor with one scale must be the same.
         """
         call = self._calls[-1]
         grids = dict(FP8_FORMATS.values())
         kinds = [f"{grids[codes.dtype].name.lower()} tensor-scaled" for codes, _ in factors]
-        self._note(call, *kinds)
-        if self._active is None or not self._examines(call):
+        if not self._note(call, *kinds):
             return
         for role, (codes, scales) in zip(OPERANDS[call.gemm], factors, strict=True):
-            scaling = self._active.precision.scaling(role)
-            grid = grids[codes.dtype]
             scale = scales.flatten()[0]
-            data = codes.flatten(0, -2).view(torch.uint8)
-            values, block_scale, _ = sample(data, scale, scaling, self._generator(data.device))
-            counts = examine(
-                values.view(codes.dtype).float(),
-                block_scale,
-                grid,
-                scaling,
-                _largest_code(data, codes.dtype),
-            )
-            counts[1] += (scales != scale).sum()
-            self._findings.append(_Finding(call, role, grid, counts))
+            grid = grids[codes.dtype]
+            self._examine(call, role, codes.flatten(0, -2), scale, grid, (scales != scale).sum())
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
-        """Observe the operands of a GEMM, each with whether it is read by rows."""
+        """Observe the operands of a GEMM, each with whether it is read by rows.
+
+        Any byte is an FP8 code, so only scales are examined. Those of MXFP8 and NVFP4 lie in an
+        order of the kernel's own, and are not.
+        """
         if not self._calls:
             return
         call = self._calls[-1]
         te = sys.modules.get("transformer_engine.pytorch")
-        self._note(call, *(operand_kind(te, operand) for operand, _ in operands))
-        if te and self._active is not None and self._examines(call):
-            for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
-                self._examine_te(te, call, role, operand, by_rows)
-
-    def _examine_te(
-        self, te: ModuleType, call: _Call, role: Role, operand: Any, by_rows: bool
-    ) -> None:
-        """Examine the scales of an FP8 operand. Any byte is a code.
-
-        The scales of MXFP8 and NVFP4 lie in an order of the kernel's own, and are not examined.
-        """
-        if isinstance(operand, te.Float8TensorStorage):
-            data, codes, scales = _tensor_scaled(operand, by_rows)
-        elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
-            data, codes, scales = _block_scaled(operand, by_rows)
-        else:
+        kinds = [operand_kind(te, operand) for operand, _ in operands]
+        if not self._note(call, *kinds) or te is None:
             return
-        dtype, grid = fp8_format(te, operand._fp8_dtype)
-        largest = _largest_code(data.view(torch.uint8), dtype) if scales.dim() == 0 else None
-        scaling = self._active.precision.scaling(role)
-        values, scale, _ = sample(
-            codes.view(torch.uint8), scales, scaling, self._generator(data.device)
-        )
-        counts = examine(values.view(dtype).float(), scale, grid, scaling, largest)
-        self._findings.append(_Finding(call, role, grid, counts))
+        for role, (operand, by_rows) in zip(OPERANDS[call.gemm], operands, strict=True):
+            if isinstance(operand, te.Float8TensorStorage):
+                codes, scales = _tensor_scaled(operand, by_rows)
+            elif isinstance(operand, te.Float8BlockwiseQTensorStorage):
+                codes, scales = _block_scaled(operand, by_rows)
+            else:
+                continue
+            dtype, grid = fp8_format(te, operand._fp8_dtype)
+            self._examine(call, role, codes.view(dtype), scales, grid)
 
-    def _note(self, call: _Call, left: str, right: str) -> None:
+    def _examine(
+        self,
+        call: _Call,
+        role: Role,
+        matrix: Tensor,
+        scales: Tensor | None,
+        grid: Grid,
+        bad: Tensor | int = 0,
+    ) -> None:
+        """Examine some blocks of an operand.
+
+        matrix: [rows, k]: FP8 codes, emulated values in blocks, or emulated codes under one scale.
+        bad: the number of blocks that are known to be bad.
+        """
+        scaling = cast(QuantizedPrecision, self._active.precision).scaling(role)
+        is_fp8 = matrix.dtype.itemsize == 1
+        data = matrix.view(torch.uint8) if is_fp8 else matrix
+        sampled, scale, _ = sample(data, scales, scaling, self._generator(matrix.device))
+        codes = (sampled.view(matrix.dtype) if is_fp8 else sampled).float()
+        if scaling.block and not is_fp8:
+            codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
+        largest = None
+        if scaling.block is None and is_fp8:
+            # FP8 codes order as their bits do.
+            bits = (data & MAGNITUDE).amax().reshape(1)
+            largest = bits.view(matrix.dtype).float().reshape(())
+        elif scaling.block is None:
+            largest = torch.linalg.vector_norm(matrix, math.inf).float()
+        counts = examine(codes, scale, grid, scaling, largest)
+        counts[1] += bad
+        self._findings.append((call, role, grid, counts))
+
+    def _note(self, call: _Call, left: str, right: str) -> bool:
+        """Record the kinds of a product's operands. Return whether to examine the operands."""
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
-
-    def _examines(self, call: _Call) -> bool:
-        return self._examined is None or not self._examined.isdisjoint(call.names)
-
-
-def _largest_code(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the largest magnitude of FP8 codes, a scalar. They order as their bits do."""
-    return (data & MAGNITUDE).amax().reshape(1).view(dtype).float().reshape(())
+        is_examined = self._examined is None or not self._examined.isdisjoint(call.names)
+        return is_examined and self._active.precision.quantized
 
 
-def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return data, codes [rows, k] and the scale of a Transformer Engine tensor with one scale."""
+def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """Return codes [rows, k] and the scale of a Transformer Engine tensor with one scale."""
     # GPUs whose products read operands either way have no transposes.
     transposed = None if by_rows or operand._transpose_invalid else operand._transpose
     data = operand._data if transposed is None else transposed
-    return data, data.reshape(-1, data.shape[-1]), operand._scale_inv.reshape(())
+    return data.reshape(-1, data.shape[-1]), operand._scale_inv.reshape(())
 
 
-def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return data, codes [rows, k] and scales of a Transformer Engine tensor in blocks of 128."""
+def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
+    """Return codes [rows, k] and scales of a Transformer Engine tensor in blocks of 128."""
     is_2d = operand._is_2D_scaled
     data = operand._rowwise_data if by_rows else operand._columnwise_data
     scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
     codes = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     down = -(-codes.shape[0] // 128) if is_2d else codes.shape[0]
     # Scales are padded.
-    return data, codes, (scales if is_2d else scales.t())[:down, : -(-codes.shape[1] // 128)]
+    return codes, (scales if is_2d else scales.t())[:down, : -(-codes.shape[1] // 128)]
 
 
 class _TorchProducts(TorchDispatchMode):
@@ -410,6 +386,6 @@ def operand_kind(te: ModuleType | None, operand: Any) -> str:
         te.MXFP8TensorStorage: 32,
         te.Float8BlockwiseQTensorStorage: 128,
     }
-    sizes = [size for storage, size in in_blocks.items() if isinstance(operand, storage)]
-    values = "e2m1" if sizes == [16] else fp8_format(te, operand._fp8_dtype)[1].name.lower()
-    return f"{values} in blocks of {sizes[0]}" if sizes else f"{values} tensor-scaled"
+    size = next((size for kind, size in in_blocks.items() if isinstance(operand, kind)), None)
+    values = "e2m1" if size == 16 else fp8_format(te, operand._fp8_dtype)[1].name.lower()
+    return f"{values} in blocks of {size}" if size else f"{values} tensor-scaled"

@@ -50,9 +50,10 @@ class StepProfile(Observer):
         with profile() as recorded:
             yield
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))
-        sort_by = f"self_{self._device.type}_time_total"
         table = recorded.key_averages().table(
-            sort_by=sort_by, row_limit=ROWS, max_name_column_width=80
+            sort_by=f"self_{self._device.type}_time_total",
+            row_limit=ROWS,
+            max_name_column_width=80,
         )
         replace_file(self._folder / TABLE_FILE, f"```\n{table}\n```\n".encode())
         self._console.notice(f"profile of this step: {self._folder / TABLE_FILE}")

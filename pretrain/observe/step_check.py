@@ -8,7 +8,7 @@ computed again. docs/verification.md has the whole list.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,8 +33,8 @@ from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
 VALUES = 1024  # of each parameter, at most
-# Tolerance relative to a value's change, or to the usual change in its tensor. Norms that are summed
-# in another order differ by 1e-6.
+# Tolerance relative to a value's change, or to the usual change in its tensor. Norms that are
+# summed in another order differ by 1e-6.
 RELATIVE = 1e-4
 ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
 # The largest share of FP32 sums over several microbatches that BF16 could hold without rounding.
@@ -80,8 +80,9 @@ class StepCheck(Observer):
         seen: list[Tensor] = []
         sums_fit_bf16: list[Tensor] = []  # after two microbatches, a bool tensor
         # Nothing here waits for the device. Sums of magnitudes, because squares may underflow.
-        magnitudes = torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
-        left_over = torch.stack(magnitudes).count_nonzero()
+        left_over = torch.stack(
+            torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
+        ).count_nonzero()
         self._are_stale = {}
 
         def after_forward(
@@ -145,14 +146,17 @@ class StepCheck(Observer):
             raise TrainingHalted(
                 step.number,
                 "the step or its update is wrong. The update is compared with that of "
-                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code or "
-                "in the device, not in the recipe",
+                f"torch.optim.AdamW:\n{lines}\nThe step is not saved. The fault lies in the code "
+                "or in the device, not in the recipe",
             )
 
     def _gradients(self) -> list[Tensor]:
         """Return this process's parts of all gradients, and first an empty tensor."""
-        gradients = map(gradient_of, self._packed.parameters())
-        parts = [local_part(gradient) for gradient in gradients if gradient is not None]
+        parts = [
+            local_part(gradient)
+            for gradient in map(gradient_of, self._packed.parameters())
+            if gradient is not None
+        ]
         return [torch.zeros(0, device=self._packed.hf.device), *parts]  # there may be no gradient
 
     def _fit_bf16(self) -> Tensor:
@@ -198,29 +202,31 @@ class TorchUpdate:
         self._optimizer = optimizer
         self._recipe = recipe
         self._updates = updates
-        trained = {
-            name: parameter
+        trained = [
+            (name, parameter, gradient)
             for name, parameter in model.named_parameters()
-            if parameter.requires_grad and gradient_of(parameter) is not None
-        }
-        self._names = list(trained)
-        self._parameters = list(trained.values())
+            if parameter.requires_grad and (gradient := gradient_of(parameter)) is not None
+        ]
+        self._names, self._parameters, self._gradients = zip(*trained, strict=True)
         self._device = self._parameters[0].device
-        self._wrong_settings = [*self._wrong_numbers(learning_rate), *self._wrong_dtypes()]
-
-        gradients = [gradient_of(parameter) for parameter in self._parameters]
-        picked = [some_values(gradient, updates) for gradient in gradients]
+        self._wrong_settings = {
+            f"{what} {actual}, not {expected}"
+            for what, actual, expected in self._settings(learning_rate)
+            if actual != expected
+        }
+        picked = [some_values(gradient, updates) for gradient in self._gradients]
         self._sizes = torch.tensor([len(values) for values in picked], device=self._device)
         # The number of the parameter of each value.
-        numbers = torch.arange(len(picked), device=self._device)
-        self._parameter_of = numbers.repeat_interleave(self._sizes)
-        gradient = torch.cat(picked).float() * self._clip_coefficient(gradients)
+        self._parameter_of = torch.arange(len(picked), device=self._device).repeat_interleave(
+            self._sizes
+        )
+        gradient = torch.cat(picked).float() * self._clip_coefficient()
         self._before = self._values()
         self._expected = self._updated_by_torch(gradient, learning_rate)
 
     def differences(self) -> list[str]:
         """Return a line for each kind of difference after the optimizer's step."""
-        lines = list(self._wrong_settings)
+        lines = sorted(self._wrong_settings)
         after = self._values()
         in_bf16 = {
             "weights": self._recipe.weights == "bf16",
@@ -242,55 +248,39 @@ class TorchUpdate:
             )
         return lines
 
-    def _clip_coefficient(self, gradients: list[Tensor]) -> Tensor | float:
+    def _clip_coefficient(self) -> Tensor | float:
         """Return the factor of gradients by clipping.
 
         It is not computed by the function that training uses, which is checked by it.
         """
         limit = self._recipe.optimizer.clip
-        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in gradients]
+        norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in self._gradients]
         norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
         norm = torch.stack(norms).square().sum().sqrt()
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
-    def _wrong_numbers(self, learning_rate: float) -> list[str]:
-        """Return the numbers of the optimizer that are not the recipe's."""
-        settings = self._recipe.optimizer
-        wrong = set()
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                expected = {
-                    "lr": learning_rate,
-                    "betas": tuple(settings.betas),
-                    "eps": settings.eps,
-                    "weight_decay": settings.weight_decay if parameter.dim() >= 2 else 0.0,
-                }
-                wrong |= {
-                    f"{key} is {group[key]}, not {value}"
-                    for key, value in expected.items()
-                    if group[key] != value
-                }
-        return sorted(wrong)
+    def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
+        """Yield settings of the optimizer: name, present value, and the recipe's value.
 
-    def _wrong_dtypes(self) -> list[str]:
-        """Return the kinds of tensors that are not stored in the recipe's dtype."""
+        These are numbers, and dtypes of stored tensors.
+        """
         recipe = self._recipe
-        expected = {
-            "weights": WEIGHT_DTYPES[recipe.weights],
-            "gradients": WEIGHT_DTYPES[recipe.gradients_kept_in],
-            **dict.fromkeys(MOMENTS, WEIGHT_DTYPES[recipe.moments_kept_in]),
-        }
-        wrong = set()
-        for parameter in self._parameters:
+        for group in self._optimizer.param_groups:
+            yield "lr is", group["lr"], learning_rate
+            yield "betas is", group["betas"], tuple(recipe.optimizer.betas)
+            yield "eps is", group["eps"], recipe.optimizer.eps
+            for parameter in group["params"]:
+                decay = recipe.optimizer.weight_decay if parameter.dim() >= 2 else 0.0
+                yield "weight_decay is", group["weight_decay"], decay
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
             state = self._optimizer.state[parameter]
-            stored = {"weights": parameter, "gradients": gradient_of(parameter)}
-            stored |= {name: state[name] for name in MOMENTS}
-            wrong |= {
-                f"{kind} are {dtype_name(tensor.dtype)}, not {expected[kind]}"
-                for kind, tensor in stored.items()
-                if dtype_name(tensor.dtype) != expected[kind]
-            }
-        return sorted(wrong)
+            stored = (
+                ("weights", parameter, recipe.weights),
+                ("gradients", gradient, recipe.gradients_kept_in),
+                *((name, state[name], recipe.moments_kept_in) for name in MOMENTS),
+            )
+            for kind, tensor, mode in stored:
+                yield f"{kind} are", dtype_name(tensor.dtype), WEIGHT_DTYPES[mode]
 
     def _values(self) -> dict[str, Tensor]:
         """Return the picked values of all parameters in FP32, concatenated.
@@ -299,22 +289,22 @@ class TorchUpdate:
         """
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
 
-        def picked(tensors: list[Tensor]) -> Tensor:
+        def picked(tensors: Iterable[Tensor]) -> Tensor:
             return torch.cat([some_values(tensor, self._updates) for tensor in tensors])
 
         weights = picked(self._parameters)
         if all("remainder" in state for state in states):
             weights = join(weights, picked([state["remainder"] for state in states]))
-        moments = {name: picked([state[name] for state in states]).float() for name in MOMENTS}
-        return {"weights": weights.float()} | moments
+        return {"weights": weights.float()} | {
+            name: picked([state[name] for state in states]).float() for name in MOMENTS
+        }
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
         """Return the values of `_values` after torch's update."""
         settings = self._recipe.optimizer
-        is_matrix = torch.tensor(
+        decays = torch.tensor(
             [parameter.dim() >= 2 for parameter in self._parameters], device=self._device
-        )
-        decays = is_matrix[self._parameter_of]
+        )[self._parameter_of]
         expected = {name: torch.empty_like(value) for name, value in self._before.items()}
         for mask, decay in ((decays, settings.weight_decay), (~decays, 0.0)):
             weight = nn.Parameter(self._before["weights"][mask].clone())
@@ -341,5 +331,6 @@ class TorchUpdate:
 
     def _by_parameter(self, values: Tensor) -> Tensor:
         """Return the sum over the picked values of each parameter."""
-        sums = torch.zeros(len(self._names), device=self._device)
-        return sums.index_add_(0, self._parameter_of, values)
+        return torch.zeros(len(self._names), device=self._device).index_add_(
+            0, self._parameter_of, values
+        )

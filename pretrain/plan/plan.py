@@ -4,7 +4,7 @@
 
 The second part decides the use of a device's memory, from the settings and the device alone. The
 chunk of the loss changes the order of sums, so a checkpoint stores the chunk of its run
-(pretrain.run.resume). The tensors that layers keep for backward change no result.
+(pretrain.run.checkpointing). The tensors that layers keep for backward change no result.
 """
 
 from __future__ import annotations

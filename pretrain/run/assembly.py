@@ -108,9 +108,7 @@ class Assembly:
         record.pop("confirmed_in_step", None)
 
 
-def build_model(
-    job: Job, accelerator: Accelerator, attention: str
-) -> tuple[PreTrainedModel, dict[str, Tensor]]:
+def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, dict[str, Tensor]]:
     """Build the model, the same on all ranks.
 
     The second value has, by parameter, the values that `set_weights` loads once the model is on its
@@ -120,42 +118,51 @@ def build_model(
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
     weights = torch.float32 if exact else job.weight_dtype
-    options = {"seed": recipe.seed, "backend": attention}
     if accelerator.is_fsdp2:
-        options |= {"kept": weights, "weights": job.weight_dtype}
-        return build_on_first_rank(recipe.model, job.model_config, accelerator, **options)
+        return build_on_first_rank(
+            recipe.model,
+            job.model_config,
+            accelerator,
+            kept=weights,
+            weights=job.weight_dtype,
+            seed=recipe.seed,
+            backend=job.attention.name,
+        )
     hf = build(
-        recipe.model, job.model_config, weights=weights, device=accelerator.device, **options
+        recipe.model,
+        job.model_config,
+        weights=weights,
+        seed=recipe.seed,
+        device=accelerator.device,
+        backend=job.attention.name,
     )
     take_from_first_rank(accelerator, [*hf.parameters(), *hf.buffers()])
     return hf, round_weights(hf, job.weight_dtype) if exact else {}
 
 
 def convert_model(
-    job: Job, hf: PreTrainedModel, attention: str, device: torch.device
+    job: Job, hf: PreTrainedModel, device: torch.device
 ) -> tuple[PackedLanguageModel, ModelPrecision, str]:
     """Prepare `hf` for packed batches in the precisions of the run.
 
     Layers are fused if they can be, and linears get products in low precision. Return the model,
-    its precision, and what is fused, for the audit.
+    its precision, and a description of the fused layers for the audit.
     """
-    precisions = job.plan.precisions
     first = job.plan.schedule.at(1)
-    engines = make_engines(precisions, device)
+    engines = make_engines(job.plan.precisions, device)
     context = PrecisionContext(
         engines[first.precision.name],
         job.compute_dtype,
         evaluates_low=first.settings.use_autocast_during_eval,
         backends=[engine for engine in engines.values() if engine is not None],
     )
-    packed = PackedLanguageModel(hf, attention, job.plan.loss, context)
+    packed = PackedLanguageModel(hf, job.attention.name, job.plan.loss, context)
     layers = decoder_layers(hf)
     in_model = {}
-    for active in precisions:
-        decisions = {}
-        if active.precision.quantized:
-            decisions = decide(hf, list(layers.values()), active)
+    for active in job.plan.precisions:
         name = active.precision.name
+        quantizes = active.precision.quantized
+        decisions = decide(hf, list(layers.values()), active) if quantizes else {}
         in_model[name] = PrecisionInModel(active, engines[name], decisions, {})
     packed.fused, fused = _fuse(job, layers, list(in_model.values()), context, device.type)
     precision = ModelPrecision(context, in_model, job.plan.schedule)
@@ -181,10 +188,10 @@ def _fuse(
         choose_arithmetic(job.recipe.model.fused, active, device_type, context)
         for active in quantized_first
     ]
-    for arithmetic, reason in chosen:
-        if arithmetic is None:
-            return None, reason
     arithmetic, _ = chosen[0]
+    missing = [reason for possible, reason in chosen if possible is None]
+    if arithmetic is None or missing:
+        return None, missing[0]
     arithmetic.keeps_rotated = job.plan.keeps_rotated
     fused = fuse(layers, {entry.backend: entry.decisions for entry in precisions}, arithmetic)
     return fused if fused.layers else None, fused.describe()
@@ -209,11 +216,10 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
     that add to them, and ranks that exchange them.
     """
     stored_in = job.recipe.gradients_kept_in
-    if WEIGHT_DTYPES[stored_in] != WEIGHT_DTYPES[job.recipe.weights]:
-        return True
+    other_dtype = WEIGHT_DTYPES[stored_in] != WEIGHT_DTYPES[job.recipe.weights]
     # A phase that never runs counts too: a start before it and one after it must sum alike.
     emulates = job.plan.emulated and stored_in == "fp32"
-    return fused is not None or accelerator.num_processes > 1 or emulates
+    return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
 
 
 def set_weights(
@@ -250,15 +256,13 @@ def audit_precisions(
         with precision.using(entry.name):
             if entry.backend is not None:
                 entry.backend.reset()
-            packs = REHEARSALS if assembly.context.state() else 1
-            with console.progress("auditing the precision of products", "packs", total=packs):
+            with console.progress(
+                "auditing the precision of products",
+                "packs",
+                total=REHEARSALS if assembly.context.state() else 1,
+            ):
                 products = rehearse(job, accelerator, assembly)
             entry.audit.update(describe(entry.active, entry.backend, assembly.hf, products))
-    assembly.surroundings |= {
-        "weights": job.recipe.weights,
-        "gradients": job.recipe.gradients_kept_in,
-        "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
-    }
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
@@ -300,10 +304,24 @@ def first_tokens(batch: Microbatch, tokens: int) -> Microbatch:
     return replace(batch, **cut, cu_seqlens=batch.cu_seqlens.clamp(max=length), max_seqlen=length)
 
 
-def describe_compiled(compiled: bool, packed: PackedLanguageModel) -> str:
-    """Return what torch.compile compiles, for the audit."""
-    if not compiled or (packed.fused and not packed.fused.left_out):
-        return "nothing"
-    if packed.context.backends:
-        return "each layer, between its low-precision products"
-    return "each layer"
+def describe_surroundings(
+    job: Job, packed: PackedLanguageModel, fused: str, *, compiles: bool
+) -> dict[str, Any]:
+    """Return the part of audit.json about all precisions.
+
+    fused: the fused layers, or the reason why there are none.
+    compiles: torch.compile compiles the layers that are not fused.
+    """
+    compiled = "each layer"
+    if not compiles or (packed.fused and not packed.fused.left_out):
+        compiled = "nothing"
+    elif packed.context.backends:
+        compiled = "each layer, between its low-precision products"
+    return {
+        "attention": {"kind": job.attention.name, "reason": job.attention.reason},
+        "fused": fused,
+        "compiled": compiled,
+        "weights": job.recipe.weights,
+        "gradients": job.recipe.gradients_kept_in,
+        "deterministic": "yes" if torch.are_deterministic_algorithms_enabled() else "no",
+    }

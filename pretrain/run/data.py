@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from transformers import PretrainedConfig
@@ -41,7 +42,7 @@ class Data:
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """Return what the packs record about their tokenizer.
+        """Return the tokenizer's description, as the packs record it.
 
         The keys are name, fingerprint, vocab_size, bos_id, eos_id and pad_id, or some of these.
         """
@@ -69,7 +70,7 @@ class Data:
         weights = readable.mixture().share_of_packs if isinstance(readable, MixedPacks) else None
         return float(np.average(means, weights=weights)) / self.train.length
 
-    @property
+    @cached_property
     def has_masks(self) -> bool:
         """Return whether the packs record which of their tokens are labels."""
         return any(packs[0].trained is not None for packs in parts_of(self.train))
@@ -87,16 +88,14 @@ class Data:
         """
         if self.stream is None:
             return self.train
-        samples = self.stream.samples
-        if len(samples) == 1:
-            return next(iter(samples.values()))
-        return MixedPacks(self.stream.path, samples, self.stream.weights)
+        return MixedPacks(self.stream.path, self.stream.samples, self.stream.weights)
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
         """Return a microbatch of one training pack. Its index wraps around behind the last pack."""
         packs = self._readable
-        pack = read_pack(packs, index % len(packs), vocab_size)
-        return build_microbatch([pack], mask_boundaries=True)
+        return build_microbatch(
+            [read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True
+        )
 
     def trial_batch(self, packs: int) -> Microbatch:
         """Return a microbatch for a trial of memory: the documents of the first `packs` packs.
@@ -106,19 +105,19 @@ class Data:
         """
         readable = self._readable
         tokens = np.zeros(self.train.length, dtype=np.uint32)
-        chosen = [Pack(tokens, readable[index % len(readable)].lengths) for index in range(packs)]
-        return build_microbatch(chosen, mask_boundaries=True)
+        return build_microbatch(
+            [Pack(tokens, readable[index % len(readable)].lengths) for index in range(packs)],
+            mask_boundaries=True,
+        )
 
 
 def parts_of(packs: Packs | None) -> list[Packs]:
     """Return the packs of each source. A stream returns the part of each that stays on the disk."""
-    if packs is None:
-        return []
     if isinstance(packs, StreamedPacks):
         return list(packs.samples.values())
     if isinstance(packs, MixedPacks):
         return list(packs.parts.values())
-    return [packs]
+    return [] if packs is None else [packs]
 
 
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
@@ -129,7 +128,7 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
     """
     if settings.prepares:
         prepare(settings, progress=is_main_process)
-    return Data(open_packs(settings, "train"), open_packs(settings, "held_out"))
+    return Data(cast(Packs, open_packs(settings, "train")), open_packs(settings, "held_out"))
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
@@ -186,19 +185,18 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
         ("trained on", data.train, None),
         ("held out", data.held_out, evaluated),
     ):
-        for packs in filter(len, parts_of(split)):
-            count = packs_evaluated(len(packs), len(split), limit)
-            if not _has_labels(packs, count, mask_boundaries=settings.mask_boundaries):
+        parts = parts_of(split)
+        for packs in filter(len, parts):
+            count = packs_evaluated(len(packs), sum(map(len, parts)), limit)
+            labels = (
+                count_valid_tokens(
+                    pack.lengths, pack.trained, mask_boundaries=settings.mask_boundaries
+                )
+                for pack in map(packs.__getitem__, range(count))
+            )
+            if not any(labels):
                 raise InputError(
                     f"{packs.path}: no token {use} in the first {plural(count, 'pack')} has a "
                     "loss: each is masked, or the first of a document or pack; prepare longer "
                     "packs (`data.length`) or other labels, or raise `evaluate.packs`"
                 )
-
-
-def _has_labels(packs: Packs, count: int, *, mask_boundaries: bool) -> bool:
-    """Return whether any token of the first `count` packs is a label."""
-    return any(
-        count_valid_tokens(pack.lengths, pack.trained, mask_boundaries=mask_boundaries)
-        for pack in map(packs.__getitem__, range(count))
-    )

@@ -1,8 +1,8 @@
 """`python -m pretrain doctor`: the precisions that work on this machine, and their speed.
 
-Libraries may report that a device has a precision whose products then fail. So the launcher trains a
-model of one layer for a few steps in each precision, in a process of its own, which a CUDA error may
-end. Before its first step parity compares it with plain transformers.
+Libraries may report that a device has a precision whose products then fail. So the launcher trains
+a model of one layer for a few steps in each precision, in a process of its own, which a CUDA error
+may end. Before its first step parity compares it with plain transformers.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from foundation.units import UNKNOWN, markdown, three_digits
 from packing.arrow import Pack, PackWriter
 from pretrain.metrics.run_folder import version_of
 from pretrain.metrics.run_record import kind, read_metrics
+from pretrain.precision.formats.definition import QuantizedPrecision
 from pretrain.precision.selection import missing_on
 from pretrain.precision.settings import PRECISIONS
 
@@ -71,7 +72,8 @@ def main(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="doctor-") as folder:
         recipe = trial_recipe(Path(folder), gpu=gpu)
         for name in dict.fromkeys(options.precisions or PRECISIONS):
-            lacks = missing(PRECISIONS[name]) if PRECISIONS[name].quantized else None
+            precision = PRECISIONS[name]
+            lacks = missing(precision) if isinstance(precision, QuantizedPrecision) else None
             rows.append(row_of(name, lacks, recipe, Path(folder), gpu=gpu))
             print(f"{name}: {rows[-1][1]}", file=sys.stderr, flush=True)
     print(markdown(HEADER, rows, names=2))
@@ -85,13 +87,15 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
     """
     length = 4096 if gpu else 128
     config = QWEN3_1_7B if gpu else QWEN3_1_7B | SMALL
-    packs = max(2, 8192 // length) if gpu else 2
+    packs = 2  # of a step
     generator = np.random.default_rng(0)
     lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
     with PackWriter(folder / "packs", length) as writer:
         for _ in range(4 * packs):
-            tokens = generator.integers(VOCABULARY, size=length).astype(np.uint32)
-            writer.add("train", Pack(tokens, lengths))
+            writer.add(
+                "train",
+                Pack(generator.integers(VOCABULARY, size=length).astype(np.uint32), lengths),
+            )
         writer.finish(settings={}, statistics={}, tokenizer=None)
     return {
         "name": "doctor",
@@ -110,7 +114,9 @@ def row_of(
 ) -> tuple[str, ...]:
     """Return the row of a precision on hardware, or emulated if the device `lacks` something."""
     settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / name)}
+    engine = "torch"
     if PRECISIONS[name].quantized:
+        engine = "emulation" if lacks else "transformer_engine"
         settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
     if lacks:
         # Compiling would take minutes, and the speed of emulation does not matter.
@@ -118,10 +124,7 @@ def row_of(
     try:
         milliseconds, rate = try_training({**recipe, **settings}, folder)
     except InputError as error:
-        reasons = [str(error)] if lacks is None else [lacks, str(error)]
-        return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(reasons)
-    on_hardware = "transformer_engine" if PRECISIONS[name].quantized else "torch"
-    engine = "emulation" if lacks else on_hardware
+        return name, "nothing", UNKNOWN, UNKNOWN, "; ".join(filter(None, (lacks, str(error))))
     if gpu and lacks:
         return name, engine, UNKNOWN, UNKNOWN, lacks
     return name, engine, three_digits(milliseconds), f"{rate:,.0f}", lacks or ""

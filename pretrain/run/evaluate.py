@@ -1,11 +1,14 @@
-"""Evaluate a run: held-out loss and samples. The loss is computed as in training, so it fits too."""
+"""Evaluate a run: held-out loss and samples.
+
+The loss is computed as in training, so it fits into memory too.
+"""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -35,28 +38,30 @@ def evaluate(run: Run) -> None:
     with run.console.progress("evaluating", "microbatches"):
         if run.job.data.held_out is not None:
             started = time.perf_counter()
-            figures = held_out_figures(run.job, run.assembly.model, run.accelerator)
-            record = {"step": run.state.step, "event": "evaluation", **figures, **measure_of(run)}
+            record = {
+                "step": run.state.step,
+                "event": "evaluation",
+                **held_out_figures(run.job, run.assembly.model, run.accelerator),
+                **measure_of(run),
+            }
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - started)
             if run.job.recipe.checkpoint.best:
-                candidates = [run.best, record] if run.best else [record]
-                # All ranks take that of the main process.
-                run.best = broadcast_object_list([best_evaluation(candidates)])[0]
+                run.best = broadcast_object_list(
+                    [best_evaluation(filter(None, (run.best, record)))]
+                )[0]  # the main process decides
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 
 
 def evaluate_once(run: Run) -> None:
     """Evaluate unless metrics.jsonl has the same evaluation of the present step. Collective."""
-    is_done = False
-    if run.accelerator.is_main_process:
-        is_done = any(
-            kind(line) == "evaluation"
-            and line["step"] == run.state.step
-            and same_measure(line, measure_of(run))
-            for line in read_metrics(run.folder.path)
-        )
+    is_done = run.accelerator.is_main_process and any(
+        kind(line) == "evaluation"
+        and line["step"] == run.state.step
+        and same_measure(line, measure_of(run))
+        for line in read_metrics(run.folder.path)
+    )
     if not largest_over_ranks(run.accelerator, int(is_done)):
         evaluate(run)
 
@@ -91,7 +96,7 @@ def held_out_figures(
     for name, (packs, count) in evaluated_parts(job).items():
         with Batching(**job.batching(accelerator)).evaluation(packs, count) as batches:
             sums[name] = held_out_sums(model, batches, accelerator)
-    figures = figures_of(sum(sums.values()))
+    figures = figures_of(cast(Tensor, sum(sums.values())))
     if len(sums) > 1:
         for name, of_source in sums.items():
             figures[f"held_out_loss/{name}"] = figures_of(of_source)["held_out_loss"]
@@ -100,9 +105,9 @@ def held_out_figures(
 
 def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
     """Return the held-out packs of each source by name, and how many of them are evaluated on."""
-    held_out = job.data.held_out
-    limit = job.recipe.evaluate.packs
+    held_out = cast(Packs, job.data.held_out)
     parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
+    limit = job.recipe.evaluate.packs
     return {
         name: (packs, packs_evaluated(len(packs), len(held_out), limit))
         for name, packs in parts.items()
@@ -127,19 +132,14 @@ def best_so_far(run: Run) -> Record | None:
     return broadcast_object_list([best])[0]
 
 
-def is_best(run: Run) -> bool:
-    """Return whether the present step has the best evaluation, so that its checkpoint is kept."""
-    return run.best is not None and run.best["step"] == run.state.step
-
-
 @torch.no_grad()
 def held_out_sums(
     model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator
 ) -> Tensor:
     """Evaluate on this rank's share of held-out packs. All ranks must pass equally many `batches`.
 
-    Returns FP64 sums over all ranks: the cross-entropy in nats, the valid labels, and the penalty if
-    the loss has one.
+    Returns FP64 sums over all ranks: the cross-entropy in nats, the valid labels, and the penalty
+    if the loss has one.
     """
     head = model.hf.get_output_embeddings()
     head.take_parts()  # sums of earlier forwards do not count

@@ -1,7 +1,7 @@
 """`python -m pretrain evaluate`: the held-out loss of a checkpoint, or of a run's first weights.
 
-It can also evaluate on other text. That is packed anew each time, in a temporary folder, as the text
-of the run was.
+It can also evaluate on another dataset, which is packed each time, in a temporary folder, as the
+dataset of the run was.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,12 +25,12 @@ from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.metrics.console import Console
 from pretrain.model.distributed import as_launched, end_processes, from_all_ranks
 from pretrain.run.assembly import Assembly
+from pretrain.run.checkpointing import load_weights, needs_new_histories
 from pretrain.run.evaluate import held_out_figures
 from pretrain.run.job import Job, prepare_job
-from pretrain.run.out_of_memory import explaining_errors
-from pretrain.run.recording import introduce_job
-from pretrain.run.resume import load_weights, needs_new_histories
-from pretrain.run.resume_point import ResumePoint, find_resume_point
+from pretrain.run.resume_point import find_resume_point
+from pretrain.run.run import introduce_job
+from pretrain.run.startup import explaining_errors
 from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
@@ -68,16 +69,18 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
 
 
 def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -> Path:
-    """Make a temporary folder in which a text is packed, with a link `packs` to the packs of
-    `recipe`. Only this user can read it.
+    """Return a temporary folder to pack a text in, with a link `packs` to the packs of `recipe`.
 
-    The first process of each machine makes it, hands it to the others, and deletes it when `stack`
-    ends. Collective.
+    Only this user can read it. The first process of each machine makes it, hands it to the others,
+    and deletes it when `stack` ends. Collective.
     """
     made = None
     if accelerator.is_local_main_process:
-        temporary = tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
-        made = Path(stack.enter_context(temporary))
+        made = Path(
+            stack.enter_context(
+                tempfile.TemporaryDirectory(prefix="evaluate-", ignore_cleanup_errors=True)
+            )
+        )
         first, *_ = training_parts(recipe.data).values()
         (made / "packs").symlink_to(first.packs.absolute())
     up_to_this_rank = from_all_ranks(made)[: accelerator.process_index + 1]
@@ -86,14 +89,13 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
 
 def text_overrides(text: str, folder: Path) -> list[str]:
     """Return overrides that evaluate a recipe on `text`, packed in `folder`, and keep its packs."""
-    validation = f"data.validation={json.dumps({'source': text})}"
     return [
         *(f"data.{key}=null" for key in ("source", "sources", "subset")),
         "data.split=train",
         "data.streaming=false",
         "data.held_out=0",
         f"data.packs={folder / 'packs'}",
-        validation,
+        f"data.validation={json.dumps({'source': text})}",
     ]
 
 
@@ -106,8 +108,8 @@ def _evaluate(
 ) -> None:
     """Print the held-out loss in each precision of the recipe, and in BF16. Collective.
 
-    resume_from: a checkpoint of any recipe with the same model, or "auto": the run folder's newest one, or
-        without one the weights that the run would start with.
+    resume_from: a checkpoint of any recipe with the same model, or "auto": the run folder's newest
+        one, or without one the weights that the run would start with.
 
     Raises InputError if no packs are held out, and if all weights are random.
     """
@@ -130,25 +132,7 @@ def _evaluate(
         for note in load_weights(source, checkpoints, job.recipe.weights, assembly):
             console.notice(note)
     console.notice(f"held-out loss of {weights}")
-    if assembly.context.backends:
-        _in_low_precisions(job, assembly, accelerator, console, source)
-        with overridden(assembly.context, evaluates_low=False):
-            _print_loss(job, assembly, accelerator, console, "bf16")
-        return
-    _print_loss(job, assembly, accelerator, console, assembly.precision.current.name)
-    if job.compute_dtype == torch.float32:
-        with torch.autocast(accelerator.device.type, torch.bfloat16):
-            _print_loss(job, assembly, accelerator, console, "bf16")
-
-
-def _in_low_precisions(
-    job: Job,
-    assembly: Assembly,
-    accelerator: Accelerator,
-    console: Console,
-    source: ResumePoint | None,
-) -> None:
-    """Print the held-out loss in each low precision of the run. Collective."""
+    print_loss = partial(_print_loss, job, assembly, accelerator, console)
     context = assembly.context
     for name, in_model in assembly.precision.in_model.items():
         if in_model.backend is None:
@@ -160,7 +144,15 @@ def _in_low_precisions(
         ):
             if source is not None and needs_new_histories(source, assembly, job):
                 assembly.start_precision(name, job, accelerator)
-            _print_loss(job, assembly, accelerator, console, name)
+            print_loss(name)
+    if context.backends:
+        with overridden(context, evaluates_low=False):
+            print_loss("bf16")
+        return
+    print_loss(assembly.precision.current.name)
+    if job.compute_dtype == torch.float32:
+        with torch.autocast(accelerator.device.type, torch.bfloat16):
+            print_loss("bf16")
 
 
 def _print_loss(

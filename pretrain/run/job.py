@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -62,11 +62,10 @@ class Job:
     run_dir: Path
     model_config: PretrainedConfig
     shapes: PreTrainedModel  # the model on the meta device: its modules without weights
-    data: Data | None  # None only for a plan for other machines
+    data: Data  # missing in a plan for other machines, which does not read it
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    # Configuration of `model.source` when the run began, for its identity.
-    source_config: Mapping[str, Any] = field(default_factory=dict)
+    source_config: dict[str, Any]  # of `model.source` when the run began, for its identity
 
     @property
     def recipe(self) -> Recipe:
@@ -80,7 +79,7 @@ class Job:
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Return the dtype in which weights are stored."""
+        """Return the dtype of the stored weights."""
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
     def with_plan(self, **values: Any) -> Job:
@@ -96,27 +95,28 @@ class Job:
     def identity(self) -> dict[str, Any]:
         """Return the settings that a checkpoint must have to be resumed.
 
-        The precisions are those that the machine has for the recipe's.
+        Each precision of the recipe is replaced by the one that the machine has for it.
         """
-        phases = self.plan.schedule.phases
-        setting = self.recipe.precision
+        available = [active for _, active in self.plan.schedule.phases]
+        setting: Any = self.recipe.precision
+        effective: dict[str, Any] = {}
         if isinstance(setting, str):
-            _, active = phases[0]
-            effective = {"precision": active.precision.name, "fp8_config": active.settings}
+            effective["precision"] = available[0].precision.name
+            effective["fp8_config"] = available[0].settings
         else:
-            effective = {
-                "precision": tuple(
-                    phase.model_copy(update={"use": active.precision.use})
-                    for phase, (_, active) in zip(setting, phases, strict=True)
-                ),
-                "fp8_config": self.recipe.fp8_config,
-            }
+            effective["precision"] = tuple(
+                phase.model_copy(update={"use": active.precision.use})
+                for phase, active in zip(setting, available, strict=True)
+            )
         packs = self.data.train
         # The fingerprint covers the weights of sources. These keys report which one has changed.
         weights = packs.weights if isinstance(packs, MixedPacks | StreamedPacks) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
-        recipe = self.recipe.model_copy(update=effective)
-        return identity_of(recipe, packs.fingerprint) | shares | self.source_config
+        return (
+            identity_of(self.recipe.model_copy(update=effective), packs.fingerprint)
+            | shares
+            | self.source_config
+        )
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
         """Return this rank's training batches, step by step.
@@ -124,12 +124,9 @@ class Job:
         They are a pure function of the recipe, the packs and `shift` (`TrainState.shift`).
         """
         packs = self.data.train
-        settings = (self.plan.packs_per_step, self.recipe.seed, shift)
-        if isinstance(packs, StreamedPacks):
-            order = packs.order(*settings)
-        else:
-            order = order_of(packs, *settings)
-        return BatchStream(packs, order, **self.batching(accelerator))
+        find_order = packs.order if isinstance(packs, StreamedPacks) else partial(order_of, packs)
+        order = find_order(self.plan.packs_per_step, self.recipe.seed, shift)
+        return BatchStream(packs=packs, order=order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
         """Return how packs become batches on this rank, in training and in evaluation."""
@@ -163,8 +160,9 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     # prepared last, which may take hours.
     opens_last = purpose == "run" and recipe.data.prepares
     data = None if opens_last else _open_existing(recipe, accelerator, purpose)
-    with_vocabulary = with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)
-    recipe = recipe.model_copy(update={"model": with_vocabulary})
+    recipe = recipe.model_copy(
+        update={"model": with_tokens(recipe.model, recipe.data, data, needed=not is_elsewhere)}
+    )
     model_config = load_config(recipe.model)
     check_sizes(recipe, model_config)
     shapes = build_on_meta(model_config)
@@ -178,7 +176,13 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     tokenizer = None if is_elsewhere else _load_tokenizer(recipe, data, model_config)
     if opens_last:
         data = open_data(recipe.data, is_main_process=accelerator.is_main_process)
-    _check_data(recipe, data, model_config)
+    if data is not None:
+        _check_data(recipe, data, model_config)
+    elif recipe.train.epochs is not None:
+        raise InputError(
+            f"`train.epochs` counts packs, and {recipe.data.packs} has none yet; "
+            "train.steps=N or train.tokens=N plans without"
+        )
 
     packs = len(data.train) if data and not data.stream else None
     steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
@@ -194,13 +198,24 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         packs=packs,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
     )
-    plan = _with_memory(plan, shapes, accelerator, chosen.name)
+    layers = {
+        active.precision.name: layers_of(
+            shapes,
+            flops,
+            recipe,
+            active,
+            accelerator.device.type,
+            chosen.name,
+            plan.devices.capability,
+        )
+        for active in plan.precisions
+    }
     return Job(
-        plan,
+        spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator)),
         run_dir,
         model_config,
         shapes,
-        data,
+        cast(Data, data),
         tokenizer,
         chosen,
         source_config(recipe.model),
@@ -223,8 +238,9 @@ def resolve_precisions(
     if not any(active.precision.quantized for _, active in phases):
         return phases, None
     _, first = phases[0]
-    name = UNQUANTIZED[first.precision.compute_dtype].name
-    return phases, select_precision(name, recipe.fp8_config, missing)
+    return phases, select_precision(
+        UNQUANTIZED[first.precision.compute_dtype].name, recipe.fp8_config, missing
+    )
 
 
 def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -> Data | None:
@@ -257,25 +273,16 @@ def _load_tokenizer(
 ) -> PreTrainedTokenizerBase | None:
     """Load the tokenizer, and raise InputError for a prompt that the model cannot continue."""
     samples = recipe.evaluate.samples
-    tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
-    if tokenizer is not None:
-        for prompt in samples:
-            encoded_prompt(tokenizer, prompt, model_config)
+    tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
+    for prompt in samples:  # then there is a tokenizer
+        encoded_prompt(tokenizer, prompt, model_config)
     return tokenizer
 
 
-def _check_data(recipe: Recipe, data: Data | None, model_config: PretrainedConfig) -> None:
+def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> None:
     """Raise InputError if the packs do not fit the model or the recipe."""
-    if data is None:
-        if recipe.train.epochs is not None:
-            raise InputError(
-                f"`train.epochs` counts packs, and {recipe.data.packs} has none yet; "
-                "train.steps=N or train.tokens=N plans without"
-            )
-        return
-    fingerprint = None
-    if data.tokenizer.get("fingerprint"):
-        fingerprint = fingerprint_at(recipe.model.weights_source)
+    has_fingerprint = bool(data.tokenizer.get("fingerprint"))
+    fingerprint = fingerprint_at(recipe.model.weights_source) if has_fingerprint else None
     check_tokens(data, model_config.vocab_size, fingerprint, most_positions(model_config))
     check_held_out(recipe, len(data.held_out or ()))
     check_labels(data, recipe.data, recipe.evaluate.packs)
@@ -283,33 +290,12 @@ def _check_data(recipe: Recipe, data: Data | None, model_config: PretrainedConfi
 
 def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
     """Return the devices of this launch."""
-    name, memory = device_of(accelerator)
     uses_hardware = any(active.backend == "transformer_engine" for _, active in phases)
     return Devices(
         accelerator.num_processes,
         accelerator.is_fsdp2,
-        name,
-        memory,
+        *device_of(accelerator),
         replicas=replicas_of(accelerator),
         # Emulation takes the same memory on every device.
         capability=torch.cuda.get_device_capability() if uses_hardware else None,
     )
-
-
-def _with_memory(
-    plan: Plan, shapes: PreTrainedModel, accelerator: Accelerator, attention_name: str
-) -> Plan:
-    """Return the plan with the memory of its layers, and with the decisions that memory allows."""
-    layers = {
-        active.precision.name: layers_of(
-            shapes,
-            plan.flops,
-            plan.recipe,
-            active,
-            accelerator.device.type,
-            attention_name,
-            plan.devices.capability,
-        )
-        for active in plan.precisions
-    }
-    return spend_spare_memory(replace(plan, layers=layers), gathers_once_a_step(accelerator))

@@ -7,6 +7,7 @@ import os
 import textwrap
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import cast
 
 from foundation import units
 from foundation.errors import InputError
@@ -54,15 +55,19 @@ def main(options: argparse.Namespace) -> int:
         f"{plan.recipe.name}: {plan.schedule.label} compute{why_default}, "
         f"{plan.recipe.weights} weights\n{'─' * WIDTH}"
     )
-    subjects = {
+    subjects: dict[str, Sequence[str]] = {
         "model": model_lines(plan),
         "horizon": horizon_lines(plan),
         "FLOPs": [flops_line(plan)],
     }
     print(in_subjects(subjects), end="\n\n")
     shares = sorted(options.mfu or ASSUMED_SHARES)
-    rows = [_row(target, planned, shares) for target, planned in plans]
-    print(markdown(["on", "microbatch", "takes", "of each", "tokens/s", "time"], rows))
+    print(
+        markdown(
+            ["on", "microbatch", "takes", "of each", "tokens/s", "time"],
+            [_row(target, planned, shares) for target, planned in plans],
+        )
+    )
     notes = [
         *_notes(plan, shares, is_mfu_stated=bool(options.mfu)),
         *_reasons(plans),
@@ -115,32 +120,33 @@ def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
 
 
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
-    """Print what a launch on this machine would do, and from which checkpoint. Return 0.
+    """Print the plan of a launch on this machine, and the checkpoint that it resumes. Return 0.
 
     Raises InputError if the launch would be refused.
     """
     job, _, source = where_to_resume(job, resume_from, accept_changes)
     lines = [render(job.plan)]
     if source is not None:
-        has_ended = source.step >= job.plan.steps
-        verb = "the run has ended, with" if has_ended else "would resume from"
+        verb = "the run has ended, with" if source.step >= job.plan.steps else "would resume from"
         lines += [f"{verb} {source.path}", *source.notes]
     console.notice("\n".join(lines))
     return 0
 
 
 def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
-    """Return the table's row of a target. `shares` are those of the peak."""
+    """Return the table's row of a target. `shares` are shares of the peak."""
     if target.obstacle(plan):
         return [str(target), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
     takes = plan.takes(size)
     fits = takes <= target.memory
-    remark = "" if takes <= plan.devices.memory else ": barely fits" if fits else ": does not fit"
+    remark = ""
+    if takes > cast(int, plan.devices.memory):
+        remark = ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
-    possible = shares if fits else []
-    speeds = [share * plan.peak_tflops * TERA / plan.flops_per_token for share in possible]
+    peak = cast(float, plan.peak_tflops) * TERA  # known, because the target has no obstacle
+    speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
     return [
         str(target),
         f"{microbatches} x {plural(size, 'pack')}{shards}{remark}",

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,45 +29,9 @@ from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import Recipe
 
-
-@dataclass(frozen=True)
-class FoundCheckpoint:
-    """A checkpoint to continue from, before its training is compared with the run's."""
-
-    path: Path
-    record: Mapping[str, Any]  # the content of its state.json
-    is_branch: bool  # `train.begin_with` names it
-    in_run_folder: bool
-
-    @property
-    def step(self) -> int:
-        return self.record["progress"]["step"]
-
-
-@dataclass(frozen=True)
-class IdentityChanges:
-    """Settings that differ between a checkpoint's training and the run's."""
-
-    values: Mapping[str, tuple[Any, Any]]  # key -> (saved value, present value), in order of keys
-    # changed keys that need no note, because another change brings them
-    implied: frozenset[str] = frozenset()
-
-    @property
-    def are_of_horizon(self) -> bool:
-        """Return whether nothing but the length of the training has changed."""
-        return self.values.keys() <= {*HORIZON}
-
-    @property
-    def saved(self) -> dict[str, Any]:
-        return {key: saved for key, (saved, _) in self.values.items()}
-
-    @property
-    def lines(self) -> dict[str, str]:
-        """Return a line for each changed key."""
-        return {
-            key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
-            for key, (saved, present) in self.values.items()
-        }
+# Changed settings between a checkpoint's training and the run's, in order of keys: the saved value
+# and the present one.
+Changes = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
@@ -76,12 +40,14 @@ class ResumePoint:
 
     path: Path
     record: Mapping[str, Any]  # the content of its state.json
-    notes: list[str]  # changes of the recipe, as lines for the user
     is_branch: bool = False  # another run's checkpoint, named by `train.begin_with`
+    in_run_folder: bool = False
+    notes: Sequence[str] = ()  # changes of the recipe, as lines for the user
     past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)  # of the run that continues
 
     @property
     def step(self) -> int:
+        """Return the number of steps that the checkpoint was trained for."""
         return self.record["progress"]["step"]
 
     @property
@@ -100,9 +66,8 @@ class ResumePoint:
 
         The run then starts with the first pack of its stream.
         """
-        if job.data.stream is None:
-            return False
-        return self.record["identity"].get("data.fingerprint") != job.identity["data.fingerprint"]
+        fingerprint = self.record["identity"].get("data.fingerprint")
+        return job.data.stream is not None and fingerprint != job.identity["data.fingerprint"]
 
     def place(self, job: Job) -> int:
         """Return the place in the order of packs after the checkpoint's last pack.
@@ -117,8 +82,7 @@ class ResumePoint:
         if place is None:  # Checkpoints of earlier versions have counters alone.
             packs_per_step = identity["batch.tokens"] // identity["data.length"]
             place = self._data_steps * packs_per_step + progress["shift"]
-        tokens = place * identity["data.length"]
-        return -(-tokens // job.recipe.data.length)  # rounded up
+        return -(-(place * identity["data.length"]) // job.recipe.data.length)  # rounded up
 
     def shift(self, job: Job) -> int:
         """Return the `TrainState.shift` that makes the first step read from `place` on."""
@@ -142,15 +106,15 @@ def where_to_resume(
         job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
     )
     source = find_resume_point(checkpoints, requested, job, accept_changes)
-    in_run_folder = source is not None and checkpoints.owns(source.path)
-    if not in_run_folder:
+    if source is None or not source.in_run_folder:
         require_own_records(job)
     chunk = job.plan.loss.tokens_at_once
     if source is not None:
         require_same_stream(source, job)
-        require_steps_to_train(source, job, in_run_folder=in_run_folder)
-        switched_after = source.health.switched_after
-        job = job.with_plan(schedule=job.plan.schedule.switched_to_bf16_after(switched_after))
+        require_steps_to_train(source, job)
+        job = job.with_plan(
+            schedule=job.plan.schedule.switched_to_bf16_after(source.health.switched_after)
+        )
         if job.recipe.loss.chunk == "auto":
             # The chunk decides the order of a sum, so a resumed run keeps it.
             chunk = source.record["loss_chunk"]
@@ -165,18 +129,17 @@ def find_resume_point(
     `requested` is the value of --resume. Collective. Raises InputError as `find_checkpoint` and
     `require_same_training` do; the latter applies unless `accept_changes` is set.
     """
-    checkpoint = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
-    if checkpoint is None:
+    source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
+    if source is None:
         return None
     changes = compare_identities(
-        checkpoint.record["identity"],
+        source.record["identity"],
         job.identity,
-        is_branch=checkpoint.is_branch,
-        horizon_may_move=horizon_may_move(checkpoint.record, job),
+        horizon_may_move=horizon_may_move(source.record, job),
     )
     if not accept_changes:
-        require_same_training(checkpoint, changes, job, step_folders(checkpoints.folder))
-    return build_resume_point(checkpoint, changes, job)
+        require_same_training(source, changes, job, step_folders(checkpoints.folder))
+    return with_changes(source, changes, job)
 
 
 # ── Find the checkpoint ───────────────────────────────────────────────────────────────────────────
@@ -184,7 +147,7 @@ def find_resume_point(
 
 def find_checkpoint(
     checkpoints: Checkpoints, requested: str, branch_from: Path | None
-) -> FoundCheckpoint | None:
+) -> ResumePoint | None:
     """Return the checkpoint to resume, else the one to branch from, else None.
 
     `requested` is "auto" for the newest intact checkpoint of the run folder, a checkpoint, or a run
@@ -194,48 +157,80 @@ def find_checkpoint(
     folder is damaged: a new run would overwrite files that may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
-    if path is None and checkpoints.damaged:
+    if path is not None:
+        return ResumePoint(path, checkpoints.read_state(path), in_run_folder=checkpoints.owns(path))
+    if checkpoints.damaged:
         raise InputError(
             f"{checkpoints.folder}: every checkpoint is damaged; "
             "name another `run_dir` to train from the beginning"
         )
-    is_branch = path is None
-    if is_branch:
-        if branch_from is None:
-            return None
-        path = branch_from
-        if not (path / MANIFEST).is_file():
-            newest = newest_in(path)
-            example = "RUN/checkpoints/step-00000100" if newest == path else newest
-            raise InputError(
-                f"`train.begin_with`: {path}: is not a checkpoint; name one, such as {example}"
-            )
-    return FoundCheckpoint(path, checkpoints.read_state(path), is_branch, checkpoints.owns(path))
+    if branch_from is None:
+        return None
+    if not (branch_from / MANIFEST).is_file():
+        newest = newest_in(branch_from)
+        example = "RUN/checkpoints/step-00000100" if newest == branch_from else newest
+        raise InputError(
+            f"`train.begin_with`: {branch_from}: is not a checkpoint; name one, such as {example}"
+        )
+    return ResumePoint(branch_from, checkpoints.read_state(branch_from), is_branch=True)
 
 
 # ── Compare its training with the run's ───────────────────────────────────────────────────────────
 
 
 def compare_identities(
-    saved: Mapping[str, Any],
-    present: Mapping[str, Any],
-    *,
-    is_branch: bool = False,
-    horizon_may_move: bool = False,
-) -> IdentityChanges:
+    saved: Mapping[str, Any], present: Mapping[str, Any], *, horizon_may_move: bool = False
+) -> Changes:
     """Return the settings that differ between two identities (see `identity_of`).
 
-    With `horizon_may_move`, the length of the training is not compared. A branch implies
-    `train.begin_with`. Another precision implies the options that the saved one does not have.
+    With `horizon_may_move`, the length of the training is not compared.
     """
     if horizon_may_move:
         present = {**present, **{key: saved.get(key) for key in HORIZON}}
-    keys = changed_keys(saved, present)
-    implied = {"train.begin_with"} if is_branch else set()
-    if "precision" in keys:
-        implied |= {key for key in keys if key.startswith("fp8_config.") and saved.get(key) is None}
-    values = {key: (saved.get(key), present.get(key)) for key in keys}
-    return IdentityChanges(values, frozenset(implied))
+    return {key: (saved.get(key), present.get(key)) for key in changed_keys(saved, present)}
+
+
+def lines_of(changes: Changes) -> dict[str, str]:
+    """Return a line for each changed key."""
+    return {
+        key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
+        for key, (saved, present) in changes.items()
+    }
+
+
+def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint:
+    """Return the resume point with notes for the user and the run's past.
+
+    A branch starts with an empty past. A resumed run adds the changes of its recipe. The number of
+    steps passed over before the folder's first step comes from the checkpoint only if another
+    folder holds it: the folder's own metrics record its rollbacks.
+
+    Changes that another change brings have no note: `train.begin_with` of a branch, and the options
+    of another precision that the saved one does not have.
+    """
+    progress = source.record["progress"]
+    past = source.record["past"]
+    notes = []
+    changed = []
+    if not source.is_branch:
+        changed = list(past["changed"])
+        if changes:
+            changed.append(
+                {"step": source.step, "was": {key: saved for key, (saved, _) in changes.items()}}
+            )
+        if progress["steps"] != job.plan.steps and horizon_may_move(source.record, job):
+            schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
+            notes.append(
+                f"the horizon moves from step {progress['steps']:,} to {job.plan.steps:,}; "
+                f"{schedule}"
+            )
+    for key, line in lines_of(changes).items():
+        is_new_option = key.startswith("fp8_config.") and changes[key][0] is None
+        is_implied = is_new_option and "precision" in changes
+        if not (is_implied or (key == "train.begin_with" and source.is_branch)):
+            notes.append(f"the recipe has changed: {line}")
+    left_out = past["left_out"] if source.in_run_folder else progress["left_out"]
+    return replace(source, notes=notes, past={"changed": changed, "left_out": left_out})
 
 
 def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
@@ -260,7 +255,7 @@ def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
 
 
 def require_same_training(
-    checkpoint: FoundCheckpoint, changes: IdentityChanges, job: Job, run_checkpoints: list[Path]
+    source: ResumePoint, changes: Changes, job: Job, run_checkpoints: Iterable[Path]
 ) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
@@ -268,26 +263,27 @@ def require_same_training(
     `run_checkpoints` that may be continued to the new horizon. A checkpoint past the horizon is
     left to `require_steps_to_train`, whose message is simpler.
     """
-    is_past_horizon = changes.are_of_horizon and checkpoint.step > job.plan.steps
-    if checkpoint.is_branch or is_past_horizon or not changes.values:
+    only_horizon = changes.keys() <= {*HORIZON}
+    if source.is_branch or not changes or (only_horizon and source.step > job.plan.steps):
         return
-    changed = "".join(f"\n  {line}" for line in changes.lines.values())
-    new_run = "Set another `run_dir`" if checkpoint.in_run_folder else "Omit --resume"
+    changed = "".join(f"\n  {line}" for line in lines_of(changes).values())
+    new_run = "Set another `run_dir`" if source.in_run_folder else "Omit --resume"
     message = (
-        f"{checkpoint.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
+        f"{source.path}: the checkpoint was made by another recipe:{changed}\n{new_run} to "
         "start a new run, or pass --accept-changes to continue this one with the present values."
     )
-    if changes.are_of_horizon:
+    if only_horizon:
+        earlier = (
+            f", which {path} is"
+            for path in run_checkpoints
+            if path != source.path
+            and (path / STATE).is_file()
+            and horizon_may_move(load_object(path / STATE, "name another"), job)
+        )
         message += (
             " To end elsewhere, name a checkpoint from before the learning rate fell with --resume"
+            f"{next(earlier, '')}."
         )
-        for path in run_checkpoints:
-            if path == checkpoint.path or not (path / STATE).is_file():
-                continue
-            if horizon_may_move(load_object(path / STATE, "name another"), job):
-                message += f", which {path} is"
-                break
-        message += "."
     raise InputError(message)
 
 
@@ -300,7 +296,7 @@ def require_same_stream(source: ResumePoint, job: Job) -> None:
         )
 
 
-def require_steps_to_train(source: ResumePoint, job: Job, *, in_run_folder: bool) -> None:
+def require_steps_to_train(source: ResumePoint, job: Job) -> None:
     """Raise InputError if no step follows the checkpoint, or if its tokens do not count steps.
 
     A run folder's own checkpoint may be at the horizon: its run has ended there. A horizon in
@@ -315,8 +311,8 @@ def require_steps_to_train(source: ResumePoint, job: Job, *, in_run_folder: bool
             f"{source.path}: its steps had another `batch.tokens`; "
             f"set the horizon as `train.steps: {steps}`"
         )
-    if source.step > plan.steps or (source.step == plan.steps and not in_run_folder):
-        new_run = ", or set another `run_dir` to start a new run" if in_run_folder else ""
+    if source.step > plan.steps or (source.step == plan.steps and not source.in_run_folder):
+        new_run = ", or set another `run_dir` to start a new run" if source.in_run_folder else ""
         raise InputError(
             f"{source.path}: is from step {source.step:,}, and `train` ends the run at "
             f"{plan.steps:,}; lengthen it{new_run}"
@@ -335,45 +331,11 @@ def require_own_records(job: Job) -> None:
         )
     with suppress(NoStepYet):
         run = read_run(job.run_dir)
-        recipe = parse(Recipe, run.config, str(run.path / "config.yaml"))
-        trained = identity_of(recipe, run.data_fingerprint or "")
-        present = identity_of(job.recipe, job.data.train.fingerprint)
-        if changed := changed_keys(trained, present):
+        trained = identity_of(
+            parse(Recipe, run.config, str(run.path / "config.yaml")), run.data_fingerprint or ""
+        )
+        if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
                 f"{job.run_dir}: is of another training ({', '.join(changed)}); "
                 "set another `run_dir`"
             )
-
-
-# ── Build the resume point ────────────────────────────────────────────────────────────────────────
-
-
-def build_resume_point(
-    checkpoint: FoundCheckpoint, changes: IdentityChanges, job: Job
-) -> ResumePoint:
-    """Return the resume point: the checkpoint with notes for the user and the run's past.
-
-    A branch starts with an empty past. A resumed run adds the changes of its recipe. The number of
-    steps passed over before the folder's first step comes from the checkpoint only if another
-    folder holds it: the folder's own metrics record its rollbacks.
-    """
-    progress = checkpoint.record["progress"]
-    saved_past = checkpoint.record["past"]
-    notes = []
-    changed = []
-    if not checkpoint.is_branch:
-        changed = list(saved_past["changed"])
-        if changes.values:
-            changed.append({"step": checkpoint.step, "was": changes.saved})
-        if progress["steps"] != job.plan.steps and horizon_may_move(checkpoint.record, job):
-            schedule = describe(job.recipe.schedule, job.recipe.optimizer, job.plan.steps)
-            notes.append(
-                f"the horizon moves from step {progress['steps']:,} to {job.plan.steps:,}; "
-                f"{schedule}"
-            )
-    for key, line in changes.lines.items():
-        if key not in changes.implied:
-            notes.append(f"the recipe has changed: {line}")
-    left_out = saved_past["left_out"] if checkpoint.in_run_folder else progress["left_out"]
-    past = {"changed": changed, "left_out": left_out}
-    return ResumePoint(checkpoint.path, checkpoint.record, notes, checkpoint.is_branch, past)

@@ -1,31 +1,28 @@
-"""Prepare the assembled model for its first step: observers, microbatch, parity with transformers."""
+"""Prepare the assembled model for its first step: observers, microbatch, parity."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import nn
 
 from foundation.errors import InputError
-from foundation.files import write_json
+from foundation.reading import one_line
 from packing.batch import Microbatch
-from pretrain.checkpoint.state import TrainState
-from pretrain.metrics.console import Console
-from pretrain.metrics.health import Health
 from pretrain.metrics.recorder import gradient_statistics
-from pretrain.metrics.run_folder import STATISTICS_FILE, RunFolder
+from pretrain.metrics.run_folder import STATISTICS_FILE
 from pretrain.metrics.trackers import JsonlTracker
 from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import clear_main_gradients
 from pretrain.model.huggingface import decoder_layers
 from pretrain.model.packed import PackedLanguageModel, inputs_of
+from pretrain.model.routing import Routing
 from pretrain.observe.audit import ProductAudit
 from pretrain.observe.bf16_gap import GapMeter
 from pretrain.observe.observers import Observer, Observers, PeriodicFigures
@@ -35,7 +32,6 @@ from pretrain.observe.step_check import StepCheck
 from pretrain.plan.memory import TAKES_LESS
 from pretrain.run.assembly import Assembly, first_tokens
 from pretrain.run.job import Job
-from pretrain.run.out_of_memory import is_out_of_memory
 from pretrain.run.run import Run
 from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
@@ -43,63 +39,55 @@ from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 RESERVE = 0.04
 # Packs of a microbatch of parity, if another shape than training's costs no compilation.
 PARITY_MICROBATCH = 2
+# Parts of messages. Libraries that allocate by themselves, and torch on a host, raise errors of
+# other classes.
+_MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
 # ── Observers ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def make_observers(
-    job: Job,
-    assembly: Assembly,
-    accelerator: Accelerator,
-    folder: RunFolder,
-    state: TrainState,
-    health: Health,
-    console: Console,
-    *,
-    profiles: bool,
-) -> Observers:
-    """Return the observers of a run that trains after `state`.
+def make_observers(run: Run, *, profiles: bool = False) -> Observers:
+    """Return the observers of a run.
 
     profiles: record a step (`--profile`). Raises InputError if the run ends before that step.
     """
-    recipe, model, precision = job.recipe, assembly.model, assembly.precision
+    recipe = run.job.recipe
+    model = run.assembly.model
+    optimizer = run.assembly.optimizer
+    accelerator = run.accelerator
     every = recipe.log.fp8_statistics
-
-    def write_audit() -> None:
-        if accelerator.is_main_process:
-            write_json(folder.audit, assembly.audit)
-
-    def expert_loads() -> dict[str, Any]:
-        loads = model.routing.loads
-        return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
-
     observers: list[Observer] = []
     if profiles:
-        observers.append(StepProfile(folder.path, accelerator, state, console))
+        observers.append(StepProfile(run.folder.path, accelerator, run.state, run.console))
     if recipe.log.gap:
-        # First of those that look at the passes, so that none of them sees its pass in BF16.
-        observers.append(
-            GapMeter(model, assembly.optimizer, precision, health, recipe, accelerator)
-        )
-    layers = decoder_layers(assembly.hf)
+        # Before other observers of the passes, so that they do not see its pass in BF16.
+        observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
-        ProductAudit(model, precision, every, write_audit),
-        StepCheck(model, assembly.optimizer, recipe, accelerator),
+        ProductAudit(model, run.precision, every, run.write_audit),
+        StepCheck(model, optimizer, recipe, accelerator),
         PeriodicFigures(
             recipe.log.gradient_statistics,
-            partial(gradient_statistics, assembly.hf, layers, accelerator),
+            partial(gradient_statistics, model.hf, decoder_layers(model.hf), accelerator),
         ),
     ]
     if model.routing is not None:
-        observers.append(PeriodicFigures(every, expert_loads))
-    if every and assembly.context.backends:
+        observers.append(PeriodicFigures(every, partial(_expert_loads, model.routing)))
+    if every and model.context.backends:
         file = JsonlTracker(
-            folder.path / STATISTICS_FILE, state.step, main_process=accelerator.is_main_process
+            run.folder.path / STATISTICS_FILE,
+            run.state.step,
+            main_process=accelerator.is_main_process,
         )
         file.start()
-        observers.append(OperandWatch(precision, every, file, console))
-    return Observers(observers, precision, state.step)
+        observers.append(OperandWatch(run.precision, every, file, run.console))
+    return Observers(observers, run.precision, run.state.step)
+
+
+def _expert_loads(routing: Routing) -> dict[str, Any]:
+    """Return the share of tokens of each expert, for metrics.jsonl. Empty before any step."""
+    loads = routing.loads
+    return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
 
 
 # ── The microbatch ────────────────────────────────────────────────────────────────────────────────
@@ -110,17 +98,20 @@ def choose_microbatch(
 ) -> int:
     """Return what `batch.microbatch: auto` means, in packs.
 
-    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision of
-    the run. On a CPU it is the largest one that is expected to fit.
+    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision
+    of the run. On a CPU it is the largest one that is expected to fit.
 
-    The plan's estimate of memory knows neither the choices of the compiler nor the fragments of the
-    allocator, so it only says where to begin. Keeping the microbatch keeps the order of all sums, so
-    the resumed run repeats the uninterrupted one bit for bit.
+    The plan's estimate of memory includes neither the choices of the compiler nor the fragments of
+    the allocator. Keeping the microbatch keeps the order of all sums, so the resumed run repeats
+    the uninterrupted one bit for bit.
     """
     plan = job.plan
     device = accelerator.device
-    same_split = resumed is not None and resumed["world_size"] == accelerator.num_processes
-    if same_split and resumed["microbatch"] in plan.microbatch_sizes:
+    if (
+        resumed is not None
+        and resumed["world_size"] == accelerator.num_processes
+        and resumed["microbatch"] in plan.microbatch_sizes
+    ):
         return resumed["microbatch"]
     if device.type != "cuda":
         # Host memory that runs out ends a process, so it cannot be tried.
@@ -141,16 +132,17 @@ def choose_microbatch(
                         most_reserved=partial(torch.cuda.max_memory_reserved, device),
                     )
                 )
-    if None in fitting:
+    smallest = min(fitting)
+    if smallest == 0:
         raise InputError(
             "`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a "
             f"shorter `data.length`, {TAKES_LESS}"
         )
-    return min(fitting)
+    return smallest
 
 
 def largest_that_fits(
-    model: nn.Module,
+    model: PackedLanguageModel,
     accelerator: Accelerator,
     sizes: Sequence[int],
     make_batch: Callable[[int], Microbatch],
@@ -158,7 +150,7 @@ def largest_that_fits(
     multiple_of: int,
     usable: int,
     most_reserved: Callable[[], int],
-) -> int | None:
+) -> int:
     """Return the largest of `sizes` whose forward and backward fit on every rank.
 
     sizes: packs of a microbatch.
@@ -167,13 +159,13 @@ def largest_that_fits(
     usable: bytes of this device.
     most_reserved: returns the bytes that the last trial took.
 
-    Returns None if not even half a pack fits. Leaves the model in training mode, its gradients zero.
+    Returns 0 if not even 1 pack fits. Leaves the model in training mode, its gradients zero.
 
     Ranks may wait for each other within a trial, and a rank that runs out of memory would leave the
     others waiting. So trials grow from half a pack, and each size is predicted to fit from the
     smaller ones on the fullest rank.
     """
-    model.train()  # a model from a folder is in evaluation mode, in which no layer is recomputed
+    model.train()  # a model from a folder is in evaluation mode, and then recomputes no layer
     limit = -largest_over_ranks(accelerator, -usable)
     length = make_batch(1).max_seqlen
     half = math.ceil(length / (2 * multiple_of)) * multiple_of
@@ -182,8 +174,11 @@ def largest_that_fits(
         # Each size compiles anew, and the compiler gives up on a function compiled eight times.
         torch.compiler.reset()
         try:
-            batch = first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs))
-            _try(model, accelerator, batch)
+            _try(
+                model,
+                accelerator,
+                first_tokens(make_batch(1), half) if packs < 1 else make_batch(int(packs)),
+            )
             used = most_reserved()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -196,8 +191,8 @@ def largest_that_fits(
 
 def grow(
     sizes: Sequence[int], limit: int, most_used: Callable[[float], int], first: float = 0.5
-) -> int | None:
-    """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or None.
+) -> int:
+    """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or 0.
 
     sizes: packs, ascending.
     most_used: tries a number of packs and returns the bytes used.
@@ -206,11 +201,10 @@ def grow(
     Memory is assumed to grow linearly in packs from the last two trials, because much of it is used
     at any size. Sizes grow at most fourfold, so that a deviation from linear growth shows.
     """
-    fewer = first
-    less = most_used(first)
+    fewer, less = first, most_used(first)  # packs and bytes of the last trial
     if less > limit:
-        return None
-    largest = int(first) if first in sizes else None
+        return 0
+    largest = int(first) if first in sizes else 0
     following = [size for size in sizes if size > first][:1]
     while following:
         packs = following[-1]
@@ -220,8 +214,7 @@ def grow(
         else:
             largest = packs
         bytes_per_pack = max((used - less) / (packs - fewer), 0)
-        fewer = packs
-        less = used
+        fewer, less = packs, used
         following = [
             size
             for size in sizes
@@ -231,7 +224,7 @@ def grow(
     return largest
 
 
-def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
+def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch) -> None:
     """Run two forwards and backwards of `batch`, and measure the peak memory from here on.
 
     Gradients are cleared afterwards.
@@ -255,6 +248,35 @@ def _try(model: nn.Module, accelerator: Accelerator, batch: Microbatch) -> None:
         # Zeroed, not freed: every trial needs the gradients' memory. Shards get new ones each step.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
+
+
+# ── Memory that runs out ──────────────────────────────────────────────────────────────────────────
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """Return whether `error` or one of its causes reports that a device or the host is full."""
+    while error is not None:
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            return True
+        if any(part in str(error) for part in _MESSAGES):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+@contextmanager
+def explaining_errors() -> Iterator[None]:
+    """Raise InputError with the settings that take less memory if memory runs out in the block."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise InputError(
+            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how "
+            "much. Checkpoints are untouched: the same command with one of these goes on, with "
+            "--accept-changes where `weights` or `optimizer` differ"
+        ) from None
 
 
 # ── Parity ────────────────────────────────────────────────────────────────────────────────────────
@@ -306,8 +328,9 @@ def _compare_first_step(run: Run) -> Parity | str:
         )
     job = run.job
     if run.assembly.audit["compiled"] == "nothing":
-        microbatch = math.gcd(job.plan.microbatch, PARITY_MICROBATCH)
-        job = job.with_settings("batch", microbatch=microbatch)
+        job = job.with_settings(
+            "batch", microbatch=math.gcd(job.plan.expected_microbatch, PARITY_MICROBATCH)
+        )
     batches = job.batches(accelerator)
     return check_parity(
         model,

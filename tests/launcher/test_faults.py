@@ -43,13 +43,13 @@ def test_memory_that_runs_out_is_one_message_and_what_was_saved_stays(
 def test_a_run_saves_after_its_metrics_were_removed(
     train_here: Callable, small_recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = train_accelerate.saving.save
+    save = train_accelerate.checkpointing.save
     run_dir = Path(small_recipe["run_dir"])
 
     def save_without_metrics(*arguments: Any, **options: Any) -> None:
         (run_dir / "metrics.jsonl").unlink(missing_ok=True)
         save(*arguments, **options)
 
-    monkeypatch.setattr(train_accelerate.saving, "save", save_without_metrics)
+    monkeypatch.setattr(train_accelerate.checkpointing, "save", save_without_metrics)
     train_here("parity=off", "checkpoint.keep=9")
     assert steps_saved(run_dir) == [4, 8, 12]

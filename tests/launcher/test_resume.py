@@ -19,7 +19,7 @@ import torch
 
 from foundation.files import hash_of
 from pretrain.checkpoint.state import TrainState
-from pretrain.run import resume
+from pretrain.run import checkpointing
 from pretrain.run.assembly import Assembly
 from pretrain.run.resume_point import ResumePoint
 from tests.conftest import Finished, contents, flip, write_recipe
@@ -280,14 +280,14 @@ def test_a_finished_run_started_again_changes_nothing(
 
 def after_loading(change: Callable[[Assembly], object]) -> Callable[[pytest.MonkeyPatch], None]:
     """Make a fault that changes the assembly after a checkpoint was loaded into it."""
-    load = resume.load_weights
+    load = checkpointing.load_weights
 
     def loaded(source: Any, checkpoints: Any, mode: Any, assembly: Assembly) -> list[str]:
         notes = load(source, checkpoints, mode, assembly)
         change(assembly)
         return notes
 
-    return lambda patch: patch.setattr(resume, "load_weights", loaded)
+    return lambda patch: patch.setattr(checkpointing, "load_weights", loaded)
 
 
 def forget(key: str) -> Callable[[pytest.MonkeyPatch], None]:

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pretrain.observe.operand_statistics import OperandWarnings
+from pretrain.observe.operand_statistics import warning_of
 from pretrain.precision.settings import PRECISIONS
 from tests.pretrain.conftest import QUANTIZED, active_in
 
 
 def warnings_of(recipe: str) -> Callable[[int, list[dict]], str | None]:
     """Return a function that maps a step and its records to a warning or None."""
-    warnings = OperandWarnings()
     precision = active_in(recipe).precision
-    return lambda step, records: warnings.of_step(step, precision, records)
+    given: set[str] = set()
+    return lambda step, records: warning_of(step, precision, records, given)
 
 
 def operand(role: str = "input", layer: str = "model.layers.3.mlp.down_proj", **figures) -> dict:

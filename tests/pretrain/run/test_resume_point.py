@@ -12,10 +12,8 @@ import torch
 from foundation.errors import InputError
 from pretrain.checkpoint.checkpoint import Checkpoints
 from pretrain.run.resume_point import (
-    FoundCheckpoint,
-    IdentityChanges,
+    Changes,
     ResumePoint,
-    build_resume_point,
     compare_identities,
     find_checkpoint,
     find_resume_point,
@@ -24,6 +22,7 @@ from pretrain.run.resume_point import (
     require_same_stream,
     require_same_training,
     require_steps_to_train,
+    with_changes,
 )
 from pretrain.settings.config import load_recipe
 from pretrain.settings.recipe import OptimizerSettings, ScheduleSettings
@@ -77,10 +76,10 @@ def job_of(
 
 def checkpoint_at(
     step: int, steps: int = 12, *, is_branch: bool = False, in_run_folder: bool = True
-) -> FoundCheckpoint:
+) -> ResumePoint:
     """Return a found checkpoint of `step`."""
     path = Path(f"run/checkpoints/step-{step:08d}")
-    return FoundCheckpoint(path, record_of(step, steps), is_branch, in_run_folder)
+    return ResumePoint(path, record_of(step, steps), is_branch, in_run_folder)
 
 
 def save(folder: Path, *steps: int) -> list[Path]:
@@ -95,7 +94,7 @@ def save(folder: Path, *steps: int) -> list[Path]:
 
 def find(
     run_dir: Path, requested: str = "auto", branch_from: Path | None = None
-) -> FoundCheckpoint | None:
+) -> ResumePoint | None:
     """Find the checkpoint of a run folder."""
     return find_checkpoint(Checkpoints(run_dir / "checkpoints", keep=10), requested, branch_from)
 
@@ -156,48 +155,35 @@ SAVED = {"seed": 0, "train.steps": 8, "precision": "bf16"}
 
 
 @pytest.mark.parametrize(
-    ("present", "options", "changed", "implied"),
+    ("present", "horizon_may_move", "changed"),
     [
-        ({}, {}, set(), set()),
-        ({"seed": 1}, {}, {"seed"}, set()),
-        ({"loss.penalty": None}, {}, set(), set()),
-        ({"loss.penalty": "neg_entropy"}, {}, {"loss.penalty"}, set()),
-        ({"train.steps": 9}, {}, {"train.steps"}, set()),
-        ({"train.steps": 9}, {"horizon_may_move": True}, set(), set()),
-        (
-            {"train.steps": None, "train.tokens": 64},
-            {"horizon_may_move": True},
-            set(),
-            set(),
-        ),
-        (
-            {"train.begin_with": "step-00000004"},
-            {"is_branch": True},
-            {"train.begin_with"},
-            {"train.begin_with"},
-        ),
+        ({}, False, set()),
+        ({"seed": 1}, False, {"seed"}),
+        ({"loss.penalty": None}, False, set()),
+        ({"loss.penalty": "neg_entropy"}, False, {"loss.penalty"}),
+        ({"train.steps": 9}, False, {"train.steps"}),
+        ({"train.steps": 9}, True, set()),
+        ({"train.steps": None, "train.tokens": 64}, True, set()),
+        ({"train.begin_with": "step-00000004"}, False, {"train.begin_with"}),
         (
             {"precision": "delayed", "fp8_config.margin": 0},
-            {},
+            False,
             {"precision", "fp8_config.margin"},
-            {"fp8_config.margin"},
         ),
     ],
 )
 def test_identities_differ_by_these_keys(
-    present: dict[str, Any], options: dict[str, Any], changed: set[str], implied: set[str]
+    present: dict[str, Any], horizon_may_move: bool, changed: set[str]
 ) -> None:
-    changes = compare_identities(SAVED, SAVED | present, **options)
-    assert changes.values.keys() == changed
-    # A branch always implies train.begin_with, even if it has not changed.
-    assert changes.implied & changed == implied
-    for key, (saved, now) in changes.values.items():
+    changes = compare_identities(SAVED, SAVED | present, horizon_may_move=horizon_may_move)
+    assert changes.keys() == changed
+    for key, (saved, now) in changes.items():
         assert saved == SAVED.get(key) and now == present[key]
 
 
 def test_tuples_equal_the_lists_that_json_makes_of_them() -> None:
     changes = compare_identities({"betas": [0.9, 0.95]}, {"betas": (0.9, 0.95)})
-    assert not changes.values
+    assert not changes
 
 
 @pytest.mark.parametrize(
@@ -221,8 +207,8 @@ def test_a_horizon_moves_while_the_learning_rate_is_the_same(
 
 # ── Refuse ────────────────────────────────────────────────────────────────────────────────────────
 
-HORIZON_CHANGED = IdentityChanges({"train.steps": (12, 24)})
-SEED_CHANGED = IdentityChanges({"seed": (0, 1)})
+HORIZON_CHANGED = {"train.steps": (12, 24)}
+SEED_CHANGED = {"seed": (0, 1)}
 
 
 @pytest.mark.parametrize("in_run_folder", [True, False])
@@ -238,7 +224,7 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
     early, newest = save(tmp_path, 4, 12)
-    checkpoint = FoundCheckpoint(newest, record_of(12), False, True)
+    checkpoint = ResumePoint(newest, record_of(12), in_run_folder=True)
     job = job_of(24, schedule="wsd")
     with pytest.raises(InputError, match=f"with --resume, which {early} is"):
         require_same_training(checkpoint, HORIZON_CHANGED, job, [newest, early])
@@ -249,13 +235,13 @@ def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: 
 @pytest.mark.parametrize(
     ("checkpoint", "changes"),
     [
-        (checkpoint_at(12), IdentityChanges({})),
+        (checkpoint_at(12), {}),
         (checkpoint_at(12, is_branch=True), SEED_CHANGED),
-        (checkpoint_at(30, 30), IdentityChanges({"train.steps": (30, 24)})),  # past the horizon
+        (checkpoint_at(30, 30), {"train.steps": (30, 24)}),  # past the horizon
     ],
 )
 def test_these_checkpoints_are_not_refused_for_their_changes(
-    checkpoint: FoundCheckpoint, changes: IdentityChanges
+    checkpoint: ResumePoint, changes: Changes
 ) -> None:
     require_same_training(checkpoint, changes, job_of(24), [])
 
@@ -272,29 +258,29 @@ def test_these_checkpoints_are_not_refused_for_their_changes(
 def test_a_checkpoint_must_leave_steps_to_train(
     step: int, in_run_folder: bool, message: str | None
 ) -> None:
-    source = ResumePoint(Path("step"), record_of(step), [])
+    source = ResumePoint(Path("step"), record_of(step), in_run_folder=in_run_folder)
     if message is None:
-        require_steps_to_train(source, job_of(), in_run_folder=in_run_folder)
+        require_steps_to_train(source, job_of())
         return
     with pytest.raises(InputError, match=message):
-        require_steps_to_train(source, job_of(), in_run_folder=in_run_folder)
+        require_steps_to_train(source, job_of())
 
 
 def test_a_horizon_in_tokens_needs_steps_of_equal_size() -> None:
     record = record_of(4)
     record["progress"]["tokens"] = 4 * 2048
-    source = ResumePoint(Path("step"), record, [])
+    source = ResumePoint(Path("step"), record)
     with pytest.raises(InputError, match=r"set the horizon as `train.steps: 8`"):
-        require_steps_to_train(source, job_of(), in_run_folder=True)
+        require_steps_to_train(source, job_of())
 
 
 def test_another_stream_is_refused_unless_a_branch_starts_it() -> None:
     job = job_of(stream=object(), **{"data.fingerprint": "b"})
     record = record_of(4, **{"data.fingerprint": "a"})
-    resumed = ResumePoint(Path("step"), record, [])
+    resumed = ResumePoint(Path("step"), record)
     with pytest.raises(InputError, match=r"is of another stream.*`train.begin_with: step`"):
         require_same_stream(resumed, job)
-    branch = ResumePoint(Path("step"), record, [], is_branch=True)
+    branch = ResumePoint(Path("step"), record, is_branch=True)
     require_same_stream(branch, job)
     assert branch.place(job) == 0 and branch.shift(job) == -4 * 4
 
@@ -323,28 +309,37 @@ def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) 
 # ── Build ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-def test_a_resumed_run_records_its_changes() -> None:
-    resumed = build_resume_point(checkpoint_at(4), SEED_CHANGED, job_of())
-    assert resumed.notes == ["the recipe has changed: seed: saved 0, now 1"]
-    assert resumed.past == {"changed": [{"step": 4, "was": {"seed": 0}}], "left_out": 2}
-    unchanged = build_resume_point(checkpoint_at(4), IdentityChanges({}), job_of())
+def test_a_resumed_run_remembers_what_has_changed() -> None:
+    own = with_changes(checkpoint_at(4), SEED_CHANGED, job_of())
+    assert own.notes == ["the recipe has changed: seed: saved 0, now 1"]
+    assert own.past == {"changed": [{"step": 4, "was": {"seed": 0}}], "left_out": 2}
+    unchanged = with_changes(checkpoint_at(4), {}, job_of())
     assert unchanged.notes == [] and unchanged.past["changed"] == []
 
 
 def test_a_branch_starts_with_an_empty_past() -> None:
-    trunk = checkpoint_at(4, steps=8, is_branch=True, in_run_folder=False)
-    changes = IdentityChanges(
-        {"seed": (0, 1), "train.begin_with": (None, "x")}, frozenset({"train.begin_with"})
-    )
-    branch = build_resume_point(trunk, changes, job_of())
+    found = checkpoint_at(4, steps=8, is_branch=True, in_run_folder=False)
+    changes = {"seed": (0, 1), "train.begin_with": (None, "x")}
+    branch = with_changes(found, changes, job_of())
     assert branch.notes == ["the recipe has changed: seed: saved 0, now 1"]
     assert branch.past == {"changed": [], "left_out": 0} and branch.is_branch
     assert branch.health.losses == [2.0]
     assert branch.health.rollbacks == 0 and branch.health.switched_after is None
 
 
+def test_options_that_a_new_precision_brings_have_no_note() -> None:
+    changes = {"fp8_config.margin": (None, 0), "precision": ("bf16", "delayed")}
+    point = with_changes(checkpoint_at(4), changes, job_of())
+    assert point.notes == ['the recipe has changed: precision: saved "bf16", now "delayed"']
+    assert point.past["changed"] == [
+        {"step": 4, "was": {"fp8_config.margin": None, "precision": "bf16"}}
+    ]
+    alone = with_changes(checkpoint_at(4), {"fp8_config.margin": (None, 0)}, job_of())
+    assert alone.notes == ["the recipe has changed: fp8_config.margin: saved null, now 0"]
+
+
 def test_a_moved_horizon_is_noted() -> None:
-    point = build_resume_point(checkpoint_at(4, steps=8), IdentityChanges({}), job_of(24))
+    point = with_changes(checkpoint_at(4, steps=8), {}, job_of(24))
     assert point.notes[0].startswith("the horizon moves from step 8 to 24; constant: ")
     assert point.health.rollbacks == 1 and point.health.switched_after == 3
 
@@ -374,5 +369,5 @@ def test_packs_continue_where_the_checkpoints_ended(
     for place in ({"place": 6 * tokens // length}, {}):
         progress = {"step": 5, "left_out": 1, "shift": 0, **place}
         record = {"progress": progress, "identity": {"batch.tokens": tokens, "data.length": length}}
-        source = ResumePoint(Path("step-00000005"), record, [])
+        source = ResumePoint(Path("step-00000005"), record)
         assert source.shift(job) == shift and source.place(job) == 6 * packs_per_step + shift

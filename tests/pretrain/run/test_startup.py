@@ -56,9 +56,7 @@ def make_batch(random_packs: Callable) -> Callable[..., Microbatch]:
     )
 
 
-def find(
-    model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1
-) -> int | None:
+def find(model: SmallDevice, accelerator: Accelerator, make_batch: Callable, used: int = 1) -> int:
     """Return the largest size that fits a device with 100 bytes.
 
     Every trial takes `used` bytes.
@@ -87,11 +85,11 @@ def test_a_size_that_runs_out_of_memory_is_not_chosen(
         assert parameter.grad is None and not was_reached(parameter), name
 
 
-def test_the_largest_size_is_none_if_nothing_fits(
+def test_the_largest_size_is_zero_if_nothing_fits(
     accelerator: Accelerator, build_model: Callable, make_batch: Callable
 ) -> None:
-    assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) is None
-    assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) is None
+    assert find(SmallDevice(build_model(), packs=0), accelerator, make_batch) == 0
+    assert find(SmallDevice(build_model(), packs=8), accelerator, make_batch, used=101) == 0
 
 
 @pytest.mark.parametrize(
@@ -101,12 +99,12 @@ def test_the_largest_size_is_none_if_nothing_fits(
         (60, 3, 0, 12, 4),
         (0, 40, 0, 2, 3),
         (70, 1, 0, 24, 5),
-        (95, 10, 0, None, 2),
+        (95, 10, 0, 0, 2),
         (10, 5, 0.5, 8, 5),
     ],
 )
 def test_a_microbatch_grows_to_the_largest_that_fits(
-    constant: int, linear: int, quadratic: float, expected: int | None, most_trials: int
+    constant: int, linear: int, quadratic: float, expected: int, most_trials: int
 ) -> None:
     """A trial takes constant + linear * packs + quadratic * packs ** 2 of 100 bytes.
 

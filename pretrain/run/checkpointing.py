@@ -1,21 +1,28 @@
-"""Restore a run from a checkpoint: when it starts, and when it goes back after a bad step."""
+"""Save the state of a run, and restore it: at its start, and after a bad step."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import math
+import signal
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import cast
 
 import torch
+from torch import Tensor
 
+from foundation.errors import InputError
+from foundation.files import fsync
+from foundation.signals import StopRequest
 from foundation.units import plural
-from pretrain.checkpoint.checkpoint import Checkpoints, checksums
-from pretrain.checkpoint.format import (
-    DTYPE_NAMES,
-    read_manifest,
-)
+from packing.batch import Prefetch, StepBatches
+from pretrain.checkpoint.checkpoint import Checkpoints, bytes_needed, check_space, checksums
+from pretrain.checkpoint.format import DTYPE_NAMES, read_manifest
 from pretrain.checkpoint.state import TrainState, changed_keys
-from pretrain.metrics.health import MOST_ROLLBACKS, Health, TrainingHalted, some_of
+from pretrain.metrics.health import MOST_ROLLBACKS, Health, StepDecision, TrainingHalted, some_of
 from pretrain.metrics.run_record import read_metrics
 from pretrain.metrics.trackers import Trackers
+from pretrain.model.distributed import largest_over_ranks
 from pretrain.model.gradients import local_part
 from pretrain.optimizer.adamw import named_state, set_updates_done
 from pretrain.optimizer.exact_weights import master_of
@@ -26,27 +33,169 @@ from pretrain.run.evaluate import best_so_far
 from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
+from pretrain.run.startup import make_observers
 from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
-# Settings that scales of gradients depend on: the largest code, the loss, and the number of tokens by
-# which it is divided.
+# Stop code of a failure. Ranks agree on the largest code, so it exceeds every signal number.
+FAILED = 999
+# Settings that scales of gradients depend on: the largest code, the loss, and its divisor.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
+
+# ── Save ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return the model's tensors, and the optimizer's tensors with the state of delayed scaling."""
+    return assembly.tensors, assembly.optimizer_tensors | assembly.context.saved_state()
+
+
+def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -> None:
+    """Raise InputError if the disk cannot hold the checkpoints that are still to be written.
+
+    A resumed run has its older checkpoints on the disk already, and needs room for one more.
+    """
+    new_checkpoints = job.plan.checkpoints_at_once
+    if source is not None and source.in_run_folder:
+        new_checkpoints = int(source.step < job.plan.steps)
+    model_tensors, optimizer_tensors = tensors_to_save(assembly)
+    check_space(job.run_dir, new_checkpoints * bytes_needed(model_tensors, optimizer_tensors))
+
+
+def save(run: Run, *, in_background: bool = False) -> None:
+    """Save a checkpoint of the current step and delete checkpoints that are no longer kept.
+
+    With `in_background`, return as soon as the tensors are copied. A thread writes them.
+    """
+    with run.console.progress(f"saving step {run.state.step}"):
+        # A user may have removed the file. The weights are saved all the same.
+        if run.accelerator.is_main_process and run.folder.metrics.exists():
+            # Metrics first: a run that resumes from this checkpoint does not repeat the steps
+            # before it, so their metrics must already be on the disk.
+            fsync(run.folder.metrics)
+        state = {
+            "progress": asdict(run.state),
+            "health": asdict(run.health.state),
+            "identity": run.job.identity,
+            "microbatch": run.job.plan.microbatch,
+            "loss_chunk": run.job.plan.loss.tokens_at_once,
+            "world_size": run.accelerator.num_processes,
+            "past": run.past,
+            "precision": run.precision.current.name,
+        }
+        if run.job.data.stream is not None:
+            state["stream"] = run.job.data.stream.record
+        model_tensors, optimizer_tensors = tensors_to_save(run.assembly)
+        run.checkpoints.save(
+            run.state.step,
+            model_tensors,
+            optimizer_tensors,
+            state,
+            spared=run.best["step"] if run.best else None,
+            behind=in_background,
+            say=run.console.notice,
+        )
+
+
+def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> int:
+    """Return why this rank should stop: a signal's number, FAILED, or 0 to go on.
+
+    FAILED means that a checkpoint could not be written, or that the next packs could not be read or
+    will not come. A rank knows only its own files and packs.
+    """
+    return FAILED if run.checkpoints.failed or batches.failure else stop.requested or 0
+
+
+def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
+    """Save after a signal or a failure. Return the signal's number, or raise the failure.
+
+    Collective. Raises TrainingHalted if a weight is not finite, and InputError if a checkpoint
+    could not be written or packs could not be read.
+    """
+    run.checkpoints.wait()  # raises if a save in the background has failed
+    decision = check_weights(run)
+    if not decision.proceed:
+        raise training_halted(run, decision)
+    has_trained = run.state.step > run.resumed_step
+    if has_trained:
+        save(run)
+    if code != FAILED:
+        return report_stop(run, code)
+    failure = batches.failure
+    if failure is not None and not isinstance(failure, InputError):
+        raise failure
+    reason = failure or "another process has no more packs; see its message"
+    saved = f". Step {run.state.step} is saved" if has_trained else ""
+    raise InputError(f"{reason}{saved}")
+
+
+def report_stop(run: Run, signal_number: int) -> int:
+    """Report the signal that stopped the run, and the next start's action. Return its number."""
+    next_start = "evaluate and export it" if run.state.finished else "resume from here"
+    run.console.notice(
+        f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
+        f"start the run again to {next_start}"
+    )
+    return signal_number
+
+
+def save_last(run: Run, stop: StopRequest) -> int:
+    """Save the last step if this process trained it and `checkpoint.at_end` is set.
+
+    Collective. Returns the number of a signal that arrived meanwhile, else 0.
+    """
+    if not run.job.recipe.checkpoint.at_end or run.state.step <= run.resumed_step:
+        return 0
+    save(run)
+    signal_number = largest_over_ranks(run.accelerator, stop.requested or 0)
+    return report_stop(run, signal_number) if signal_number else 0
+
+
+@torch.no_grad()
+def check_weights(run: Run) -> StepDecision:
+    """Decide whether the weights may be saved: every weight must be finite.
+
+    The last update may have overflowed a weight. Its loss and gradient norm cannot show that,
+    because they were computed before the update. A stop is recorded in metrics.jsonl. Collective.
+    """
+    overflowed = {}
+    for name, parameter in run.assembly.hf.named_parameters():
+        weight = local_part(parameter)
+        # The infinity norm allocates nothing of the weight's size.
+        largest = torch.linalg.vector_norm(weight, math.inf) if weight.numel() else torch.zeros(())
+        overflowed[name] = ~largest.to(run.accelerator.device).isfinite()
+    on_ranks = run.accelerator.reduce(torch.stack(list(overflowed.values())).float(), "sum")
+    names = [name for name, ranks in zip(overflowed, on_ranks.tolist(), strict=True) if ranks]
+    if not names:
+        return StepDecision()
+    decision = run.health.judge_overflow(names, can_go_back=run.checkpoints.latest is not None)
+    if decision.action == "stop":
+        run.trackers.log({"step": run.state.step, "event": "halted", "reason": decision.reason})
+    return decision
+
+
+def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
+    """Return the exception that ends a run at a bad step, with its reason and remedy.
+
+    Waits for the save in the background, and raises InputError if that failed. Collective.
+    """
+    run.checkpoints.wait()
+    return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")
+
+
+# ── Restore ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def restore(
     source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Restore the run's memory to the state of `source`. Return the counters and notes for the user.
+    """Restore the run's memory to the state of `source`.
 
-    Collective. The caller still has to call `Checkpoints.abandon_newer`.
+    Return the counters and notes for the user. Collective. The caller still has to call
+    `Checkpoints.abandon_newer`.
     """
-    progress = source.record["progress"] | {
-        "steps": job.plan.steps,
-        "shift": source.shift(job),
-        "place": source.place(job),
-    }
-    state = TrainState(**progress)
+    place = {"shift": source.shift(job), "place": source.place(job)}
+    state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | place)
     notes = load_weights(source, checkpoints, job.recipe.weights, assembly)
     set_updates_done(assembly.optimizer, state.step - state.skipped_steps)
     health.state = source.health
@@ -65,7 +214,7 @@ def load_weights(
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
-    stored: dict[str, torch.Tensor] = {}
+    stored: dict[str, Tensor] = {}
     targets = assembly.optimizer_tensors | histories_in(source, assembly)
     if saved != mode:
         dtype = getattr(torch, WEIGHT_DTYPES[saved])
@@ -90,10 +239,12 @@ def load_weights(
         return []
     for name, parameter in parameters.items():
         remainder = targets.pop(f"remainder/{name}", None)
-        master = master_of(
-            local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
+        assembly.optimizer.set_master(
+            parameter,
+            master_of(
+                local_part(stored.pop(name)), None if remainder is None else local_part(remainder)
+            ),
         )
-        assembly.optimizer.set_master(parameter, master)
     if mode == "bf16":
         return [f"weights: {saved} became {mode}; the lower 16 bits of each weight are LOST"]
     return [f"weights: {saved} became {mode}; nothing is lost, and updates are exact from now on"]
@@ -128,7 +279,7 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
         )
 
 
-def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, torch.Tensor]:
+def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
     """Return the live histories and scales of delayed scaling if the checkpoint holds them."""
     return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
@@ -140,14 +291,15 @@ def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
         for name, entry in read_manifest(source.path).optimizer.items()
         if name.startswith(PREFIX)
     }
-    live = assembly.context.saved_state()
-    return saved == {name: tuple(tensor.shape) for name, tensor in live.items()}
+    return saved == {
+        name: tuple(tensor.shape) for name, tensor in assembly.context.saved_state().items()
+    }
 
 
 def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
     """Return whether the present precision has histories that the checkpoint's cannot continue.
 
-    These may be of other products, or of other gradients than those to come. Then call
+    The saved histories may belong to other products, or to gradients of another size. Then call
     `Assembly.start_precision` after the checkpoint's weights are loaded. Before that, histories are
     those of the weights that the model was built with, whose gradients are many times as large.
     """
@@ -168,9 +320,8 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     change the precision. Delayed scaling fills histories that the checkpoint lacks.
     """
     require_restored(source, run.assembly)
-    schedule = run.precision.schedule
-    name = schedule.at(run.state.step + 1).precision.name
-    names = [active.precision.name for active in schedule.precisions()]
+    name = run.precision.schedule.at(run.state.step + 1).precision.name
+    names = [active.precision.name for active in run.precision.schedule.precisions()]
     if not source.is_branch and source.record["precision"] in names:
         name = source.record["precision"]
     run.precision.use(name)
@@ -185,8 +336,8 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 # ── After a bad step ──────────────────────────────────────────────────────────────────────────────
 
 
-def roll_back(run: Run, reason: str) -> None:
-    """Restore the newest good checkpoint, and go on with the packs after those of the judged step.
+def roll_back(run: Run, reason: str | None) -> None:
+    """Restore the newest good checkpoint, and continue after the packs of the judged step.
 
     All ranks call this after that step. If the run has gone back to that checkpoint before, and has
     failed again on other packs, it takes the checkpoint before it if that still exists.
@@ -216,10 +367,13 @@ def roll_back(run: Run, reason: str) -> None:
         place=judged.place,
     )
 
-    switched_after = run.health.state.switched_after
-    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(switched_after)
+    run.precision.schedule = run.precision.schedule.switched_to_bf16_after(
+        run.health.state.switched_after
+    )
     resume_precision(run, source)
-    run.observers.go_back(step)
+    # New observers check the next two steps, as after a start.
+    run.observers.finish()
+    run.observers = make_observers(run)
     run.write_audit()
     if run.accelerator.is_main_process:
         _record_rollback(run, f"step {judged.step}: {reason}")
@@ -233,12 +387,12 @@ def roll_back(run: Run, reason: str) -> None:
 def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint:
     """Return the checkpoint that a rollback from `judged` restores."""
     # Without a checkpoint of its own, the run goes back to the one that it was resumed from.
-    path = checkpoints.newest() or checkpoints.latest
+    path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
     if record["progress"]["left_out"] != judged.left_out:
         path = checkpoints.newest(before=record["progress"]["step"]) or path
         record = checkpoints.read_state(path)
-    return ResumePoint(path, record, [], is_branch=not checkpoints.owns(path))
+    return ResumePoint(path, record, is_branch=not checkpoints.owns(path))
 
 
 def _record_rollback(run: Run, reason: str) -> None:
