@@ -1,1 +1,1 @@
-"""The engine of the launcher, one concern a module; imports run one way, from `precision` to `train_accelerate.py`."""
+"""The training engine. Packages import one way, from `precision` to `run`."""

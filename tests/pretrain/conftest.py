@@ -1,4 +1,7 @@
-"""Tiny models as the launcher builds them, packs to feed them, plain transformers to compare with, an Accelerator on the CPU."""
+"""Fixtures of the tests of training: tiny models, packs, plain transformers and an Accelerator.
+
+Models are built as the launcher builds them.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ _SHAPES = {
 
 
 def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> ActivePrecision:
-    """As selection gives it to a run."""
+    """Return the precision as `selection` returns it for a run."""
     return ActivePrecision(
         precision,
         precision_called(precision),
@@ -65,13 +68,14 @@ def active_in(precision: str, backend: str = "emulation", **fp8_config: Any) -> 
 
 
 def to_nearest(precision: str) -> dict[str, bool]:
-    """The option of a precision that rounds by chance not to do so."""
+    """Return the option that turns stochastic rounding off, if the precision has it."""
     return dict.fromkeys(
         {"disable_stochastic_rounding"} & precision_called(precision).options.keys(), True
     )
 
 
 def emulation_of(precision: str, **fp8_config: Any) -> EmulationEngine:
+    """Return the engine that emulates `precision` on the CPU."""
     return EmulationEngine(active_in(precision, **fp8_config), torch.device("cpu"))
 
 
@@ -94,7 +98,10 @@ def linear_of(
 
 @contextmanager
 def on_a(device: str) -> Iterator[Accelerator]:
-    """ "cpu" or "cuda". accelerate keeps its state in the process: begun anew here, and not left behind."""
+    """Yield a new Accelerator on `device`, "cpu" or "cuda".
+
+    accelerate keeps its state in the process. The state is reset before and after.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     yield Accelerator(cpu=device == "cpu", mixed_precision="no")
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -139,7 +146,10 @@ def build_model() -> Callable[..., PackedLanguageModel]:
 
 @pytest.fixture
 def plain_copy() -> Callable[[PackedLanguageModel], PreTrainedModel]:
-    """An unmodified transformers model with eager attention and the same weights, in evaluation mode."""
+    """Return a function that copies a model's weights into a plain transformers model.
+
+    The copy has eager attention and is in evaluation mode.
+    """
 
     def copy(packed: PackedLanguageModel) -> PreTrainedModel:
         plain = AutoModelForCausalLM.from_config(packed.hf.config, attn_implementation="eager")
@@ -151,7 +161,10 @@ def plain_copy() -> Callable[[PackedLanguageModel], PreTrainedModel]:
 
 @pytest.fixture(scope="session")
 def plain_loss() -> Callable[[PreTrainedModel, Sequence[Pack]], Tensor]:
-    """Mean next-token loss of all documents of the packs, each run by itself through the plain model."""
+    """Return a function that computes the mean next-token loss of the documents of packs.
+
+    The plain model processes one document at a time.
+    """
 
     def loss(plain: PreTrainedModel, packs: Sequence[Pack]) -> Tensor:
         losses = []
@@ -171,16 +184,19 @@ def plain_loss() -> Callable[[PreTrainedModel, Sequence[Pack]], Tensor]:
 
 @pytest.fixture(scope="session")
 def random_packs() -> Callable[..., list[Pack]]:
-    """Packs of random tokens with documents of the lengths given; what they leave of `length` is a padding tail."""
+    """Return a function that makes packs of random tokens with documents of the given lengths.
+
+    The rest of `length` is padding.
+    """
 
     def make(lengths: Sequence[Sequence[int]], length: int, seed: int = 0) -> list[Pack]:
         rng = np.random.default_rng(seed)
         return [
             Pack(
                 rng.integers(VOCABULARY, size=length).astype(np.uint32),
-                np.array(each, dtype=np.int32),
+                np.array(document_lengths, dtype=np.int32),
             )
-            for each in lengths
+            for document_lengths in lengths
         ]
 
     return make
@@ -189,8 +205,11 @@ def random_packs() -> Callable[..., list[Pack]]:
 def attention_of(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Softmax over each query's document up to itself, [heads, T, T], and what it makes of v; q [T, heads, D], and k and v of as
-    many heads or of one for several."""
+    """Return the attention probabilities [heads, T, T] and the output [T, heads, D].
+
+    A query attends to its document up to itself. q has the shape [T, heads, D]. k and v may have
+    fewer heads, as in grouped-query attention.
+    """
     k, v = (states.repeat_interleave(q.shape[1] // states.shape[1], dim=1) for states in (k, v))
     mask = attention.document_mask(cu_seqlens, len(q), len(q))[0]
     scores = scale * torch.einsum("thd,shd->hts", q, k)
@@ -207,24 +226,29 @@ def attention_gradients(
     cu_seqlens: Tensor,
     scale: float,
 ) -> list[Tensor]:
-    """Gradients of q, k and v, after checking that `output` is theirs."""
+    """Check `output`, and return the gradients of q, k and v."""
     p, expected = attention_of(q, k, v, cu_seqlens, scale)
     assert torch.equal(output, expected)
-    heads, group = k.shape[1], q.shape[1] // k.shape[1]
+    heads = k.shape[1]
+    group = q.shape[1] // heads
     k, v = (states.repeat_interleave(group, dim=1) for states in (k, v))
     d_s = (
         scale
         * p
         * (torch.einsum("thd,shd->hts", d_output, v) - (d_output * output).sum(-1).T[:, :, None])
     )
-    dk, dv = torch.einsum("hts,thd->shd", d_s, q), torch.einsum("hts,thd->shd", p, d_output)
+    dk = torch.einsum("hts,thd->shd", d_s, q)
+    dv = torch.einsum("hts,thd->shd", p, d_output)
     dk, dv = (gradient.unflatten(1, (heads, group)).sum(2) for gradient in (dk, dv))
     return [gradient.contiguous() for gradient in (torch.einsum("hts,shd->thd", d_s, k), dk, dv)]
 
 
 @pytest.fixture
 def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Formulas in place of the package's two calls, with what they return, and where it goes; to be changed by tests."""
+    """Replace the two functions of FlashAttention-4 by formulas with the same interface.
+
+    Tests may change the returned functions.
+    """
 
     def forward(
         q, k, v, *, cu_seqlens_q, softmax_scale: float, causal: bool, return_lse: bool, **options
@@ -251,8 +275,8 @@ def flash_attention_4_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespa
         assert lse.shape == (q.shape[1], len(q))
         gradients = attention_gradients(q, k, v, out, dout, cu_seqlens_q, scale)
         return tuple(
-            each if into is None else into.copy_(each)
-            for each, into in zip(gradients, (dq, dk, dv), strict=True)
+            gradient if into is None else into.copy_(gradient)
+            for gradient, into in zip(gradients, (dq, dk, dv), strict=True)
         )
 
     kernels = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)

@@ -1,4 +1,4 @@
-"""Print the tables of docs/faults.md, which list the faults and the checks that catch them:
+"""Print the tables of docs/faults.md, which list the faults and the checks that catch them.
 
     python -m tests.pretrain.verify.mutations --jobs 2
 

@@ -5,7 +5,7 @@ The tests of parity and the audit use them, on a CPU or on a GPU with Transforme
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.optim import Optimizer
 
 from packing.arrow import Pack
 from packing.batch import StepBatches, build_microbatch, sum_of_squares
@@ -212,14 +213,51 @@ def build_run(
         },
         gradient_checkpointing="full" if recompute else "none",
     )
-    device = accelerator.device
-    definition = precision_called(precision)
-    if not definition.quantized:
+    active = active_on(accelerator.device, precision, fp8_config)
+    packed, decisions = low_precision_model(
+        settings, active, accelerator.device, weights=weights, fused=fused, seed=seed, loss=loss
+    )
+    recipe = Recipe(
+        name="small",
+        model={"source": "any"},
+        data={"packs": "any"},
+        train={"steps": 9},
+        weights=weights,
+        optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
+        log={"fp8_statistics": 1},
+    )
+    optimizer = adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
+    prepared = prepare(packed, optimizer, accelerator)
+    packs = random_packs(4 * packs_a_microbatch, seed)
+    step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
+    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator, recipe)
+    if packed.context.state():
+        rehearse(run)
+    return run
+
+
+def active_on(
+    device: torch.device, precision: str, fp8_config: Mapping[str, Any]
+) -> ActivePrecision:
+    """Return `precision` in all layers, emulated on a CPU and by Transformer Engine on a GPU."""
+    if not precision_called(precision).quantized:
         backend = "torch"
     else:
         backend = "emulation" if device.type == "cpu" else "transformer_engine"
-    everywhere = {"keep_bf16_layers": {"last": 0}}
-    active = active_in(precision, backend, **(everywhere | fp8_config))
+    return active_in(precision, backend, **({"keep_bf16_layers": {"last": 0}} | fp8_config))
+
+
+def low_precision_model(
+    settings: ModelSettings,
+    active: ActivePrecision,
+    device: torch.device,
+    *,
+    weights: str,
+    fused: bool,
+    seed: int,
+    loss: LossSettings | None,
+) -> tuple[PackedLanguageModel, dict[str, Decision]]:
+    """Return a model with its linears in `active`, and the decision about each linear."""
     stored_in = torch.float32 if weights == "fp32" else torch.bfloat16
     hf = model.build(
         settings,
@@ -229,14 +267,16 @@ def build_run(
         device=device,
         backend="packed_sdpa",
     )
-    compute = getattr(torch, definition.compute_dtype)
+    compute = getattr(torch, active.precision.compute_dtype)
     engines = make_engines([active], device)
     context = PrecisionContext(
-        engines[precision], compute, backends=[*filter(None, engines.values())]
+        engines[active.requested], compute, backends=[*filter(None, engines.values())]
     )
     packed = PackedLanguageModel(hf, "packed_sdpa", loss or LossSettings(chunk=256), context)
     blocks = decoder_layers(hf)
-    decisions = decide(hf, list(blocks.values()), active) if definition.quantized else {}
+    decisions = {}
+    if active.precision.quantized:
+        decisions = decide(hf, list(blocks.values()), active)
     if fused:
         arithmetic, reason = choose_arithmetic("on", active, device.type, context)
         assert arithmetic is not None, reason
@@ -245,35 +285,23 @@ def build_run(
     wrap_layers(
         packed, settings, cast_to=compute if compute != stored_in else None, compile_layers=False
     )
-    required = {
-        "name": "small",
-        "model": {"source": "any"},
-        "data": {"packs": "any"},
-        "train": {"steps": 9},
-    }
-    recipe = Recipe(
-        **required,
-        weights=weights,
-        optimizer={"clip": clip, "learning_rate": RATE, "gradients": "fp32"},
-        log={"fp8_statistics": 1},
-    )
-    prepared = packed.train()
-    optimizer = adamw.build_optimizer(packed, recipe.optimizer, exact=weights == "bf16_exact")
-    if accelerator.is_fsdp2:
-        with sharded_as_planned(accelerator, packed, optimizer, compute, once_a_step=False):
-            prepared, _ = accelerator.prepare(packed, optimizer)
+    return packed.train(), decisions
+
+
+def prepare(
+    packed: PackedLanguageModel, optimizer: Optimizer, accelerator: Accelerator
+) -> PackedLanguageModel:
+    """Shard `packed` under FSDP2, and allocate its gradient sums."""
     stacks = packed.fused.stacks if packed.fused else ()
-    if accelerator.is_fsdp2:
-        packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)
-    else:
+    if not accelerator.is_fsdp2:
         attach_main_gradients(packed, torch.float32, stacks)
         packed.rank_sums = RankSums(packed.parameters()) if accelerator.num_processes > 1 else None
-    packs = random_packs(4 * packs_a_microbatch, seed)
-    step = step_of(packs, packs_a_microbatch, accelerator.process_index, accelerator.num_processes)
-    run = SmallRun(packed, prepared, optimizer, active, decisions, step, packs, accelerator, recipe)
-    if context.state():
-        rehearse(run)
-    return run
+        return packed
+    compute = packed.context.compute_dtype
+    with sharded_as_planned(accelerator, packed, optimizer, compute, once_a_step=False):
+        prepared, _ = accelerator.prepare(packed, optimizer)
+    packed.sharding = Sharding(packed, torch.float32, stacks, once_a_step=False)
+    return prepared
 
 
 def rehearse(run: SmallRun) -> None:
