@@ -125,7 +125,7 @@ class Sharding:
         warnings.filterwarnings("ignore", r"FSDP2-wrapped module .* returned a view tensor")
         self._groups = _groups_of(model)
         for number, group in enumerate(self._groups):
-            # The backward of the root and of a tied embedding and head overlaps with that of others.
+            # The backward of the root and of a tied embedding overlaps with that of others.
             is_root = number == 0 and group.module is model
             group.shares_memory = not (once_a_step or is_root or len(group.fsdp.modules) > 1)
         self._attach(stacks)
