@@ -185,8 +185,8 @@ def _read(settings: ModelSettings) -> tuple[type[PretrainedConfig], dict[str, An
             )
         if "auto_map" in stored and stored.get("model_type") not in CONFIG_MAPPING:
             raise InputError(
-                f"`model.source`: {settings.source} requires Python code from its folder, which is "
-                "never run here; choose another model"
+                f"`model.source`: {settings.source} requires Python code that is stored with the "
+                "model, which is never run here; choose another model"
             )
         with _refusing(f"`model.source`: {settings.source}: transformers rejects its config.json"):
             loaded = AutoConfig.from_pretrained(
@@ -231,9 +231,11 @@ def _rebased(
     if "rope_parameters" in changes:
         base.pop("rope_scaling", None)
     elif isinstance(rope := stored.get("rope_parameters"), dict):
-        apart = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-        scaling = {key: value for key, value in rope.items() if key not in apart}
-        unfolded = _without("rope_parameters", base) | apart | {"rope_scaling": scaling}
+        top_level = {
+            key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope
+        }
+        scaling = {key: value for key, value in rope.items() if key not in top_level}
+        unfolded = _without("rope_parameters", base) | top_level | {"rope_scaling": scaling}
         if file.items() <= config_values(kind, unfolded).items():
             base = unfolded
     for key in [key for key, value in base.items() if isinstance(value, list)]:
@@ -267,8 +269,9 @@ def _check_effect(
 ) -> None:
     """Raise InputError if the class of `config` has no `key`, or if `key` has no effect.
 
-    Without a source, known keys without effect are accepted. Published files contain such keys: a
-    null instead of a default, or a key that another key of the file turns off.
+    Without a source, keys that the class has are accepted even if they have no effect, because
+    published config.json files contain such keys. For example, a value is null instead of the
+    default, or another key of the file turns the key off.
 
     Args:
         config: The configuration that is made from `values`.
@@ -280,8 +283,8 @@ def _check_effect(
     without = config_values(kind, _without(key, values))
     accepted = not without or not without.items() <= config_values(kind, values).items()
     if key in without:
-        # The class adds missing entries to a dict, so the stored dict may differ from the given
-        # one.
+        # The class adds missing entries to a dict, so the dict in the configuration may differ from
+        # the dict in `values`.
         is_kept = without[key] == values[key] or isinstance(values[key], dict)
         accepted = accepted or is_kept or not over_source
     elif not accepted:

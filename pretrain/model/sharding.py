@@ -2,16 +2,18 @@
 
 accelerate creates one shard group for each decoder layer, one for the embedding and one for the
 head (one for both if they are tied), and one for all other parameters, which are those of the final
-norm. There are two modes; docs/scaling.md describes when each of them gathers and reduces a group:
+norm. There are two modes, which docs/scaling.md describes:
 
-* ZeRO-2: once a step. Each rank accumulates unsharded gradients over the microbatches of the step.
-* ZeRO-3: for each use. The gradients of each microbatch are reduced and accumulated in the shards,
-  in dtype `kept`.
+* ZeRO-2 gathers and reduces each group once a step. Each rank accumulates unsharded gradients over
+  the microbatches of the step.
+* ZeRO-3 gathers a group for each use, and reduces its gradients in each microbatch. The reduced
+  gradients are accumulated in the shards, in dtype `kept`.
 
 In both modes, unsharded gradients are in `unsharded_accumulated_grad` of FSDP2, which adds to this
 tensor and reduces it. `Sharding` allocates its memory and makes it the `main_grad` of the gathered
-parameter, so that matrix products can add to it. With ZeRO-3, the groups share the same memory,
-because only one group at a time is in its backward.
+parameter, so that matrix products can add to it. With ZeRO-3, groups share the same memory, because
+only one of them at a time is in its backward. A group whose backward overlaps with the backward of
+other groups has separate memory.
 
 FSDP2 returns reduced gradients in the dtype of the parameter, which would round the FP32 sums of
 BF16 weights. `Sharding` changes the returned dtype to `kept`. If `kept` is FP32, BF16 shards and

@@ -179,7 +179,7 @@ class StackedPass(LinearPass):
         return list(gradient.split([len(weight) for weight in self.stack.weights]))
 
     def _stacked_weight(self, *, refresh: bool) -> Operand:
-        """Return the stacked weight as an operand, quantized again if `refresh` is set.
+        """Return the stacked weight as an operand, from the cache unless `refresh` is set.
 
         Forward and backward both call this method. The pass stores no unquantized weight between
         them, because FSDP2 frees the memory of the gathered weight.

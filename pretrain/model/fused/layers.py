@@ -41,7 +41,8 @@ _FUSED = {
     "transformers.models.qwen2.modeling_qwen2.Qwen2DecoderLayer",
     "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer",
 }
-# Map the name of each matrix product of a fused layer to the linears whose weights it stacks.
+# Map the name of each matrix product of a fused layer to the names of the linears that the product
+# computes together.
 _STACKS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "self_attn.o_proj": ("self_attn.o_proj",),
@@ -96,8 +97,8 @@ def assess_layer(
             quantized.
 
     Returns:
-        The reason, or None if the layer can be fused; and the names in the model of the layer's
-        linears that are in low precision.
+        A tuple: the reason, or None if the layer can be fused, and the names in the model of the
+        layer's low-precision linears.
     """
     linears = [
         f"{name}.{part}" for part, module in layer.named_modules() if isinstance(module, LINEARS)
@@ -179,8 +180,8 @@ class FusedLayer:
         layer: The decoder layer.
         name: Name of the layer in its model.
         arithmetic: Computes the norms, the rotation and the activation between the products.
-        low_precision: Map each engine to the names in the model of those linears of this layer that
-            the engine computes in low precision. All other linears are computed in the compute
+        low_precision: Map each engine to the linears of this layer that the engine computes in low
+            precision, by their names in the model. All other linears are computed in the compute
             dtype of the context.
     """
 
@@ -261,8 +262,8 @@ class FusedLayer:
             *self.qkv.biases,
         )
         name = attention.config._attn_implementation
-        # In some models each layer has its sliding window. In others the configuration has one
-        # window for all layers.
+        # In some models, each layer has the attribute `sliding_window`. In other models, only the
+        # configuration has it, for all layers.
         window = getattr(
             attention, "sliding_window", getattr(attention.config, "sliding_window", None)
         )
@@ -275,7 +276,7 @@ class FusedLayer:
             q,
             k,
             v,
-            None,
+            attention_mask=None,
             scaling=attention.scaling,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
