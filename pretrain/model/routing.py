@@ -114,13 +114,13 @@ class Routing:
         """Names of the sums that `take_sums` returns.
 
         `router_entropy` is the entropy of the routers relative to the entropy of a uniform choice
-        among all experts. `router_loss` is the router loss without its coefficient. It is missing
-        if the router loss is off.
+        among all experts. `router_loss` is the router loss without its coefficient. If the router
+        loss is off, `router_loss` is not in the list.
         """
         return ["router_entropy", *(["router_loss"] if self.coefficient is not None else [])]
 
     def take_sums(self) -> dict[str, Tensor]:
-        """Return the sums over labels since the last call by `names`, and reset them.
+        """Return a dict from `names` to sums over labels since the last call, and reset the sums.
 
         The loads of the experts are reset too. Return an empty dictionary if there was no forward
         in training since the last call.
