@@ -147,7 +147,7 @@ class RunComparison:
     def over(cls, runs: Sequence[RunRecord], tolerance: float = TOLERANCE) -> RunComparison:
         """Compare each of `runs` with the first run.
 
-        `check_comparable` must have accepted the runs. `tolerance` is the loss difference within
+        Call `check_comparable` first. `tolerance` is the loss difference within
         which a run counts as equal to the first one, in nats per token.
         """
         labels = unique_names([run.name for run in runs], runs)
@@ -190,7 +190,7 @@ class RunComparison:
         """Return notes that explain the tables of the report.
 
         If `over_seeds` is true, the report compares groups of seeds. Then it does not compare
-        single runs step by step, and notes about runs that cannot be compared so are omitted.
+        single runs step by step, and the notes about runs that cannot be paired are omitted.
         """
         notes = []
         for compared in self.compared_runs:

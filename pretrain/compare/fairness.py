@@ -3,8 +3,8 @@
 Two runs are comparable if all settings that affect the training are equal, except for the settings
 in COMPARED and the keys that the user names with `--vary`. Two comparable runs are paired step by
 step if each step trains both runs on the same data. The loss difference of paired runs has little
-noise: in the reference runs its standard deviation is 0.005 from step to step, compared with 0.127
-for the loss itself.
+noise: in runs of recipes/small_malaysian_lm.yaml its standard deviation is 0.005, while the loss
+itself has a standard deviation of 0.127.
 """
 
 from __future__ import annotations
@@ -143,10 +143,11 @@ def check_comparable(runs: Sequence[RunRecord], vary: Sequence[str] = ()) -> Non
 def distinguishing_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Return the keys of the settings that distinguish the runs in a table.
 
-    `precision` and `weights` are not included, because tables always show them. The keys are the
-    dtypes of the optimizer, if they differ between runs; options in `fp8_config`, if they differ
-    between runs of the same precision; and all other settings in which a run differs from the first
-    run.
+    `precision` and `weights` are not included, because tables always show them. The result has
+
+    * the dtypes of the optimizer that differ between runs,
+    * the options in `fp8_config` that differ between runs of the same precision, and
+    * all other settings in which any run differs from the first run.
     """
     candidates = dict.fromkeys(
         key
@@ -217,10 +218,10 @@ def _common_steps(
 
 
 def _skipped_packs(run: RunRecord, first_step: int) -> dict[int, int]:
-    """Return the number of steps' packs that rollbacks of a run have skipped, and when it changed.
+    """Return the number of steps whose packs were skipped by rollbacks, over the course of a run.
 
-    Map `first_step`, and the step of each rollback after it, to the number of steps whose packs
-    have been skipped up to then.
+    Map `first_step`, and the step of each later rollback, to the total number of steps whose packs
+    were skipped up to this step.
     """
     skipped = {first_step: run.past["left_out"]}
     for record in run.metrics:

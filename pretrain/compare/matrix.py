@@ -59,7 +59,8 @@ def write_report(matrix: Matrix) -> str:
     """Write the report's HTML page and return the report as text for the console.
 
     The report has the baseline first, and then all finished and halted cells, the best first.
-    Halted cells are included because the mean over the other seeds would look too good otherwise.
+    Halted cells are included, because the mean over the other seeds of a halted cell would look too
+    good.
     """
     finished = [cell for cell in matrix.cells if cell.is_finished()]
     if not finished:

@@ -233,8 +233,8 @@ def start(
 ) -> StartedCell:
     """Write the cell's mark into its run folder and start the processes of the cell.
 
-    The cell uses the group of GPUs with the fewest running cells. Raises InputError if the run
-    folder contains files that no training has written. In this case, nothing is written.
+    The cell uses the group of GPUs with the fewest running cells. If the run folder cannot be
+    written, or contains files that no training has written, raise InputError and write nothing.
 
     Args:
         matrix: The matrix.

@@ -211,8 +211,8 @@ def curves_figure(comparison: RunComparison) -> Figure:
             for layer, (steps, values) in layers.items():
                 figure.add_scatter(
                     **_trace(compared, panel, layer, steps * scale, values),
-                    # Each run has one entry in the legend. Each curve of a single layer also has
-                    # one.
+                    # Each run has one entry in the legend, and each curve of a single layer has
+                    # one too.
                     showlegend=bool(layer) or (row == 1 and len(compared_runs) > 1),
                     row=row,
                     col=1,

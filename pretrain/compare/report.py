@@ -232,8 +232,8 @@ def _report_on(options: argparse.Namespace) -> Report:
 def watch(options: argparse.Namespace) -> Report | None:
     """Write the page repeatedly, until all runs have ended or Ctrl-C is pressed.
 
-    If a run has no step yet, wait until it has one. Return the last report, or None if there was
-    none because a run had no step.
+    If a run has no step yet, wait for its first step. Return the last report. Return None if no
+    report could be written, because a run had no step until the end.
     """
     report = None
     names = ", ".join(map(str, options.runs))
@@ -259,7 +259,7 @@ def watch(options: argparse.Namespace) -> Report | None:
 def _has_ended(run: RunRecord) -> bool:
     """Return True if a run is halted or finished.
 
-    Also return False for a killed run, because its files look like those of a running one.
+    Return False for a killed run too, because its files look like the files of a running run.
     """
     return "halted" in run.summary or read_finished(run.path) is not None
 

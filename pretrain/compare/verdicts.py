@@ -39,7 +39,7 @@ MOST_FOLD = math.log(1000)
 POWERS = np.arange(0.05, 1.5, 0.05)
 # Entry of the baseline in the table's column "verdict".
 BASELINE = "baseline"
-# Advice about a candidate: the recommended one, and one without a gain.
+# Advice about the recommended candidate, and about a candidate without a gain.
 USE = "use this"
 NO_GAIN = "no gain at equal loss is shown"
 # Titles of the table's columns that follow the column of the held-out loss.
@@ -92,8 +92,9 @@ class Protocol:
     def error(self) -> float:
         """Return the probability with which the interval of one candidate may miss the true value.
 
-        It is divided by the number of candidates, so that with probability CONFIDENCE no interval
-        of any candidate misses (Bonferroni).
+        The total probability of a miss, 1 - CONFIDENCE, is divided by the number of candidates. So
+        with probability CONFIDENCE, the intervals of all candidates contain the true values
+        (Bonferroni).
         """
         return (1 - CONFIDENCE) / len(self.candidates)
 
@@ -112,11 +113,11 @@ class Verdict:
     # Training loss at the end of the candidate's training, in the candidate's precision, minus the
     # baseline's training loss.
     trained: SeedDifference | None = None
-    # Median over the seeds.
+    # Median of the candidate's speed over all seeds.
     tokens_per_second: float | None = None
     # Speed of the candidate divided by the baseline's speed.
     speedup: float | None = None
-    # Peak memory.
+    # Peak memory of the candidate's training.
     memory_gib: float | None = None
     # Factor by which the training tokens would have to grow until the candidate has the baseline's
     # loss. It is estimated from the slope of the baseline's loss.
@@ -124,7 +125,7 @@ class Verdict:
     # Lower and upper end of the interval of `gain`. It combines the intervals of the speedup, the
     # loss and the slope.
     gain_interval: list[float] | None = None
-    # The verdict itself, such as "equivalent" or "broke off: was halted at step 7".
+    # The verdict as text, such as "equivalent" or "broke off: was halted at step 7".
     word: str = CANNOT_TELL
     # Estimated seconds of training until the verdict is final, if mean and spread of the loss
     # differences stay the same. None if MOST_SEEDS seeds would not be enough.

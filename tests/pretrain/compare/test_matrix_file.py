@@ -148,7 +148,10 @@ def test_cells_of_a_group_are_combined_with_its_axes_in_order(matrix):
             {"run_dir": "runs/all"},
             r"cell bf16-bf16: this cell has the same run folder as cell bf16-fp32",
         ),
-        ({"run_dir": "runs/{name}"}, r"`run_dir`: the braces in 'runs/\{name\}' cannot be replaced"),
+        (
+            {"run_dir": "runs/{name}"},
+            r"`run_dir`: the braces in 'runs/\{name\}' cannot be replaced",
+        ),
         ({"cells": [{"run_dir": "x"}]}, r"`run_dir`"),
         (
             {"accelerate": str(ROOT / "accelerate_configs" / "ddp.yaml"), "gpus": 1},
