@@ -100,9 +100,7 @@ def test_shares_and_steps_are_put_in_order_by_the_horizon() -> None:
     assert last_steps([], 10) == []
     assert last_steps([0.206, 50, None], 100) == [21, 50, 100]
     for untils in ([0.8, 50, None], [100, None], [0.001, None]):
-        with pytest.raises(
-            InputError, match=r"`precision`: phase \d of \d would begin after"
-        ):
+        with pytest.raises(InputError, match=r"`precision`: phase \d of \d would begin after"):
             last_steps(untils, 100)
 
 
