@@ -61,7 +61,8 @@ from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 from pretrain.settings.recipe import LossSettings, ModelSettings, Recipe
 
 BYTES = {"fp32": 4, "bf16": 2}  # bytes per value
-# Settings that need less memory. If none of them is set, the first one saves most.
+# Settings that need less memory, in descending order of the memory that they save in a run in which
+# none of them is set.
 TAKES_LESS = (
     "a smaller batch.microbatch, model.gradient_checkpointing=full, weights=bf16_exact, "
     "optimizer.moments=bf16, loss.chunk=1024, or shards over more devices "

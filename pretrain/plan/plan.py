@@ -157,7 +157,7 @@ class Plan:
     def flops_per_token(self) -> float:
         """Return the mean training FLOPs per token.
 
-        The FLOPs of attention are computed from `mean_squared`, the lengths of the documents.
+        The FLOPs of attention depend on the lengths of the documents (`mean_squared`).
         """
         return self.flops.step(1, self.mean_squared)
 
@@ -326,10 +326,11 @@ def fits_gathered(plan: Plan) -> bool:
 def spend_spare_memory(plan: Plan, gathered: bool | None = None) -> Plan:
     """Return a copy of `plan` that uses free memory to save time.
 
-    The copy has a longer chunk of the loss and keeps rotated tensors if the memory of its devices
-    suffices. For CPUs, and for devices of unknown memory, it does not.
+    If the memory of a device suffices, the copy has a longer chunk of the loss, and its layers keep
+    rotated queries, keys and values. For CPUs, and for devices of unknown memory, the copy has the
+    default chunk, and its layers do not keep rotated tensors.
 
-    gathered: whether weights are gathered once a step. None: they are if memory suffices.
+    gathered: whether weights are gathered only once a step. None: `fits_gathered` determines it.
     """
     if gathered is None:
         gathered = fits_gathered(plan)

@@ -48,10 +48,11 @@ def of_operand(
     return state[f"fp8/{module}/{direction}/{key}"][..., slot]
 
 
-class History(NamedTuple):
-    """The state of all operands of one direction, in FP32.
+class DirectionState(NamedTuple):
+    """The histories and scales of all operands of one direction, in FP32.
 
-    Row 0 of the history contains the amaxes of the current microbatch.
+    Each column belongs to one operand. Row 0 of the histories contains the amaxes of the current
+    microbatch.
     """
 
     amax_history: Tensor  # [length, columns]
@@ -69,7 +70,7 @@ class DelayedState:
         self._settings: OptionValues = active.settings
         self._device = device
         self._modules: list[str] = []
-        self._histories: dict[Direction, History] = {}
+        self._states: dict[Direction, DirectionState] = {}
         # The scales of the current or, outside of a forward, of the latest forward. The tensor is
         # replaced, never modified, because recomputed layers use it again.
         self.forward_scales = torch.empty(0)
@@ -93,14 +94,14 @@ class DelayedState:
         # Finish the previous backward if its callback did not run. This is the case if the backward
         # ran inside of a forward only, or if it failed.
         self._finish_backward()
-        self.forward_scales = self._history("forward").scale.clone()
+        self.forward_scales = self._state_of("forward").scale.clone()
         with overridden(self, _in_forward=True):
             yield
         if torch.is_grad_enabled():
             self._update("forward")
         else:
             # The next training step must not use the amaxes of an evaluation.
-            self._history("forward").amax_history[0].zero_()
+            self._state_of("forward").amax_history[0].zero_()
 
     def recompute(self, forward_scales: Tensor) -> AbstractContextManager[None]:
         """Return a context in which backward recomputes a layer.
@@ -113,7 +114,7 @@ class DelayedState:
     def scale(self, module: int, role: Role) -> Tensor:
         """Return the current scale of an operand, an FP32 scalar."""
         if role == "grad_output":
-            return self._history("backward").scale[_column(module, role)]
+            return self._state_of("backward").scale[_column(module, role)]
         return self.forward_scales[_column(module, role)]
 
     def record(self, module: int, role: Role, amax: Tensor) -> None:
@@ -132,7 +133,7 @@ class DelayedState:
         elif not self._recording:
             return
         direction, _ = PLACES[role]
-        newest = self._history(direction).amax_history[0, _column(module, role)]
+        newest = self._state_of(direction).amax_history[0, _column(module, role)]
         torch.maximum(newest, amax, out=newest)
 
     def state(self) -> dict[str, Tensor]:
@@ -148,7 +149,7 @@ class DelayedState:
             ]
             for direction, slots in SLOTS.items()
             for number, module in enumerate(self._modules)
-            for key, tensor in self._history(direction)._asdict().items()
+            for key, tensor in self._state_of(direction)._asdict().items()
         }
 
     def forget_pass(self) -> None:
@@ -169,26 +170,26 @@ class DelayedState:
         If torch.distributed is initialized, all processes must call this method together, because
         they use the largest amax of all processes.
         """
-        history = self._history(direction)
+        state = self._state_of(direction)
         if dist.is_initialized():
-            dist.all_reduce(history.amax_history[0], op=dist.ReduceOp.MAX)
+            dist.all_reduce(state.amax_history[0], op=dist.ReduceOp.MAX)
         grid = self._precision.grid(
             self._settings, "input" if direction == "forward" else "grad_output"
         )
         updated = update_scale(
-            *history, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
+            *state, grid.maximum, self._settings.margin, self._settings.amax_compute_algo
         )
-        for live, new in zip(history, updated, strict=True):
+        for live, new in zip(state, updated, strict=True):
             live.copy_(new)  # in place, because `state` returns views of the tensor
 
-    def _history(self, direction: Direction) -> History:
-        if direction not in self._histories:
+    def _state_of(self, direction: Direction) -> DirectionState:
+        if direction not in self._states:
             columns = len(self._modules) * len(SLOTS[direction])
-            self._histories[direction] = History(
+            self._states[direction] = DirectionState(
                 torch.zeros(self._settings.amax_history_len, columns, device=self._device),
                 torch.ones(columns, device=self._device),
             )
-        return self._histories[direction]
+        return self._states[direction]
 
 
 def _column(module: int, role: Role) -> int:

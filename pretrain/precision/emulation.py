@@ -42,10 +42,10 @@ class Operand(NamedTuple):
 
 
 class BothWays(NamedTuple):
-    """An operand [rows, features] for two products: one sums along features, one along rows.
+    """An operand [rows, features], quantized separately for each of its two products.
 
-    Forward quantizes an input only along its features. In backward, `EmulatedGemm.restore`
-    quantizes it along its rows.
+    One product sums along the features, the other product sums along the rows. Forward quantizes an
+    input only along its features. In backward, `EmulatedGemm.restore` quantizes it along its rows.
     """
 
     # The Operand for the sum along features, or None for an input in backward.

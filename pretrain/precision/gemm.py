@@ -160,7 +160,7 @@ class Gemm(ABC):
 
     @staticmethod
     def restore(tensors: Sequence[Tensor | None], rest: Any) -> Sequence[Operand]:
-        """Return the operands that were passed to `save`. The arguments are the result of it."""
+        """Return the operands for which `save` returned `tensors` and `rest`."""
         return tensors
 
     @staticmethod

@@ -17,10 +17,10 @@ column by column. In the terms of torch, which stores matrices row by row, this 
 
     d [n, m] = b [n, k] a [m, k]^T + beta c
 
-cublasLt calls an operand transposed or not. `a` is stored as [m, k] if it is transposed, else as
-[k, m]. `b` is stored as [k, n] if it is transposed, else as [n, k]. Before Blackwell, FP8 products
-need `a` to be transposed and `b` not to be transposed. The signatures and constants are from
-cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are the same in CUDA 12.
+In cublasLt, each operand is marked as transposed or not. `a` is stored as [m, k] if it is
+transposed, else as [k, m]. `b` is stored as [k, n] if it is transposed, else as [n, k]. Before
+Blackwell, FP8 products require that `a` is transposed and `b` is not. The signatures and constants
+are from cublasLt.h, cublas_api.h and library_types.h of CUDA 13.0. They are the same in CUDA 12.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ from pretrain.precision.observed import fp8_format, see
 # Size of the workspace in bytes. Transformer Engine's workspace has the same size.
 WORKSPACE = 32 * 2**20 + 1024
 _BF16 = torch.bfloat16
-# The compute capability with FP8 support here. Blackwell's FP8 products expect other layouts.
+# The only compute capability whose FP8 products this file computes. Blackwell's FP8 products expect
+# operands in other layouts.
 _FP8_ON = (9, 0)
 # The maximum number of algorithms that the heuristic may list. It lists about half as many.
 _REQUESTED = 16

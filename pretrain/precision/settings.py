@@ -344,5 +344,5 @@ class ActivePrecision:
         if self.reason is None:
             return None
         if self.precision.name == self.requested:
-            return f"{self.reason}: it is emulated"
-        return f"{self.reason}: training in {self.precision.name} instead"
+            return f"{self.reason}, so the precision is emulated"
+        return f"{self.reason}, so the run trains in {self.precision.name} instead"
