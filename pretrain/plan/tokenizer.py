@@ -64,7 +64,7 @@ class Data(Protocol):
 def with_tokens(
     model: ModelSettings, settings: DataSettings, data: Data | None, *, needed: bool = False
 ) -> ModelSettings:
-    """Return a copy of `model` with vocabulary keys from the tokenizer that `model` does not set.
+    """Return a copy of `model` in which missing vocabulary keys are set from the tokenizer.
 
     The tokenizer is the one in the recipe's `data.tokenizer`, or otherwise the tokenizer of the
     packs. `model` is returned unchanged if there is no tokenizer, and if the model has weights or
@@ -200,9 +200,9 @@ def load_tokenizer(
 def _place(settings: DataSettings, model: ModelSettings, data: Data | None) -> str | None:
     """Return the place (file, folder or hub repository) of a run's tokenizer, or None.
 
-    It is the first of these that has a tokenizer: the recipe's `data.tokenizer`, the model's
-    `source`, and the folder of the packs. The `source` of a model from scratch is skipped if the
-    folder of the packs has a tokenizer.json.
+    The first choice is the recipe's `data.tokenizer`, or the model's `source` if the recipe does
+    not set `data.tokenizer`. If there is no tokenizer in this place, it is the folder of the packs.
+    If that folder has a tokenizer.json, the `source` of a model from scratch is not used.
     """
     file = data.beside("tokenizer.json") if data else None
     # The weights in `source` were trained with the ids of its tokenizer. A model from scratch has
@@ -283,9 +283,9 @@ def positions_of(config: PretrainedConfig) -> int | None:
 def encoded_prompt(
     tokenizer: PreTrainedTokenizerBase, prompt: str, model: PretrainedConfig
 ) -> BatchEncoding:
-    """Return the token ids of `prompt`, [1, tokens] int64, without added special tokens.
+    """Encode `prompt` without adding special tokens. The `input_ids` are [1, tokens] int64.
 
-    For an empty prompt, return the BOS token, or the EOS token if the tokenizer has no BOS token.
+    An empty prompt is replaced by the BOS token, or by the EOS token if there is no BOS token.
     Raise InputError if the prompt has as many tokens as the model supports, so that no token could
     be generated.
 

@@ -4,8 +4,8 @@ This file also contains the Hadamard transform, which FP4 formats apply before t
 
 torch.compile compiles a quantizer to a single loop, which reads a block, computes its amax, and
 writes the operand. The code must not join the blocks before the last step, and must not split the
-last dimension of a transposed tensor. Both would result in two loops, which can double the time on
-a GPU.
+last dimension of a transposed tensor. Either of these would result in two loops, which can double
+the time on a GPU.
 """
 
 from __future__ import annotations
