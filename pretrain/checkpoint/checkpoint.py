@@ -475,7 +475,7 @@ def free_memory() -> int:
     control groups, and kill a job that exceeds its limit.
     """
     free = psutil.virtual_memory().available
-    with suppress(OSError):  # not Linux
+    with suppress(OSError):  # the machine does not run Linux
         name = Path("/proc/self/cgroup").read_text().strip().rpartition(":")[2]
         group = GROUPS / name.lstrip("/")
         # The limits of the parent groups apply too. In a container, the outermost folder is the

@@ -21,7 +21,7 @@
      "sha256": "of everything above, to detect a flipped bit in the manifest"}
 
 A checkpoint is set aside in three cases: the run went back to an earlier step, the checkpoint was
-written again, or the checkpoint is older than those that the run keeps.
+written again, or the checkpoint is older than the checkpoints that the run keeps.
 
 Each file is flushed to the disk. The manifest is written after all other files, and only then is
 the folder renamed to step-*. Therefore a folder with this name is complete, even if a process or
@@ -89,7 +89,7 @@ _log = logging.getLogger(__name__)
 
 
 def step_folder(parent: Path, step: int) -> Path:
-    """Return the folder of checkpoint `step` in `parent`."""
+    """Return the path in `parent` of the checkpoint of step `step`."""
     return parent / f"step-{step:08d}"
 
 
@@ -207,7 +207,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Files and tensors of a checkpoint."""
+    """Content of manifest.json: the files and tensors of a checkpoint."""
 
     step: int
     # Number of ranks that wrote the checkpoint.

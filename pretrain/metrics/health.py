@@ -22,7 +22,7 @@ from foundation.errors import InputError
 from foundation.units import percent
 from pretrain.settings.recipe import HealthSettings
 
-# Number of recent steps that a loss is compared with.
+# The loss of a step is compared with the losses of this number of recent steps.
 WINDOW = 100
 # Number of losses that must be recorded before the first spike can be detected. Fewer losses do not
 # suffice to measure the noise.
@@ -50,7 +50,7 @@ STARVED_SHARE = 0.05
 
 
 class TrainingHalted(InputError):
-    """The run stopped itself because of a bad step. The message says what to change."""
+    """Exception of a run that stops itself because of a bad step. The message has the remedy."""
 
     kind = "halted"
     status = 3
@@ -82,7 +82,7 @@ def further_off(place: Sequence[float], usual: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class StepDecision:
-    """Decision about a step, made after its backward and before its update."""
+    """Decision about a step. It is made after the backward and before the update of the step."""
 
     action: Literal["update", "skip", "rollback", "stop"] = "update"
     # Reason for the decision, which is shown to the user. With the action "update" it is a warning,

@@ -50,12 +50,12 @@ NUMBERS = r"(?: \d+gb?)?(?: hbm\d\w*)?"
 # The patterns match whole names. An "RTX 4090 D", the RTX 4090 of a laptop and a MIG slice of an
 # A100 must not match, because their peaks differ from those of the full devices.
 PEAKS = (
-    # NVIDIA A100 data sheet (2188504): BF16 312 | 624 sparse for SXM and PCIe.
+    # NVIDIA A100 data sheet (2188504): BF16 is 312 dense and 624 sparse, for SXM and PCIe.
     # An A100 without a memory size in its name is assumed to have 80 GB.
     Peak(r"a100(?: sxm4| pcie)? 40gb", memory=39.3, bf16=312.0, fp32=19.5),
     Peak(rf"a100(?: sxm4| pcie| pg509)*{NUMBERS}(?: pcie)?", memory=79.1, bf16=312.0, fp32=19.5),
-    # NVIDIA H100 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; PCIe 1,513 and 3,026; NVL 1,671 and
-    # 3,341.
+    # NVIDIA H100 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, PCIe 1,513 and
+    # 3,026, NVL 1,671 and 3,341.
     Peak(r"h100 pcie", memory=79.1, bf16=756.5, fp8=1513.0, fp32=51.0),
     Peak(r"h100 nvl", memory=93.0, bf16=835.5, fp8=1670.5, fp32=60.0),
     Peak(
@@ -66,8 +66,8 @@ PEAKS = (
         fp32=67.0,
         capability=(9, 0),
     ),
-    # NVIDIA H200 data sheet, sparse: SXM 1,979 BF16, 3,958 FP8; NVL 1,671 and 3,341. The GH200 has
-    # the peaks of the SXM.
+    # NVIDIA H200 data sheet, sparse peaks in BF16 and FP8: SXM 1,979 and 3,958, NVL 1,671 and
+    # 3,341. The GH200 has the peaks of the H200 SXM.
     Peak(r"h200 nvl", memory=139.8, bf16=835.5, fp8=1670.5, fp32=60.0),
     Peak(
         rf"h200(?: sxm5?)?{NUMBERS}",
@@ -80,25 +80,26 @@ PEAKS = (
     # In the name "GH200 480GB", 480 GB is the memory of the CPU. The GPU has 96 GB.
     Peak(r"gh200 144gb?(?: hbm3e)?", memory=142.4, bf16=989.5, fp8=1979.0, fp32=67.0),
     Peak(rf"gh200{NUMBERS}", memory=94.5, bf16=989.5, fp8=1979.0, fp32=67.0),
-    # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse and per GPU: BF16 4.5 and 5 PFLOP/s, FP8 9
-    # and 10, FP4 18 and 20.
+    # NVIDIA HGX B200 and GB200 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B200 and GB200
+    # have 4.5 and 5 in BF16, 9 and 10 in FP8, 18 and 20 in FP4.
     Peak(rf"b200{NUMBERS}", memory=178.4, bf16=2250.0, fp8=4500.0, fp4=9000.0, capability=(10, 0)),
     Peak(rf"gb200{NUMBERS}", memory=184.3, bf16=2500.0, fp8=5000.0, fp4=10000.0),
-    # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse and per GPU: BF16 4.5 and 5 PFLOP/s, FP8 9
-    # and 10. The dense FP4 peak of a GB300 is 15 PFLOP/s. For a B300 the data sheets disagree (13.1
-    # or 13.5), so the table has no FP4 peak.
+    # NVIDIA HGX B300 and GB300 NVL72 data sheets, sparse peaks per GPU in PFLOP/s. B300 and GB300
+    # have 4.5 and 5 in BF16, 9 and 10 in FP8. The dense FP4 peak of a GB300 is 15. For a B300 the
+    # data sheets disagree (13.1 or 13.5), so the table has no FP4 peak.
     Peak(rf"b300(?: sxm6)?(?: ac)?{NUMBERS}", memory=267.6, bf16=2250.0, fp8=4500.0),
     Peak(rf"gb300{NUMBERS}", memory=276.5, bf16=2500.0, fp8=5000.0, fp4=15000.0),
-    # NVIDIA L40S data sheet: BF16 362.05 | 733 sparse, FP8 733 | 1,466.
+    # NVIDIA L40S data sheet: BF16 is 362.05 dense and 733 sparse, FP8 is 733 dense and 1,466
+    # sparse.
     Peak("l40s", memory=44.3, bf16=362.05, fp8=733.0, fp32=91.6),
-    # NVIDIA RTX A6000 data sheet: 309.7 sparse, which agrees with 154.8 dense in the GA102 white
-    # paper. RTX 6000 Ada: FP8 1,457 sparse.
+    # NVIDIA RTX A6000 data sheet: BF16 is 309.7 sparse. This agrees with 154.8 dense in the GA102
+    # white paper. NVIDIA RTX 6000 Ada data sheet: FP8 is 1,457 sparse.
     Peak("rtx a6000", memory=47.4, bf16=154.8, fp32=38.7),
     Peak("rtx 6000 ada generation", memory=47.4, bf16=364.2, fp8=728.5, fp32=91.1),
-    # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 4,000 (Server Edition, Workstation Edition) and
-    # 3,511 (Max-Q) sparse, FP32 120, 125 and 110. FP8 has half the throughput of FP4, and BF16 has
-    # half the throughput of FP8. Unlike GeForce cards, these cards do not halve the throughput for
-    # FP32 accumulation.
+    # NVIDIA RTX PRO 6000 Blackwell data sheets: FP4 is 4,000 sparse for the Server Edition and the
+    # Workstation Edition, and 3,511 sparse for the Max-Q. FP32 is 120, 125 and 110. FP8 has half
+    # the throughput of FP4, and BF16 has half the throughput of FP8. Unlike GeForce cards, these
+    # cards do not halve the throughput for FP32 accumulation.
     Peak(
         "rtx pro 6000 blackwell server edition",
         memory=94.9,

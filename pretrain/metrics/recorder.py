@@ -29,7 +29,7 @@ from pretrain.model.gradients import gradient_of, local_part
 
 @dataclass(kw_only=True)
 class Recorder:
-    """Measures the steps of one process."""
+    """Measure duration, throughput, MFU, memory and recompilations of the steps of one process."""
 
     # FLOPs of the model. If None, records have neither TFLOP/s nor MFU.
     flops: ModelFlops | None
@@ -38,7 +38,7 @@ class Recorder:
     device: torch.device
     # Number of tokens per pack.
     pack_length: int
-    # Number of devices that share each step.
+    # Number of devices that compute each step together.
     world_size: int = 1
     # Function that returns the time in seconds.
     clock: Callable[[], float] = time.perf_counter

@@ -12,8 +12,8 @@ the results differ, because `lerp_` then uses another formula. The square root o
 correctly rounded. The square root of torch on a CPU may differ from it in the last place.
 """
 
-# Kernel arguments have no annotations that mypy needs, because Triton reads the annotations and
-# supports its own types only.
+# Kernel arguments without annotations are allowed in this file, because Triton reads annotations
+# and accepts its own types only.
 # mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def decay_begins(settings: ScheduleSettings, total_steps: int) -> int | None:
 
 
 def check(settings: ScheduleSettings, total_steps: int) -> None:
-    """Raise InputError if warm-up and decay do not fit into `total_steps`."""
+    """Raise InputError if warm-up and decay together have more than `total_steps` steps."""
     decay = decay_steps(settings, total_steps)
     if settings.warmup + decay > total_steps:
         of_decay = f" and `schedule.decay: {settings.decay:g}` ({decay:,} steps)" if decay else ""

@@ -348,7 +348,7 @@ def _reference(
     rounded_losses, rounded = computed()
     # Free the memory of the weights. Without this call it would be freed by the garbage collector
     # at a later time, because a module with a replaced forward is part of a reference cycle.
-    plain.to("meta")  # type: ignore[arg-type]  # wrong in transformers
+    plain.to("meta")  # type: ignore[arg-type]  # transformers annotates the argument wrongly
     squares = from_all_ranks((rounded_losses - losses).double().square().sum().item())
     loss_noise = math.sqrt(sum(squares) / tokens)
     loss = sum(from_all_ranks(losses.double().sum().item())) / tokens
