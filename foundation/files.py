@@ -48,9 +48,9 @@ def fsync(path: Path) -> None:
 def by_umask(path: Path) -> None:
     """Set the mode of a file to the read and write permissions of its folder.
 
-    safetensors ignores the umask when it creates a file. The folder was
-    created with the umask, so its mode shows which permissions the umask grants. On a file system
-    without modes, such as exFAT or an SMB mount, the file keeps its mode.
+    safetensors ignores the umask when it creates a file. The folder was created with the umask, so
+    its mode shows which permissions the umask grants. On a file system without modes, such as exFAT
+    or an SMB mount, the file keeps its mode.
     """
     with suppress(OSError):
         path.chmod(path.parent.stat().st_mode & 0o666)
@@ -127,7 +127,7 @@ def hash_of(content: Any) -> str:
 
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
-    """Return the hash of a file as hex digits. `algorithm` is a name of hashlib or xxhash.
+    """Return the hash of a file as hex digits. hashlib or xxhash provide `algorithm`.
 
     Raises InputError if the file cannot be read.
     """
