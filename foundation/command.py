@@ -41,9 +41,10 @@ class CommandParser(argparse.ArgumentParser):
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped by Ctrl-C") -> int:
     """Run `command` and return the exit status of the process.
 
-    `command` returns its own exit status. None means 0. The other statuses are 2 for an InputError
-    (a user's mistake) or an OSError, 3 for a training that cannot continue, 130 for Ctrl-C, and 141
-    if the program that reads stdout has closed it. Error messages are printed to stderr.
+    `command` may return an exit status. If it returns None, the exit status is 0. The other exit
+    statuses are 2 for an InputError (a user's mistake) or an OSError, 3 for a training that cannot
+    continue, 130 for Ctrl-C, and 141 if the program that reads stdout has closed it. Error messages
+    are printed to stderr.
 
     Under torchrun, only local rank 0 prints its error. All ranks record their errors for the table
     of failures that torchrun prints.

@@ -178,8 +178,8 @@ def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
     * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key
       holds only lists, any other text becomes a list with one element.
 
-    Raises InputError if `text` is not YAML or is empty. It is empty if it comes from an unset shell
-    variable, and YAML would read the empty text as null.
+    Raises InputError if `text` is not YAML or is empty. A text from an unset shell variable is
+    empty, and YAML would read the empty text as null.
     """
     if not text.strip():
         raise InputError(

@@ -137,9 +137,9 @@ def count_valid_tokens(
 ) -> int:
     """Return the number of labels of a pack whose documents have these lengths.
 
-    `trained` is the mask of the pack (`Pack.trained`). Every token with a loss is a label, with an
-    exception: the first token of each document with `mask_boundaries`, and otherwise the first
-    token of the pack.
+    `trained` is the mask of the pack (`Pack.trained`). Every token with a loss is a label, except
+    the first token of each document. Without `mask_boundaries`, only the first token of the pack is
+    excepted.
     """
     real = int(lengths.sum())
     firsts_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
@@ -345,7 +345,7 @@ def read_pack(
         if end > positions:
             raise InputError(
                 f"{packs.path}: the first document of pack {index} reaches position {end - 1:,}, "
-                f"but the model has only {positions:,} positions; write packs in which the "
+                f"but the model's last position is {positions - 1:,}; write packs in which the "
                 "positions restart at 0"
             )
     return pack

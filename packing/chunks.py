@@ -20,7 +20,7 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-# The byte order mark of little-endian UTF-32 begins with the one of UTF-16, so UTF-32 comes first.
+# The byte order mark of little-endian UTF-32 begins with the one of UTF-16, so UTF-32 is first.
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),

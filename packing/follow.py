@@ -88,7 +88,7 @@ class ReadingRun:
     def has_ended(self) -> bool:
         """Return True if the run has ended.
 
-        If the user has started the packer, the run may start later. Before that, return False.
+        If the user has started the packer, the run may start later. Until then, return False.
         """
         if self.parent is not None:
             return os.getppid() != self.parent

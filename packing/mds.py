@@ -119,7 +119,7 @@ class Shard(Packs):
             )
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.path = folder / self.record.name
-        # `zstd:7` is codec and level. The codec gets Arrow's name.
+        # An example of `compression` is `zstd:7`: codec and level. Use Arrow's name of the codec.
         codec = (entry["compression"] or "").partition(":")[0]
         self.codec = {"br": "brotli", "gz": "gzip"}.get(codec, codec)
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]

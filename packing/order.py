@@ -73,8 +73,8 @@ class Mixture:
         shares = self.share_of_packs
         packs = []
         for number, share in enumerate(shares):
-            # The rate is relative to the places that earlier sources leave. The last source takes
-            # all places that are left.
+            # The rate is relative to the places that earlier sources leave. The last source gets
+            # all remaining places.
             rate = round(_PARTS * share / sum(shares[number:]))
             packs.append(left * rate // _PARTS)
             left = left - packs[-1]
@@ -146,7 +146,8 @@ class Order:
         count = self.mixture.counts[number]
         epoch, within = np.divmod(places, count)
         first = sum(self.mixture.counts[:number])
-        # Mix the seed before the epoch is added. Otherwise, (seed 0, epoch 1) would equal (1, 0).
+        # Mix the seed before the epoch is added. Otherwise, seed 0 in epoch 1 and seed 1 in epoch 0
+        # would give the same order.
         return first + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
 
     def stop_waiting(self) -> None:
@@ -241,8 +242,8 @@ def spread(
     The algorithm is "longest processing time first" (Graham 1969) with equal numbers of packs: the
     costliest remaining pack is assigned to the cheapest microbatch that is not full. Microbatches
     are then assigned to ranks, the costliest ones first. So microbatches of similar cost run at the
-    same time on all ranks. The costliest of these goes to the rank with the lowest cost so far. Of
-    equal costs, the one with the lower index comes first.
+    same time on all ranks. The costliest of these microbatches is assigned to the rank with the
+    lowest cost so far. If costs are equal, the lower index comes first.
     """
     bins = ranks * microbatches
     room = len(costs) // bins

@@ -215,7 +215,7 @@ class _OpenPacks:
         return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
 
     def take(self, room: int, most: int) -> list[int]:
-        """Remove and return up to `most` packs with this room, the last added ones."""
+        """Remove and return up to `most` packs with this room: those that were added last."""
         packs = self._by_room[room]
         taken = packs[-most:]
         del packs[-most:]

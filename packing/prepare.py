@@ -45,9 +45,9 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
     """Make the packs that `settings` describe, unless the packs exist, and return their folder.
 
     All processes may call this function. The first process locks the packs and makes them. The
-    others wait for the lock and then find the packs. On a file system without locks, the first rank
-    of a launch makes the packs, and the other ranks wait until the packs exist. A second command
-    raises InputError there.
+    other processes wait for the lock, and then find that the packs exist. On a file system without
+    locks, the first rank of a launch makes the packs, and the other ranks wait until the packs
+    exist. On such a file system, a second command that makes the same packs raises InputError.
 
     Raises InputError if settings or text cannot be used, or if the disk is full.
     """

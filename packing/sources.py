@@ -183,7 +183,7 @@ class FileSource:
                     yield replace(chunk, after={"file": number} | chunk.after)
 
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of complete lines. A line longer than `size` gives a longer chunk."""
+        """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`."""
         at = place.get("at", 0)  # offset in bytes
         line = place.get("line", 1)
         with open_stream(path) as stream:

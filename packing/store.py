@@ -1,4 +1,4 @@
-"""Open the packs of a `data` section in any format (Arrow, MDS, token .bin), and hold some out."""
+"""Open training packs and held-out packs in any format (Arrow, MDS, token .bin)."""
 
 from __future__ import annotations
 

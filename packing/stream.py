@@ -50,8 +50,8 @@ ENDLESS = 2**62  # number of packs that a stream reports, because its real numbe
 LOOK = 0.05  # seconds between two checks whether a part exists
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
-# Environment variables by which a launcher asks its processes to report their end. The packer must
-# not inherit them.
+# Environment variables that make the processes of a launcher report their exit. The packer must not
+# inherit them.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 

@@ -102,7 +102,7 @@ def test_a_document_longer_than_the_position_table_is_rejected(split: str, tmp_p
             if positions == 64:
                 check_tokens(data, 61, None, most_positions(config))
             else:
-                with pytest.raises(InputError, match="to position 63"):
+                with pytest.raises(InputError, match="reaches position 63"):
                     check_tokens(data, 61, None, most_positions(config))
     check_tokens(data, 61, None, most_positions(LlamaConfig(max_position_embeddings=16)))
 
