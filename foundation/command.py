@@ -55,7 +55,8 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
     """
     try:
         status = command()
-        print(end="", flush=True)  # raises BrokenPipeError here if stdout is closed
+        # The flush raises BrokenPipeError here if stdout is closed.
+        print(end="", flush=True)
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
         status = SIGINT_STATUS

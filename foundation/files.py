@@ -118,7 +118,7 @@ class FileRecord:
 
     name: str  # relative to the folder that holds all recorded files
     size: int  # bytes
-    hashes: dict[str, str] = field(default_factory=dict)  # algorithm -> hex digest; may be empty
+    hashes: dict[str, str] = field(default_factory=dict)  # hex digests by algorithm; may be empty
 
 
 def hash_of(content: Any) -> str:

@@ -14,7 +14,7 @@ SHOW_AFTER = 2.0  # seconds; a shorter task shows no bar
 TERMINAL_INTERVAL = 0.5  # least number of seconds between two updates of a bar
 LOG_INTERVAL = 30.0  # least number of seconds between two lines in a log
 
-_running_tasks: list[Progress] = []  # the innermost task is the last
+_running_tasks: list[Progress] = []  # The innermost task is the last one.
 
 
 def say(text: str, shown: bool = True) -> None:

@@ -252,7 +252,7 @@ def _open_splits(path: Path) -> dict[Split, Packs]:
 
 
 def _describe(path: Path, verify: bool) -> None:
-    """Print lines that describe the packs at `path`."""
+    """Describe the packs at `path`. With `verify`, compare their files with recorded hashes."""
     splits = _open_splits(path)
     first = splits["train"]
     print(f"{path}: {type(first).__name__} of {first.length:,} tokens")

@@ -69,15 +69,15 @@ class Mixture:
 
         Each array is int64 and has the shape of `places`.
         """
-        left = np.asarray(places, np.int64)
+        remaining = np.asarray(places, np.int64)
         shares = self.share_of_packs
         packs = []
         for number, share in enumerate(shares):
             # The rate is relative to the places that earlier sources leave. The last source gets
             # all remaining places.
             rate = round(_PARTS * share / sum(shares[number:]))
-            packs.append(left * rate // _PARTS)
-            left = left - packs[-1]
+            packs.append(remaining * rate // _PARTS)
+            remaining = remaining - packs[-1]
         return packs
 
     def epochs(self, place: int) -> dict[str, float]:
@@ -247,14 +247,14 @@ def spread(
     """
     bins = ranks * microbatches
     room = len(costs) // bins
-    dealt: list[list[int]] = [[] for _ in range(bins)]
+    members: list[list[int]] = [[] for _ in range(bins)]
     load = [0] * bins
     lightest = [(0, number) for number in range(bins)]
     for index in sorted(range(len(costs)), key=lambda i: (-int(costs[i]), i)):
         _, number = heapq.heappop(lightest)
-        dealt[number].append(index)
+        members[number].append(index)
         load[number] += int(costs[index])
-        if len(dealt[number]) < room:
+        if len(members[number]) < room:
             heapq.heappush(lightest, (load[number], number))
 
     costliest_first = iter(sorted(range(bins), key=lambda number: (-load[number], number)))
@@ -263,7 +263,7 @@ def spread(
     for _ in range(microbatches):
         for rank in sorted(range(ranks), key=total.__getitem__):
             number = next(costliest_first)
-            result[rank].append(sorted(dealt[number]))
+            result[rank].append(sorted(members[number]))
             total[rank] += load[number]
     return result
 

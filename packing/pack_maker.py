@@ -170,7 +170,7 @@ def _isolated_children() -> Iterator[None]:
     safe_path = os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["PYTHONSAFEPATH"] = "1"
-    # Children inherit the mask.
+    # Child processes inherit the signal mask.
     previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

@@ -36,8 +36,8 @@ from packing.stream import LOOK
 from packing.tokenizer import load_tokenizer
 
 _COMMIT_SECONDS = 5.0  # least number of seconds between two commits of tokens
-_TOKENS = "tokens.bin"  # uint32
-_LENGTHS = "lengths.bin"  # int64, one for each document
+_TOKENS = "tokens.bin"  # token ids, uint32
+_LENGTHS = "lengths.bin"  # number of tokens of each document, int64
 _PROGRESS = "progress.json"
 
 

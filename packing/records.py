@@ -78,8 +78,8 @@ _MARK = (
 class Records:
     """Base class of rules that turn a record into a document."""
 
-    columns: tuple[str, ...]  # columns that a record must have
-    optional: tuple[str, ...]  # columns that are read if a record has them
+    columns: tuple[str, ...]  # names of the columns that a record must have
+    optional: tuple[str, ...]  # names of the columns that are read if a record has them
 
     def unread(self, record: dict[str, Any]) -> set[str]:
         """Return the names of the columns that have a value but are not read."""
@@ -168,7 +168,7 @@ class ChatColumns(Records):
     """
 
     pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
-    template: str  # Jinja
+    template: str  # text of the chat template, in Jinja
     # Names and texts of the tokenizer's special tokens, such as ("bos_token", "<s>").
     tokens: tuple[tuple[str, str | None], ...]
 
@@ -384,7 +384,7 @@ class TokenColumns(Records):
     """
 
     labels: str  # column with the token ids, or -100 for a token without a loss
-    vocabulary: int  # number of the tokenizer's ids
+    vocabulary: int  # number of token ids that the tokenizer has
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         present = [name for name in self.optional if record.get(name) is not None]

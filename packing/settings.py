@@ -262,7 +262,7 @@ LAYOUT_KEYS = ("length", "packing", "held_out")
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return `name: before -> now` for every key whose value differs."""
+    """Return `key: before -> now` for each key whose value differs, separated by semicolons."""
     names = dict.fromkeys([*before, *now])
     return "; ".join(
         f"{name}: {before.get(name)} -> {now.get(name)}"

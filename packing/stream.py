@@ -243,7 +243,7 @@ class SourceStream:
         first = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
             self.record: dict[str, Any] = record or first
-            self._parts: list[Part] = []  # the open parts, in their order
+            self._parts: list[Part] = []  # all open parts, in the order of their numbers
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
         """Return the part that has the pack at `place`.
@@ -306,7 +306,7 @@ class StreamedPacks(Packs):
         ]
         windows = [part.streamed.window for part in parts.values()]
         self.fingerprint = hash_of([content, windows])
-        # The packer that this process has started; None on the other ranks.
+        # The packer that this process has started. It is None on all other ranks.
         self.packer: PackerProcess | None = None
         self._ends = dict.fromkeys(self.sources, 0)
 
