@@ -1,6 +1,6 @@
-"""The foundation of `packing` and `pretrain`, which knows nothing of either.
+"""Building blocks that `packing` and `pretrain` share. This package imports neither of them.
 
-It has errors with a remedy, files that survive a crash, file locks and hashes, YAML and JSON, typed
-settings, command lines, signals, progress bars, units, tables, and temporary overrides of
-attributes.
+It provides an exception whose message includes a remedy, files that survive a crash, file locks and
+hashes, readers for YAML and JSON, typed settings, command lines, signals, progress bars, formatted
+numbers, tables, and temporary overrides of attributes.
 """

@@ -1,4 +1,4 @@
-"""Parse a command line, and turn the errors of a command into one message and an exit status."""
+"""Parse command lines, and report the error of a command as one message and an exit status."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import NoReturn
 
 from foundation.errors import InputError
 
-SIGINT_STATUS = 130  # of a process that SIGINT ended, as a shell reports it
-SIGPIPE_STATUS = 141  # of a process that SIGPIPE ended, as a shell reports it
+# Exit statuses that a shell reports for a process that SIGINT or SIGPIPE has ended.
+SIGINT_STATUS = 130
+SIGPIPE_STATUS = 141
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Argument parser that raises InputError, without the usage, instead of exiting.
+    """Argument parser that raises InputError instead of printing the usage and exiting.
 
-    `--help` prints the description with its line breaks.
+    `remedy` is appended to every error message. `--help` prints the description with its line
+    breaks.
     """
 
-    remedy = "--help lists the options"
+    remedy = "use --help to list the options"
 
     def __init__(self, prog: str | None = None, description: str | None = None) -> None:
         super().__init__(
@@ -29,7 +31,7 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def read(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Parse `arguments`. Options and positional arguments may come in any order."""
+        """Return the parsed `arguments`. Options and positional arguments may be in any order."""
         return self.parse_intermixed_args(arguments)
 
     def error(self, message: str) -> NoReturn:
@@ -37,26 +39,30 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped by Ctrl-C") -> int:
-    """Run `command` and return its exit status. A command that returns None exits with 0.
+    """Run `command` and return the exit status of the process.
 
-    Other statuses: 2 for a user's mistake or an OSError, 3 for a training that cannot go on, 130
-    for Ctrl-C, and 141 if the reader of stdout has gone. Their messages go to stderr.
+    `command` may return an exit status. If it returns None, the exit status is 0. The other exit
+    statuses are 2 for an InputError (a user's mistake) or an OSError, 3 for a training that cannot
+    continue, 130 for Ctrl-C, and 141 if the program that reads stdout has closed it. Error messages
+    are printed to stderr.
 
-    Under torchrun only local rank 0 prints an error. The other ranks record theirs for the table
-    that torchrun prints.
+    Under torchrun, only local rank 0 prints its error. All ranks record their errors for the table
+    of failures that torchrun prints.
 
-    Global rank 0 also writes the status to the file that PRETRAIN_STATUS_FILE names, if it is set.
-    A batch script needs this file, because `accelerate launch` exits with 1 for every failure.
+    If the environment variable PRETRAIN_STATUS_FILE is set to a path, global rank 0 also writes the
+    exit status to this file, unless `command` returns None. A batch script needs this file, because
+    `accelerate launch` exits with 1 for every failure.
     """
     try:
         status = command()
-        print(end="", flush=True)  # raises BrokenPipeError here if stdout is closed
+        # The flush raises BrokenPipeError here if stdout is closed.
+        print(end="", flush=True)
     except KeyboardInterrupt:
         print(f"\n{on_ctrl_c}", file=sys.stderr)
         status = SIGINT_STATUS
     except BrokenPipeError:
-        # The reader, such as `head`, has ended. Discard the rest of the output: the interpreter
-        # flushes stdout when it exits, and that would fail again.
+        # The program that reads stdout, such as `head`, has ended. Discard the remaining output:
+        # the interpreter flushes stdout at exit, which would raise the same error again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = SIGPIPE_STATUS
     except (InputError, OSError) as error:
@@ -68,14 +74,15 @@ def run_command(command: Callable[[], int | None], *, on_ctrl_c: str = "stopped 
 
 
 def report_error(error: InputError | OSError) -> int:
-    """Print an error, and record it for torchrun if torchrun started us. Return the exit status."""
+    """Print an error and return the exit status. Under torchrun, also record it for torchrun."""
     under_torchrun = "TORCHELASTIC_ERROR_FILE" in os.environ
     if under_torchrun:
         # Imported here because torch is slow to import, and most commands do not need it.
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
-    source = error if isinstance(error, InputError) else InputError
+    # An OSError is reported with the kind and the status of an InputError.
+    reported_as = error if isinstance(error, InputError) else InputError
     if not under_torchrun or os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{source.kind}: {error}", file=sys.stderr)
-    return source.status
+        print(f"{reported_as.kind}: {error}", file=sys.stderr)
+    return reported_as.status

@@ -6,9 +6,9 @@ from __future__ import annotations
 class InputError(Exception):
     """Error in something that the user supplied: a setting, a file, a command line or a machine.
 
-    The message names the file or the key, the mistake, and a remedy. The command line prints the
-    message alone and exits with `status`. Any other exception except OSError is a bug of
-    this project and keeps its traceback.
+    The message names the file or the key, the mistake, and a remedy. A command prints the message
+    without a traceback and exits with `status`. An OSError is reported in the same way. Any
+    other exception is a bug of this project and keeps its traceback.
     """
 
     kind = "error"  # printed before the message

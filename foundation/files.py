@@ -1,4 +1,4 @@
-"""Write files that survive a crash, hash them, compare them with records, and lock folders."""
+"""Write files that survive a crash, compare files with recorded hashes, and hold lock files."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ import xxhash
 from foundation.errors import InputError
 from foundation.reading import refusing
 
-# Error numbers of a file system that does not implement a call.
+# Error numbers that a file system returns for a call that it does not implement.
 CANNOT = (errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.ENOLCK)
-# Suffix of the hidden file that `replace_file` writes first. A killed process leaves it behind.
+# Suffix of the hidden file that `replace_file` writes first. If the process is killed before it has
+# renamed this file, the file remains on the disk.
 PARTIAL = ".partial"
 
 
 def fsync(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk.
+    """Flush a file, or the list of names in a folder, to the disk.
 
-    Flushing a file does not flush its name; flush its folder as well. Raises OSError. A file system
-    that cannot flush folders is accepted.
+    Flushing a file does not flush its name, so flush its folder as well. Raises OSError if flushing
+    fails. The error is ignored if `path` is a folder and its file system cannot flush folders.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -45,27 +46,28 @@ def fsync(path: Path) -> None:
 
 
 def by_umask(path: Path) -> None:
-    """Give a file the mode that the umask grants, taken from its folder.
+    """Set the mode of a file to the read and write permissions of its folder.
 
-    safetensors ignores the umask. A file system without modes, such as exFAT or an SMB mount, may
-    refuse; the file then keeps its mode.
+    safetensors ignores the umask when it creates a file. The folder was created with the umask, so
+    its mode shows which permissions the umask grants. On a file system without modes, such as exFAT
+    or an SMB mount, the file keeps its mode.
     """
     with suppress(OSError):
         path.chmod(path.parent.stat().st_mode & 0o666)
 
 
 def fsync_tree(folder: Path) -> None:
-    """Flush every file and folder below `folder`, whoever wrote them. Raises OSError."""
+    """Flush `folder` and all files and folders below it. Raise OSError if flushing fails."""
     for directory, _, files in os.walk(folder):
         for name in [*files, "."]:
             fsync(Path(directory, name))
 
 
 def write_file(path: Path, data: bytes) -> None:
-    """Write `data` to `path` and flush it.
+    """Write `data` to `path` and flush the file.
 
-    A crash may leave a partial file. Use this in a folder that gets its final name only when it is
-    complete.
+    A crash may leave a partial file. Use this function only in a folder that is renamed to its
+    final name when the folder is complete.
     """
     path.write_bytes(data)
     fsync(path)
@@ -74,8 +76,8 @@ def write_file(path: Path, data: bytes) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Replace the content of `path` by `data` atomically, and create its folder if necessary.
 
-    A reader sees either the old or the new content at any moment, even after a crash. Raises
-    InputError if the file cannot be written, for instance because the disk is full.
+    At any moment, even after a crash, other processes read either the old or the new content.
+    Raises InputError if the file cannot be written, for instance because the disk is full.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}{PARTIAL}")
     with refusing((OSError,), f"{path}: cannot be written", "its earlier content is unchanged"):
@@ -89,20 +91,24 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace the content of `path` by `content` as indented JSON; see `replace_file`."""
+    """Write `content` to `path` as indented JSON. Replace the file atomically (`replace_file`)."""
     replace_file(path, json.dumps(content, indent=2).encode() + b"\n")
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free bytes on the disk of `path`, or of its nearest parent that exists."""
+    """Return the number of free bytes on the disk of `path`.
+
+    `path` need not exist. Its nearest existing parent folder determines the disk.
+    """
     path = path.absolute()
     return shutil.disk_usage(
         next(folder for folder in (path, *path.parents) if folder.exists())
     ).free
 
 
-ALWAYS_HASHED_BYTES = 2**30
-# Hashing releases the interpreter lock. More threads than this only wait for the disk.
+ALWAYS_HASHED_BYTES = 2**30  # `check_files` hashes files of at most this total size
+# Threads hash files in parallel, because hashing releases the interpreter lock. More threads than
+# this would only wait for the disk.
 _THREADS = 8
 
 
@@ -112,16 +118,16 @@ class FileRecord:
 
     name: str  # relative to the folder that holds all recorded files
     size: int  # bytes
-    hashes: dict[str, str] = field(default_factory=dict)  # algorithm -> hex digest; may be empty
+    hashes: dict[str, str] = field(default_factory=dict)  # hex digests by algorithm; may be empty
 
 
 def hash_of(content: Any) -> str:
-    """Return the SHA-256 of a JSON value as hex digits. The order of keys does not matter."""
+    """Return the SHA-256 of a JSON-able value as hex digits. The order of keys does not matter."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def hash_file(path: Path, algorithm: str = "sha256") -> str:
-    """Return the hex digest of a file by an algorithm of hashlib or xxhash.
+    """Return the hash of a file as hex digits. hashlib or xxhash provide `algorithm`.
 
     Raises InputError if the file cannot be read.
     """
@@ -132,8 +138,8 @@ def hash_file(path: Path, algorithm: str = "sha256") -> str:
 def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = True) -> list[str]:
     """Compare the files in `folder` with their records. Return one line for each damaged file.
 
-    With `hashed`, every byte of a file that has recorded hashes is read. Otherwise only the sizes
-    are compared.
+    With `hashed`, compare the size of each file and all of its recorded hashes. Otherwise compare
+    only the sizes.
     """
 
     def damage(record: FileRecord) -> str | None:
@@ -145,7 +151,7 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
             return f"{record.name}: has {size} bytes instead of {record.size}"
         for algorithm, digest in record.hashes.items() if hashed else ():
             if hash_file(path, algorithm) != digest:
-                return f"{record.name}: damaged: its {algorithm} differs from the recorded one"
+                return f"{record.name}: damaged: its {algorithm} hash differs from the recorded one"
         return None
 
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
@@ -155,10 +161,10 @@ def find_damage(folder: Path, records: Iterable[FileRecord], *, hashed: bool = T
 def check_files(
     folder: Path, records: Iterable[FileRecord], remedy: str, *, hashed: bool = False
 ) -> None:
-    """Raise InputError, with `remedy`, for the first file that is missing, resized or damaged.
+    """Raise InputError, with `remedy`, for the first file that differs from its record.
 
-    Files that hold at most ALWAYS_HASHED_BYTES together are hashed. Larger ones are hashed only
-    with `hashed`; otherwise their sizes are compared, which is fast enough for every start.
+    Sizes are always compared. Hashes are compared if the files have at most ALWAYS_HASHED_BYTES in
+    total, or if `hashed` is set. Comparing sizes alone is fast enough for every start of a run.
     """
     records = list(records)
     small = sum(record.size for record in records) <= ALWAYS_HASHED_BYTES
@@ -168,20 +174,21 @@ def check_files(
 
 @contextmanager
 def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
-    """Hold the lock file `path`. Yield False if the file system has no locks.
+    """Context manager that holds the lock file `path`.
 
-    The kernel releases the lock when the process ends, even by SIGKILL, so a stale lock file never
-    has to be removed.
+    Yields True, or False if the file system has no locks. The kernel releases the lock when the
+    process ends, even if SIGKILL ends it. So no user ever has to remove an old lock file.
 
     Args:
-        path: The lock file. It names the process that holds it.
-        when_held: Called with the holder, such as "process 4711 on node3", if another process
-            holds the lock. Raise there to give up, or return to wait for the lock.
+        path: The lock file. It contains the name of the process that holds the lock.
+        when_held: Function that is called if another process holds the lock. Its argument is the
+            name of that process, such as "process 4711 on node3". The function may raise an
+            exception to give up. If it returns, `locked` waits for the lock.
 
     Raises:
         InputError: The lock file cannot be created.
     """
-    with refusing((OSError,), f"{path.parent}: cannot be written", "name another folder"):
+    with refusing((OSError,), f"{path.parent}: cannot be written", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115
     has_locks = True
@@ -196,22 +203,24 @@ def locked(path: Path, when_held: Callable[[str], object]) -> Iterator[bool]:
             if error.errno not in CANNOT:
                 raise
             warnings.warn(
-                f"{path}: this file system has no locks; do not start a second command on it",
+                f"{path}: this file system has no locks; do not start a second command that uses "
+                "this folder",
                 stacklevel=3,
             )
             has_locks = False
         file.truncate(0)
-        # On a full disk the lock file stays empty, and its holder has no name.
+        # On a full disk the lock file stays empty. Other processes then report the process that
+        # holds the lock as "another process".
         with suppress(OSError):
             os.write(file.fileno(), f"process {os.getpid()} on {socket.gethostname()}".encode())
         yield has_locks
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether a process holds the lock file `path`.
+    """Return True if a process holds the lock file `path`, or if the file system has no locks.
 
-    It takes the lock for a moment, which another process may notice. On a file system without
-    locks, return True.
+    To find out, this function holds the lock itself for a moment. Another process that requests the
+    lock in this moment finds it held.
     """
     try:
         with open(path, "rb") as file:

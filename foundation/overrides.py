@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def overridden(owner: Any, **values: Any) -> Iterator[None]:
-    """Give attributes of `owner` other values inside the block, and restore them afterwards."""
+    """Set attributes of `owner` to `values` inside the block, and restore them afterwards."""
     before = {name: getattr(owner, name) for name in values}
     for name, value in values.items():
         setattr(owner, name, value)

@@ -1,6 +1,6 @@
-"""Progress of long tasks: a bar on a terminal, or a line at most every half minute in a log.
+"""Show the progress of long tasks: a bar on a terminal, or a line every 30 seconds in a log.
 
-Code inside a task calls `advance`. It does not know where the progress is shown.
+Code inside a task calls `advance` for each unit of work. It needs no reference to the progress bar.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from typing import Any
 from tqdm import tqdm
 
 SHOW_AFTER = 2.0  # seconds; a shorter task shows no bar
-TERMINAL_INTERVAL = 0.5  # seconds between two updates of a bar, at least
-LOG_INTERVAL = 30.0  # seconds between two lines in a log, at least
+TERMINAL_INTERVAL = 0.5  # least number of seconds between two updates of a bar
+LOG_INTERVAL = 30.0  # least number of seconds between two lines in a log
 
-_running_tasks: list[Progress] = []  # the innermost task is the last
+_running_tasks: list[Progress] = []  # The innermost task is the last one.
 
 
 def say(text: str, shown: bool = True) -> None:
-    """Print `text` to stderr above any progress bar, so that stdout has results only."""
+    """Print `text` to stderr, above a progress bar if there is one. Print nothing unless `shown`.
+
+    stdout is kept for the results of a command.
+    """
     if shown:
         tqdm.write(text, file=sys.stderr)
 
 
 def advance() -> None:
-    """Count one more unit of the innermost running task of this process, if there is one."""
+    """Add one unit to the innermost running task of this process. Do nothing without a task."""
     if _running_tasks:
         _running_tasks[-1].update()
 
@@ -33,10 +36,10 @@ class Progress(tqdm):
     """Context manager that shows the progress of one task.
 
     Args:
-        task: The text before the bar.
-        unit: The noun that is counted. Without a unit only the task's name is shown.
-        shown: Whether to show anything at all.
-        options: Options of tqdm, such as `total` and `initial`, the number already done.
+        task: Text before the bar.
+        unit: Noun that is counted, such as "tokens". Without a unit, only `task` is shown.
+        shown: False to show nothing.
+        options: Options of tqdm, such as `total`, or `initial` (the number of units already done).
     """
 
     def __init__(self, task: str, unit: str = "", shown: bool = True, **options: Any) -> None:
@@ -49,7 +52,7 @@ class Progress(tqdm):
             leave=False,
             dynamic_ncols=True,
             mininterval=TERMINAL_INTERVAL if on_terminal else LOG_INTERVAL,
-            # A bare name that is erased afterwards is useless in a log.
+            # A task without a unit shows only its name and erases it again. Omit it in a log.
             disable=not shown or not (unit or on_terminal),
             **options,
         )

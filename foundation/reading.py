@@ -1,4 +1,4 @@
-"""Read YAML and JSON files of plain values, and turn read errors into InputError."""
+"""Read YAML and JSON files, and re-raise errors of other libraries as InputError."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import yaml
 from foundation.errors import InputError
 
 
-# libyaml's loader, because a report reads the settings of many runs.
+# The base class uses libyaml, which is fast: a report reads the settings of many runs.
 class _Loader(yaml.CSafeLoader):
     """YAML loader that rejects repeated keys and reads `1e6`, `1e-5` and `1.0e6` as numbers.
 
-    By YAML's own rules the last of several equal keys wins silently, and a number with an exponent
-    is text unless it has both a dot and a sign after the e.
+    By YAML's own rules, the last of several equal keys is used without a message. A number with an
+    exponent is a text unless it has both a dot and a sign after the `e`.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
@@ -47,14 +47,14 @@ def parse_yaml(text: str) -> Any:
 
     Raises:
         yaml.YAMLError: The text is not YAML, repeats a key, or has a tag.
-        ValueError: A date does not exist.
-        TypeError: A key is a list.
+        ValueError: The text has a date that does not exist.
+        TypeError: A key of a mapping is a list.
     """
     return yaml.load(text, Loader=_Loader)
 
 
 def load_yaml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raise InputError if the file holds none."""
+    """Return the mapping in a YAML file. Raise InputError if the file is not a YAML mapping."""
     path = Path(path)
     with refusing(
         (OSError, ValueError, TypeError, yaml.YAMLError),
@@ -74,14 +74,18 @@ def load_with_bases(
 ) -> list[tuple[Path, dict[str, Any]]]:
     """Load a YAML file and its chain of `base` files.
 
-    Return (path, values) of each file, the deepest base first. A file names its base by the key
-    `base`, as a path relative to itself. `above` has the files that build on this one. Raises
-    InputError if a file cannot be read or builds on itself.
+    The key `base` of a file is the path of its base file, relative to the folder of the file.
+    Returns a list of pairs (path, values), one for each file, with the deepest base first. `values`
+    has no key `base`. `above` is used in the recursion: the paths of the files whose chain of bases
+    leads to `path`. Raises InputError if a file cannot be read, or if it is its own base, directly
+    or through other files.
     """
     path = Path(path)
     values = load_yaml(path)
     if path.resolve() in above:
-        raise InputError(f"{path}: builds on itself; remove a `base`")
+        raise InputError(
+            f"{path}: this file is its own base, directly or through other files; remove one `base`"
+        )
     base = values.pop("base", None)
     if not base:
         return [(path, values)]
@@ -90,9 +94,9 @@ def load_with_bases(
 
 
 def load_object(path: Path, remedy: str) -> dict[str, Any]:
-    """Return the object in a JSON file.
+    """Return the object in a JSON file as a dict.
 
-    Raises InputError, with `remedy`, if the file cannot be read or holds another type.
+    Raises InputError, with `remedy`, if the file cannot be read or its value is not an object.
     """
     with refusing((OSError, ValueError), f"{path}: cannot be read", remedy):
         value = json.loads(path.read_bytes())
@@ -107,8 +111,8 @@ def load_object(path: Path, remedy: str) -> dict[str, Any]:
 def one_line(error: BaseException, *, named: bool = False) -> str:
     """Return an error's message on one line, cut to 300 characters.
 
-    An error without a message is represented by its type. With `named`, the type always comes
-    first.
+    If the message is empty, return the name of the error's type. With `named`, put the name of the
+    type before the message.
     """
     kind = type(error).__name__
     text = " ".join(str(error).split())[:300]
@@ -121,15 +125,17 @@ def one_line(error: BaseException, *, named: bool = False) -> str:
 def refusing(kinds: tuple[type[Exception], ...], what: str, remedy: str = "") -> Iterator[None]:
     """Re-raise exceptions of `kinds` from the block as InputError.
 
-    The message is `what`, the original error on one line, and `remedy`.
+    The message is `what`, then the original error on one line, then `remedy` if it is not empty.
     """
     try:
         yield
     except kinds as error:
         if isinstance(error, OSError) and error.filename and str(error.filename) in what:
-            reason = error.strerror  # without the file's name, which `what` already has
+            # `what` already names the file, so use the message without the file's name.
+            reason = error.strerror
         else:
-            # The messages of these types are unclear without the type: KeyError's is only the key.
+            # Messages of these types are unclear without the name of the type. The message of a
+            # KeyError, for example, is only the key.
             unclear = isinstance(error, (LookupError, AttributeError, AssertionError))
             reason = one_line(error, named=unclear).rstrip(". ")
         raise InputError(f"{what}: {reason}{remedy and f'; {remedy}'}") from None

@@ -1,4 +1,4 @@
-"""Typed settings that reject unknown keys, and readable messages for pydantic's errors."""
+"""Define typed settings that reject unknown keys, and write clear messages for their errors."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from foundation.reading import parse_yaml, refusing
 
 
 class Settings(BaseModel):
-    """Base class of settings: immutable, without unknown keys or non-finite numbers.
+    """Base class of settings. Objects are immutable and reject unknown keys and non-finite numbers.
 
     A subclass may define two class variables for the message about an unknown key. `OTHER_NAMES`
-    maps names of other programs, in lower case, to keys. `UNKNOWN_KEY_HELP` is a sentence that is
-    added when no similar key exists.
+    maps names of settings in other programs, in lower case, to keys of the subclass.
+    `UNKNOWN_KEY_HELP` is a sentence that is appended if no key has a similar name.
     """
 
     model_config = ConfigDict(
@@ -32,9 +32,9 @@ class Settings(BaseModel):
 
 
 def at_home(value: Any) -> Any:
-    """Expand `~/` at the beginning of a text. Return any other value unchanged.
+    """Expand `~/` at the beginning of a text. Return a value of any other kind unchanged.
 
-    A shell does not expand `~/` behind `data.packs=`, and no shell reads a recipe.
+    A shell does not expand `~/` after `data.packs=` on a command line, and never in a recipe.
     """
     if isinstance(value, str) and value.startswith("~") and "/" in value:
         return os.path.expanduser(value)
@@ -43,10 +43,10 @@ def at_home(value: Any) -> Any:
 
 Count = Annotated[int, Field(ge=0)]
 PositiveCount = Annotated[int, Field(ge=1)]
-# Tensors, files and other libraries store a seed in 64 bits.
+# Tensors, files and other libraries store a seed as a signed integer of 64 bits.
 Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
-# A path or a name, such as that of a dataset. Used where the file system decides which it is.
+# A path, or a name such as the name of a Hugging Face dataset. It is a path if this path exists.
 PathText = Annotated[str, BeforeValidator(at_home)]
 FilePath = Annotated[Path, BeforeValidator(at_home)]
 
@@ -54,11 +54,12 @@ S = TypeVar("S", bound=BaseModel)
 
 
 def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
-    """Build `cls` from `values`.
+    """Return an object of the class `cls` with the given `values`.
 
-    Raises one InputError with a line for each wrong key. Each line begins with `origin`, the name
-    of the file. pydantic reports one mistake for each member of a union. They are joined in one
-    line, or replaced by the mistake in a key inside of a member.
+    Raises one InputError with a line for each wrong key. Each line begins with `origin`, such as
+    the name of a file. If the type of a key is a union, pydantic reports one mistake for each type
+    in the union. These mistakes are joined in one line. If the key is a section that contains a
+    wrong key, only the line of the wrong key inside of the section is kept.
     """
     try:
         return cls.model_validate(values)
@@ -69,41 +70,47 @@ def parse(cls: type[S], values: dict[str, Any], origin: str) -> S:
             by_key.setdefault(key, []).append(mistake)
         lines = []
         for key, mistakes in by_key.items():
+            # The mistake inside of this section is reported instead.
             if any(other.startswith(f"{key}.") for other in by_key):
-                continue  # the mistake inside of this section is reported instead
+                continue
             subject = f"{origin}: `{key}`: " if key else f"{origin}: "
             lines.append(subject + ", or ".join(dict.fromkeys(mistakes)))
         raise InputError("\n".join(lines)) from None
 
 
-# The names that pydantic gives to the members of a union in an error's location.
+# Names of the members of a union. pydantic inserts them into the location of an error.
 _MEMBER = re.compile(r"[A-Z]\w*|.*[\[\]-].*|bool|int|float|str|tuple|dict")
 
 
 def _describe(cls: type[BaseModel], item: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the dotted key of a pydantic error and the mistake in its value.
+    """Return the dotted key of a pydantic error, and a message about the mistake in its value.
 
-    The key has no names of union members, which pydantic puts into the location.
+    `item` is one element of `ValidationError.errors()`. The location in `item` may contain names of
+    union members. They are removed from the key.
     """
     *parents, last = item["loc"] or [""]
-    is_unknown = item["type"] == "extra_forbidden"  # then `last` is the key that the user wrote
+    is_unknown = item["type"] == "extra_forbidden"  # Then `last` is the key that the user wrote.
     parts = parents if is_unknown else item["loc"]
     keys = [str(part) for part in parts if not (isinstance(part, str) and _MEMBER.fullmatch(part))]
     if is_unknown:
         return ".".join([*keys, str(last)]), f"unknown key; {_hint(cls, keys, str(last))}"
     message = item["msg"].removeprefix("Value error, ")
-    if item["type"] == "model_type":  # the value should be a section
-        message = f"a section; its keys: {', '.join(sorted(_section(cls, keys).model_fields))}"
+    if item["type"] == "model_type":
+        message = (
+            f"must be a section (its keys: {', '.join(sorted(_section(cls, keys).model_fields))})"
+        )
     if item["type"] not in ("missing", "value_error"):
-        message += f", and is {item['input']!r:.200}"
+        message += f", but is {item['input']!r:.200}"
     return ".".join(keys), message
 
 
 def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
-    """Suggest a key for the unknown key `name` in the section `keys`.
+    """Return a hint for the unknown key `name` in the section `keys`.
 
-    Keys of this section come before keys of other sections, exact names before names of other
-    programs (`OTHER_NAMES` of `cls`), and those before similar names.
+    The hint suggests the first key that is found in this order: a key with the same name, the key
+    for a name that another program uses (`OTHER_NAMES` of `cls`), a key with a similar name. If
+    several sections have a key of this name, the section `keys` is preferred. If no key is found,
+    the hint lists the keys of the section.
     """
     section = ".".join([*keys, ""]) if keys else ""
 
@@ -114,7 +121,7 @@ def _hint(cls: type[BaseModel], keys: list[str], name: str) -> str:
     for key in sorted(_keys_of(cls), key=is_outside):
         by_name.setdefault(key.rpartition(".")[2].lower(), key)
     if keys:
-        # Many things have a name. A `name` inside of a section does not mean the run's name.
+        # The key `name` is the run's name. An unknown `name` in a section has another meaning.
         by_name.pop("name", None)
     other_names = getattr(cls, "OTHER_NAMES", {})
     if match := by_name.get(name.lower()) or other_names.get(name.lower()):
@@ -135,7 +142,7 @@ def _keys_of(cls: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _members(annotation: Any) -> tuple[Any, ...]:
-    """Return the types that an annotation allows: members of nested unions, or the type itself."""
+    """Return the types that an annotation allows: the members of (nested) unions, or the type."""
     while typing.get_origin(annotation) is Annotated:
         annotation = typing.get_args(annotation)[0]
     if typing.get_origin(annotation) not in (types.UnionType, typing.Union):
@@ -151,7 +158,7 @@ def sections_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
-    """Return the settings class at the dotted key `keys`. Unknown keys are ignored."""
+    """Return the settings class at the path `keys` below `cls`. Unknown keys are skipped."""
     for key in keys:
         field = cls.model_fields.get(key)
         if field:
@@ -160,23 +167,24 @@ def _section(cls: type[BaseModel], keys: list[str]) -> type[BaseModel]:
 
 
 def value_from_text(cls: type[BaseModel], key: str, text: str) -> Any:
-    """Return the value of `key=text` on a command line.
+    """Return the value of the argument `key=text` of a command line.
 
-    `text` is YAML, unless the key holds a text or a path: YAML would read the template
-    `{title}: {text}` as a mapping. For those keys:
+    `text` is parsed as YAML, except for keys of texts and paths. YAML would read the template
+    `{title}: {text}` as a mapping. For keys of texts and paths:
 
-    * `null` is None and two quotes are the empty text.
-    * `\\n` and `\\t` are a line feed and a tab, because a shell passes them on as two characters.
-    * If the key may hold a list too, `[` begins a list. If it holds only lists, any other text is a
-      list of one.
+    * `null` means None, and two quotes mean the empty text.
+    * `\\n` and `\\t` are replaced by a line feed and a tab. A shell passes each of them on as two
+      characters.
+    * If the key may also hold a list, a text that begins with `[` is parsed as a list. If the key
+      holds only lists, any other text becomes a list with one element.
 
-    Raises InputError if the text is not YAML or is empty. An unset shell variable makes it empty,
-    and YAML would read that as null.
+    Raises InputError if `text` is not YAML or is empty. A text from an unset shell variable is
+    empty, and YAML would read the empty text as null.
     """
     if not text.strip():
         raise InputError(
-            f"command line: `{key}=` is empty; write a value, `{key}=null` for none, "
-            "or leave it out"
+            f"command line: `{key}=` has no value; either write a value, write `{key}=null` for "
+            f"no value, or remove `{key}=`"
         )
     *parents, name = key.split(".")
     field = _section(cls, parents).model_fields.get(name)
@@ -203,12 +211,12 @@ def set_value(values: dict[str, Any], key: str, value: Any) -> None:
     """
     *parents, name = key.split(".")
     for part in parents:
-        if values.get(part) is None:  # missing, or set to null
+        if values.get(part) is None:  # The section is missing or null.
             values[part] = {}
         values = values[part]
         if not isinstance(values, dict):
             raise InputError(
-                f"command line: `{key}` cannot be set: `{part}` holds {values!r:.200}, "
-                "which has no keys"
+                f"command line: `{key}` cannot be set, because `{part}` is not a section but "
+                f"{values!r:.200}"
             )
     values[name] = value

@@ -1,9 +1,9 @@
 """Turn Ctrl-C, SIGTERM, a lost terminal and a scheduler's warning into a request to stop.
 
-The training loop finishes its step, saves and exits. Signals reach the ranks of a training at
-different moments, or one rank alone. Reduce `StopRequest.requested` over the ranks at every step,
-so that all of them stop after the same step. docs/scaling.md describes how launchers pass on
-signals.
+The training loop then finishes its step, saves a checkpoint and exits. The ranks of a training
+receive a signal at different times, and sometimes only one rank receives it. So the training loop
+must combine `StopRequest.requested` of all ranks at every step (all-reduce). Then all ranks stop
+after the same step. docs/scaling.md describes how launchers pass on signals.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from contextlib import suppress
 from types import FrameType
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# A lost ssh connection, and SLURM's warning before the time limit. They stay ignored if the parent
-# process ignored them, as nohup does with SIGHUP.
+# SIGHUP means a lost ssh connection. SLURM can send SIGUSR1 as a warning before the time limit. If
+# the parent process ignores one of these signals, as nohup does with SIGHUP, it stays ignored.
 IF_NOT_IGNORED = (signal.SIGHUP, signal.SIGUSR1)
-# Two SIGINTs within this time are one Ctrl-C, delivered by the terminal and by the launcher.
+# One Ctrl-C may arrive twice, from the terminal and from the launcher. Two SIGINTs within this time
+# are therefore treated as one.
 REPEAT_SECONDS = 0.5
 _STDERR = 2  # file descriptor
 
@@ -26,17 +27,17 @@ _STDERR = 2  # file descriptor
 class StopRequest:
     """Context manager that catches SIGNALS and IF_NOT_IGNORED and records them.
 
-    Enter it in the main thread. The first signal is announced on stderr, and a second Ctrl-C ends
-    the process at once.
+    Enter it in the main thread. The first signal is announced on stderr. A second Ctrl-C ends the
+    process at once.
 
     Args:
-        passed_on: Only record the signals, in `received`. For a process that passes the signals on
-            to its children.
-        announced: Announce the first signal. Set on one rank only.
+        passed_on: True for a process that passes the signals on to its children. Then signals are
+            only recorded: none is announced, and a second Ctrl-C does not end this process.
+        announced: True to announce the first signal. Set it on one rank only.
 
     Attributes:
-        requested: The first signal, or None.
-        received: All signals in order.
+        requested: The first received signal, or None.
+        received: All received signals, in order.
     """
 
     def __init__(self, *, passed_on: bool = False, announced: bool = True) -> None:
@@ -74,13 +75,13 @@ class StopRequest:
         if received == signal.SIGINT:
             now = time.monotonic()
             if self._interrupted_at is not None and now - self._interrupted_at > REPEAT_SECONDS:
-                # Die by the signal itself, so that a calling shell or make sees an interrupt and
-                # stops as well.
+                # End the process by the signal itself, so that a calling shell or make recognises
+                # an interrupt and stops as well.
                 signal.signal(signal.SIGINT, signal.SIG_DFL)
                 os.kill(os.getpid(), signal.SIGINT)
             self._interrupted_at = self._interrupted_at or now
         if is_first and self._announced:
             text = f"{received.name}: finishing this step, then saving"
-            # The terminal may be gone, and Ctrl-C also ends a `tee` that reads our output.
+            # Writing fails if the terminal is gone. Ctrl-C also ends a `tee` that reads our output.
             with suppress(OSError):
                 os.write(_STDERR, f"\n{text}; a second Ctrl-C exits at once\n".encode())

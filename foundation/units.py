@@ -1,4 +1,4 @@
-"""Format numbers for people, such as 47.5k, 1.72 B and 1 h 52 m, and tables in Markdown."""
+"""Format numbers for users, such as 47.5k, 1.72 B and 1 h 52 m, and tables in Markdown."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def count(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     for size, suffix in ((1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, "k")):
-        # A value less than half a unit of the last digit below `size` rounds up to it: 999.6e3 is
-        # `1.00 M` and not `1000k`.
+        # With three digits, a value just below `size` is rounded up to `size`. So 999.6e3 is
+        # formatted as `1.00 M`, and not as `1000k`.
         if abs(value) >= size * (1 - 0.5e-3):
             return three_digits(value / size) + suffix
     return three_digits(value) if value % 1 else f"{value:.0f}"
@@ -26,7 +26,7 @@ def count(value: float) -> str:
 
 def three_digits(value: float) -> str:
     """Format a value with three significant digits and no exponent: 0.412, 1.72, 47.5, 364."""
-    # From each of these sizes on, rounding gives one more digit before the point.
+    # At each of these values, rounding to three digits adds a digit before the decimal point.
     decimals = 3 - bisect_right((0.9995, 9.995, 99.95), abs(value))
     return f"{value:.{decimals}f}"
 
@@ -61,7 +61,8 @@ def percent(share: float) -> str:
 def operations(value: float) -> str:
     """Format floating-point operations with four digits: 10.58 GFLOP, 1.387 PFLOP."""
     prefixes = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
-    rounded = float(f"{value:.4g}")  # rounded first: 999,960 is 1 MFLOP and not 1000 kFLOP
+    # Round first, so that 999,960 is formatted as 1 MFLOP, and not as 1000 kFLOP.
+    rounded = float(f"{value:.4g}")
     scale = min(len(prefixes) - 1, int(math.log10(max(rounded, 1.0)) // 3))
     return f"{rounded / 1000**scale:.4g} {prefixes[scale]}FLOP"
 
@@ -73,7 +74,7 @@ def plural(number: int, noun: str) -> str:
 
 
 def cell(text: str) -> str:
-    """Return `text` as a cell of a Markdown table: `|` is escaped, a line feed becomes a space."""
+    """Return `text` as a cell of a Markdown table: escape `|`, and replace line feeds by spaces."""
     return " ".join(text.split("\n")).replace("|", "\\|")
 
 

@@ -1,1 +1,1 @@
-"""Text to packs to batches: from documents on the disk to the tensors of a training step."""
+"""Turn text into token ids, packs and batches: from files to the tensors of a training step."""

@@ -7,7 +7,8 @@
     python -m packing follow my.yaml
     python -m packing inspect packs/corpus --index 0
 
-Exit status: 0 done, 2 something given cannot be used (one message says what), 130 interrupted.
+Exit status: 0 if the command is done, 2 if an input cannot be used (a message names the mistake),
+130 if Ctrl-C has interrupted the command.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ from packing.sources import open_source
 from packing.store import find_splits
 from packing.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
-# Most characters to train a tokenizer on. More take memory and do not make better tokens.
+# Largest number of characters on which a tokenizer is trained. More characters need more memory and
+# do not give better tokens.
 _MOST_TEXT = 10**9
 
 
 class _Recipe(Settings):
     """The section of a recipe that these commands read."""
 
-    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md has other trainers' names"
+    UNKNOWN_KEY_HELP: ClassVar = "docs/coming_from.md maps names of other trainers to these keys"
 
     data: DataSettings
 
@@ -55,27 +57,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         options.run(options)
 
-    return run_command(run, on_ctrl_c="interrupted; the same command goes on from here")
+    return run_command(run, on_ctrl_c="interrupted; run the same command again to continue")
 
 
 def _parser() -> CommandParser:
     parser = CommandParser("python -m packing", __doc__)
     parser.remedy = (
-        "settings are key=value before all options, as data.source=my_text; --help lists these"
+        "write settings as key=value, such as data.source=my_text, before all options; "
+        "use --help to list the options"
     )
     commands = parser.add_subparsers(
         required=True, metavar="tokenizer | prepare | follow | inspect"
     )
 
     tokenizer = commands.add_parser(
-        "tokenizer", help="train a byte-level BPE; its end-of-text token, id 0, ends documents"
+        "tokenizer",
+        help="train a byte-level BPE tokenizer, whose end-of-text token (id 0) ends each document",
     )
     tokenizer.add_argument("source", metavar="SOURCE", help="file, folder or Hugging Face dataset")
     tokenizer.add_argument(
         "settings", nargs="*", metavar="KEY=VALUE", help="keys of data, such as data.text=body"
     )
     tokenizer.add_argument(
-        "--vocabulary", type=int, required=True, metavar="N", help="number of tokens, with bytes"
+        "--vocabulary",
+        type=int,
+        required=True,
+        metavar="N",
+        help="number of tokens, including 256 bytes and the special tokens",
     )
     tokenizer.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     tokenizer.add_argument(
@@ -83,7 +91,7 @@ def _parser() -> CommandParser:
         action="append",
         default=[],
         metavar="TOKEN",
-        help="such as <|im_start|>; repeatable",
+        help="special token to add, such as <|im_start|>; may be given several times",
     )
     tokenizer.set_defaults(run=_train_tokenizer)
 
@@ -93,19 +101,19 @@ def _parser() -> CommandParser:
     prepare.add_argument(
         "recipe",
         nargs="*",
-        help="RECIPE.yaml, of which the data section is read, then key=value over it",
+        help="RECIPE.yaml, whose data section is read, then key=value settings that override it",
     )
     prepare.set_defaults(run=_prepare)
 
     follow = commands.add_parser(
         "follow", help="pack a stream while a run trains on it (data.streaming)"
     )
-    follow.add_argument("recipe", nargs="*", help="as for prepare")
+    follow.add_argument("recipe", nargs="*", help="recipe and settings, as for prepare")
     follow.add_argument(
         "--parent",
         type=int,
         metavar="PROCESS",
-        help="end with this parent process instead of the run; the launcher sets it",
+        help="exit when the process with this id exits; set by a run that starts the packer",
     )
     follow.set_defaults(run=_follow)
 
@@ -113,9 +121,12 @@ def _parser() -> CommandParser:
     inspect.add_argument("path", type=Path)
     inspect.add_argument("--index", type=int, help="also print the text of this training pack")
     inspect.add_argument(
-        "--tokenizer", help="tokenizer.json, folder or hub name (the one with the packs)"
+        "--tokenizer",
+        help="tokenizer.json, folder or hub name (default: the tokenizer stored with the packs)",
     )
-    inspect.add_argument("--verify", action="store_true", help="hash every file again")
+    inspect.add_argument(
+        "--verify", action="store_true", help="compare each file with its recorded hash"
+    )
     inspect.set_defaults(run=_inspect)
     return parser
 
@@ -130,19 +141,19 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
     settings = _data_settings([*keys, *options.settings])
     if out.exists():
         raise InputError(
-            f"--out {out}: exists already and is never written over; "
-            "name another folder or move it away"
+            f"--out {out}: already exists and is not overwritten; "
+            "either choose another folder, or move this one away"
         )
     if settings.messages or settings.input_ids:
         raise InputError(
-            "command line: a tokenizer is trained on `data.text`; "
-            "name a column of text, or a template of columns"
+            "command line: a tokenizer is trained on text, not on chats or token ids; "
+            "set `data.text` to a column of text, or to a template of columns"
         )
     fixed = 257 + len(options.special)
     if options.vocabulary <= fixed:
         raise InputError(
-            f"--vocabulary {options.vocabulary}: {fixed} are bytes, the end of a text and "
-            "--special; set a larger number"
+            f"--vocabulary {options.vocabulary}: is too small: {fixed} tokens are needed for the "
+            "256 bytes, the end-of-text token and the tokens of --special; set a larger number"
         )
     template = TextTemplate.parse(settings.text)
     source = open_source(settings, template)
@@ -152,10 +163,12 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
         counts = Counts()
         with Progress("learning", "characters") as line:
             for chunk in source.chunks():
-                texts, of_chunk = read_chunk(chunk, template, settings.on_bad_line == "skip")
-                yield from texts
-                counts += of_chunk + Counts(documents=len(texts))
-                line.update(sum(map(len, texts)))
+                chunk_texts, chunk_counts = read_chunk(
+                    chunk, template, settings.on_bad_line == "skip"
+                )
+                yield from chunk_texts
+                counts += chunk_counts + Counts(documents=len(chunk_texts))
+                line.update(sum(map(len, chunk_texts)))
                 if line.n >= _MOST_TEXT:
                     return
         require_documents(settings, counts)
@@ -169,17 +182,17 @@ def _train_tokenizer(options: argparse.Namespace) -> None:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    """Prepare packs and print their folder."""
+    """Prepare packs and print the folder of the packs."""
     print(prepare(_data_settings(options.recipe)))
 
 
 def _follow(options: argparse.Namespace) -> None:
-    """Make the parts of a stream until the run that reads it has ended."""
+    """Make the parts of a stream until the run that reads the stream has ended."""
     settings = _data_settings(options.recipe)
     if settings.stream is None:
         raise InputError(
-            "data.streaming: is not a mapping, so no packs are made while a run trains; set it, as "
-            "in data.streaming.disk_gb=20, or use prepare"
+            "data.streaming: is not a mapping, so packs are not made while a run trains; either "
+            "set a key of it, such as data.streaming.disk_gb=20, or use `prepare`"
         )
     prepare(settings)
     say(f"{settings.packs}: making parts ahead of the run that reads them")
@@ -188,10 +201,10 @@ def _follow(options: argparse.Namespace) -> None:
 
 
 def _data_settings(arguments: Sequence[str]) -> DataSettings:
-    """Return the settings of a recipe's data section with key=value arguments over them.
+    """Return the settings in the data section of a recipe, overridden by key=value arguments.
 
-    The recipe is the first argument, unless that is a key=value too. Its data section is laid over
-    those of its bases.
+    The first argument is the path of the recipe, unless it is a key=value argument, too. Keys in
+    the recipe's data section override keys in the data sections of its `base` files.
     """
     data: dict[str, Any] = {}
     recipe = None
@@ -199,21 +212,20 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
         recipe, *arguments = arguments
         if Path(recipe).is_dir():
             raise InputError(
-                f"{recipe}: a folder; name a recipe, or data.source={recipe} with "
-                "data.tokenizer=... and data.packs=..."
+                f"{recipe}: is a folder and not a recipe; either give the path of a recipe, or set "
+                f"data.source={recipe}, data.tokenizer=... and data.packs=..."
             )
         for path, content in load_with_bases(recipe):
             section = content.get("data") or {}
             if not isinstance(section, dict):
-                raise InputError(
-                    f"{path}: `data`: a section of keys is wanted, the recipe holds {section!r}"
-                )
+                raise InputError(f"{path}: `data`: must be a section of keys, but is {section!r}")
             data |= section
     for argument in arguments:
         key, _, value = argument.partition("=")
         if not key.startswith("data."):
             raise InputError(
-                f"command line: {key}: prepare takes the keys of data only, as in data.length=1024"
+                f"command line: {key}: this command accepts only keys of the data section, such as "
+                "data.length=1024"
             )
         set_value({"data": data}, key, value_from_text(_Recipe, key, value))
     return parse(_Recipe, {"data": data}, recipe or "command line").data
@@ -223,7 +235,7 @@ def _data_settings(arguments: Sequence[str]) -> DataSettings:
 
 
 def _inspect(options: argparse.Namespace) -> None:
-    """Describe packs, or all packs in a folder, and print the text of one."""
+    """Describe the packs at a path, or all packs below it. With --index, print one pack's text."""
     path = options.path
     packs = None if options.index is None else _open_splits(path)["train"]
     is_single = (path / MANIFEST).is_file()
@@ -240,7 +252,7 @@ def _open_splits(path: Path) -> dict[Split, Packs]:
 
 
 def _describe(path: Path, verify: bool) -> None:
-    """Print lines that describe the packs at `path`."""
+    """Describe the packs at `path`. With `verify`, compare their files with recorded hashes."""
     splits = _open_splits(path)
     first = splits["train"]
     print(f"{path}: {type(first).__name__} of {first.length:,} tokens")
@@ -251,15 +263,15 @@ def _describe(path: Path, verify: bool) -> None:
         print(f"  {split:<20} {len(packs):,} packs, fingerprint {packs.fingerprint}")
         if verify:
             packs.verify()
-            print("  verified             every file that has a recorded hash is as it was written")
+            print("  verified             every file with a recorded hash is unchanged")
     if isinstance(first, ArrowPacks):
         print(summary(first.manifest))
 
 
 def _print_text(packs: Packs, index: int, tokenizer_name: str | None) -> None:
-    """Print the text of each document of a pack, or its ids if there is no tokenizer."""
+    """Print the text of each document of a pack. Without a tokenizer, print the token ids."""
     if not 0 <= index < len(packs):
-        raise InputError(f"--index {index}: {packs.path} has packs 0 to {len(packs) - 1}")
+        raise InputError(f"--index {index}: {packs.path} has only packs 0 to {len(packs) - 1}")
     files = [folder / "tokenizer.json" for folder in (packs.path, packs.path.parent / FIRST)]
     name = tokenizer_name or next((str(file) for file in files if file.is_file()), None)
     tokenizer = load_tokenizer(name).tokenizer if name else None

@@ -5,8 +5,8 @@
     held_out/...              if a share of the text is held out
     tokenizer.json            and other files that belong to the packs
 
-Writer and reader use pyarrow alone: a memory-mapped record batch already is a NumPy array.
-`datasets.Dataset.from_file` reads each file, too.
+Writer and reader need no library except pyarrow. The columns of a memory-mapped record batch can be
+used as NumPy arrays without a copy. `datasets.Dataset.from_file` can read each file, too.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ from foundation.reading import load_object
 
 Split = Literal["train", "held_out"]
 
-IGNORE = -100  # the label of a token without a loss, which torch's and transformers' losses skip
+# Label of a position without a loss. The loss functions of torch and transformers skip this label.
+IGNORE = -100
 MANIFEST = "packs.json"
-FIRST = "part-00000000"  # the part of a stream that stays on the disk
-SHARD_BYTES = 512 * 2**20  # size of a file after which a new one starts
-_REMEDY = "prepare the packs again, or fetch them again if they were copied"
+FIRST = "part-00000000"  # folder of a stream's first part, which always stays on the disk
+SHARD_BYTES = 512 * 2**20  # a new file is started when the current file has this size
+_REMEDY = "prepare the packs again, or copy them again if they are a copy"
 
 
 @dataclass(frozen=True)
@@ -45,42 +46,48 @@ class Pack:
     """One row of training data, always `length` tokens wide."""
 
     input_ids: np.ndarray  # [length] uint32; a read-only view into the file if possible
-    lengths: np.ndarray  # [documents] int32, in order; the tokens after their sum are padding
-    # Position of the first token in its document. Above 0 if the document started in another pack.
+    # [documents] int32: tokens of each document, in order. Tokens after the last one are padding.
+    lengths: np.ndarray
+    # Position of the pack's first token in its document. It is above 0 if the document started in
+    # another pack.
     first_position: int = 0
-    # [length] bool: which tokens have a loss as the label of the token before; None: all of them.
+    # [length] bool: True for tokens that have a loss when they are predicted from the tokens before
+    # them. None means that all tokens have a loss.
     trained: np.ndarray | None = None
 
 
 class Packs:
-    """The packs of one split, in any format, by index. Threads may share an object."""
+    """Base class of the packs of one split in any format, accessed by index. It is thread-safe."""
 
     path: Path
-    length: int  # tokens of a pack
-    # SHA-256 of all that a model sees, in order. Equal fingerprints mean equal training data.
+    length: int  # number of tokens in a pack
+    # SHA-256 that identifies the training data. Equal fingerprints mean equal packs in equal order.
     fingerprint: str
-    # name, fingerprint, vocab_size, bos_id, eos_id and pad_id, as far as the format records them
+    # Map name, fingerprint, vocab_size, bos_id, eos_id and pad_id of the tokenizer to their values,
+    # as far as the format records them.
     tokenizer: dict[str, Any] | None = None
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def __getitem__(self, index: int) -> Pack:
-        """Return pack `index` of 0 to len - 1. Raise IndexError outside of it.
+        """Return the pack with this index. Raise IndexError unless it is in 0 to len - 1.
 
-        Most formats return views into files, so bytes are read when they are used.
+        Most formats return views into memory-mapped files, so that bytes are read from the disk
+        when they are used.
         """
         raise NotImplementedError
 
     def verify(self) -> None:
-        """Hash every file again.
+        """Compare the size and the hash of every file with the recorded values.
 
-        Raises InputError with the first file that is not as its writer recorded it.
+        Raises InputError for the first file that differs. A format without recorded values does
+        nothing.
         """
 
 
 class JoinedPacks(Packs):
-    """The packs of several stores, one store after another."""
+    """The packs of several stores. Their indices run through one store after another."""
 
     def __init__(self, path: Path, joined: Sequence[Packs]) -> None:
         self.path = path
@@ -96,9 +103,9 @@ class JoinedPacks(Packs):
 
 
 def checked_index(index: int, count: int) -> int:
-    """Return `index`. Raise IndexError unless it is one of 0 to count - 1.
+    """Return `index`. Raise IndexError unless it is in 0 to count - 1.
 
-    Negative indices are refused: they hide arithmetic mistakes.
+    Negative indices are rejected too, because they hide mistakes in the computation of an index.
     """
     if not 0 <= index < count:
         raise IndexError(f"pack {index} of {count}")
@@ -106,39 +113,41 @@ def checked_index(index: int, count: int) -> int:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the content of packs.json. Raise InputError if its checksum does not fit."""
+    """Return the content of packs.json in the folder `path`. Raise InputError if it is damaged."""
     file = path / MANIFEST
     manifest = load_object(file, _REMEDY)
     if manifest.pop("checksum", None) != hash_of(manifest):
-        raise InputError(f"{file}: damaged, edited, or not a manifest of packs; {_REMEDY}")
+        raise InputError(f"{file}: is damaged, edited, or not a manifest of packs; {_REMEDY}")
     return manifest
 
 
 class PackWriter(AbstractContextManager):
-    """Writes a folder of packs that is either complete or absent.
+    """Context manager that writes packs to the folder `path`, completely or not at all.
 
-    Everything goes to a hidden `folder` beside `path`. `finish` completes and flushes it, and
-    renames it to `path`. Leaving the block without `finish` removes it. Other files in `folder`
-    belong to the packs, too. A path may have one writer at a time.
+    All files are first written to `folder`, a hidden folder beside `path`. `finish` completes and
+    flushes `folder` and renames it to `path`. If the block ends without `finish`, `folder` is
+    removed. The caller may write other files to `folder`, which then belong to the packs. Only one
+    writer may exist for a path at a time.
     """
 
     def __init__(self, path: Path, length: int) -> None:
-        # `path` may be a link to a folder on a larger disk.
+        # Resolve links, because `path` may be a link to a folder on a larger disk.
         self.path = Path(os.path.realpath(path))
         self.length = length
         self.folder = self.path.with_name(f".{self.path.name}.partial")
-        shutil.rmtree(self.folder, ignore_errors=True)  # left by a killed writer
+        shutil.rmtree(self.folder, ignore_errors=True)  # A killed writer may have left it.
         self.folder.mkdir(parents=True)
         self._splits: dict[Split, _SplitWriter] = {}
 
     def __exit__(self, *exception: object) -> None:
-        shutil.rmtree(self.folder, ignore_errors=True)  # It is gone if `finish` has renamed it.
+        # If `finish` has renamed the folder, there is nothing to remove.
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def add(self, split: Split, *packs: Pack) -> None:
-        """Append packs as one record batch, which must fit in memory.
+        """Append packs to a split as one record batch, which must fit in memory.
 
-        Thousands of small batches would open slowly. Either all packs of a split have a mask
-        (`trained`), or none has.
+        Add many packs at once, because a file with thousands of small batches is slow to open.
+        Either all packs of a split have a mask (`Pack.trained`), or none has a mask.
         """
         if split not in self._splits:
             self._splits[split] = _SplitWriter(self.folder / split, self.length)
@@ -151,9 +160,9 @@ class PackWriter(AbstractContextManager):
         statistics: dict[str, Any],
         tokenizer: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        """Complete the folder, move it to `path`, and return the manifest that packs.json holds.
+        """Complete the folder, rename it to `path`, and return the manifest (packs.json).
 
-        The arguments are recorded in the manifest and must be JSON-able. Raises OSError if `path`
+        The arguments are stored in the manifest and must be JSON-able. Raises OSError if `path`
         exists and is not an empty folder.
         """
         splits = {split: files.finish() for split, files in self._splits.items()}
@@ -166,7 +175,8 @@ class PackWriter(AbstractContextManager):
             "splits": splits,
             "files": [_entry(path) for path in sorted(self.folder.iterdir()) if path.is_file()],
         }
-        # The checksum is of the values as JSON gives them back.
+        # JSON changes the types of some values, such as paths and tuples. So compute the checksum
+        # from values that were converted to JSON and back.
         manifest = json.loads(json.dumps(manifest, default=str))
         text = json.dumps(manifest | {"checksum": hash_of(manifest)}, indent=1, ensure_ascii=False)
         (self.folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
@@ -177,7 +187,7 @@ class PackWriter(AbstractContextManager):
 
 
 class _SplitWriter:
-    """Writes the files of one split, and returns their part of the manifest."""
+    """Write the files of one split."""
 
     def __init__(self, folder: Path, length: int) -> None:
         folder.mkdir()
@@ -185,7 +195,8 @@ class _SplitWriter:
         self.length = length
         self.totals: Counter[str] = Counter()
         self.shards: list[Path] = []
-        # A hash for each column, so that batches do not change the fingerprint.
+        # Each column has its own hash. So the fingerprint does not depend on how packs are divided
+        # into batches.
         self.hashes: list[Any] = []
         self.open_files = ExitStack()
 
@@ -201,7 +212,8 @@ class _SplitWriter:
             "first_position": pa.array(first_positions),
         }
         masks = [pack.trained for pack in packs if pack.trained is not None]
-        if masks:  # one bit for each token
+        if masks:
+            # The mask is stored with one bit for each token.
             bits = np.packbits(np.stack(masks), axis=1, bitorder="little")
             hashed.append(bits)
             columns["trained"] = _rows(bits)
@@ -222,7 +234,7 @@ class _SplitWriter:
         self.stream.write_batch(batch)
 
     def finish(self) -> dict[str, Any]:
-        """Return the split's part of the manifest."""
+        """Close the files and return the split's entry in the manifest."""
         self.open_files.close()
         content = {
             "length": self.length,
@@ -237,10 +249,11 @@ class _SplitWriter:
 
 
 class ArrowPacks(Packs):
-    """One split of a folder that PackWriter wrote, memory-mapped.
+    """Memory-mapped packs of one split in a folder that PackWriter wrote.
 
-    Raises InputError if a file is missing, truncated or damaged. The fingerprint covers tokens,
-    lengths, positions, masks and their order, but not the cut into files.
+    Raises InputError if a file is missing, truncated or damaged. The fingerprint depends on the
+    tokens, lengths, positions and masks of the packs and on their order. It does not depend on how
+    packs are divided into files.
     """
 
     def __init__(self, path: Path, split: Split = "train") -> None:
@@ -250,7 +263,7 @@ class ArrowPacks(Packs):
         self.length: int = self.manifest["length"]
         self.tokenizer: dict | None = self.manifest["tokenizer"]
         self.fingerprint: str = written["fingerprint"]
-        self.tokens: int = written["tokens"]  # without padding
+        self.tokens: int = written["tokens"]  # number of tokens, without padding
         self._records = _records(written["files"], split)
         check_files(self.path, self._records, _REMEDY)
         self._batches = [
@@ -278,10 +291,11 @@ class ArrowPacks(Packs):
         )
 
     def _map(self, path: Path) -> Iterator[tuple[np.ndarray, ...]]:
-        """Yield the columns of each record batch, as views into the file.
+        """Yield the columns of each record batch in the file `path`, as views into the file.
 
-        These are ids [rows, length], document lengths, offsets [rows + 1] of a row's lengths, first
-        positions [rows] and, for packs with masks, their bits [rows, bytes].
+        The columns are the token ids [rows, length], the document lengths of all rows, the offsets
+        [rows + 1] at which the document lengths of each row start, and the first positions [rows].
+        Packs with masks also have a column with the bits of the masks [rows, bytes].
         """
         with pa.ipc.open_stream(pa.memory_map(str(path))) as stream:
             for ids, lengths, first_positions, *masks in (batch.columns for batch in stream):
@@ -295,7 +309,7 @@ class ArrowPacks(Packs):
 
 
 def _entry(path: Path) -> dict[str, Any]:
-    """Return the manifest's entry for a complete file."""
+    """Return the manifest's entry for a file that is completely written."""
     return {"name": path.name, "bytes": path.stat().st_size, "sha256": hash_file(path)}
 
 
@@ -307,14 +321,14 @@ def _records(files: list[dict[str, Any]], folder: str = "") -> list[FileRecord]:
 
 
 def _rows(values: np.ndarray) -> pa.Array:
-    """Return an array of lists over the memory of `values`, which have two dimensions."""
+    """Return a two-dimensional array as an Arrow array of lists that shares its memory."""
     return pa.FixedSizeListArray.from_arrays(pa.array(values.reshape(-1)), values.shape[1])
 
 
 def _view(array: pa.Array, dtype: type) -> np.ndarray:
-    """Return the memory of an array as a NumPy array.
+    """Return an Arrow array as a NumPy array that shares its memory.
 
-    `to_numpy` does the same, but imports pandas if that is installed.
+    `to_numpy` would return the same array, but it imports pandas if pandas is installed.
     """
     return np.frombuffer(
         array.buffers()[1], dtype, len(array), array.offset * array.type.bit_width // 8

@@ -1,8 +1,8 @@
-"""Build the tensors of a step from packs. Every batch has the same shapes, whatever it holds.
+"""Build the tensors of a training step from packs.
 
-A microbatch is several packs laid end to end in one row of T = microbatch * length tokens.
-`cu_seqlens`, the offsets of the documents, decides which tokens may attend to each other. `labels`
-are already shifted and masked.
+A microbatch is several packs laid end to end in one row of T = microbatch * length tokens. So the
+tensors of tokens have the same shape in every step. `cu_seqlens`, the offsets of the documents,
+determines which tokens may attend to each other. `labels` are already shifted and masked.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from packing.order import Order, spread
 
 T = TypeVar("T")
 
-# The number of offsets is rounded up to a multiple of this, so that it is not new in every
-# microbatch. Padding to the worst case (1,024 slots for 165 documents) costs 10 % of an H200's
-# training speed: empty documents are not free.
+# The number of offsets in `cu_seqlens` is rounded up to a multiple of this, so that few different
+# numbers occur. Padding to the worst case (1,024 offsets for 165 documents) costs 10 % of the
+# training speed on an H200, because attention also spends time on empty documents.
 OFFSETS_MULTIPLE = 16
-_AHEAD = 2  # results that a thread builds in advance
+_AHEAD = 2  # number of results that a thread builds in advance
 
 
 @dataclass(frozen=True)
@@ -39,48 +39,54 @@ class Microbatch:
     """The input of one forward and backward pass; T = packs * length. Tensors are on the CPU."""
 
     input_ids: Tensor  # [1, T] int64
-    # [1, T] int64, from 0 in each document, but from first_position in the first one of a pack
+    # [1, T] int64. Positions start at 0 in each document, but at `Pack.first_position` in the first
+    # document of a pack.
     position_ids: Tensor
     labels: Tensor  # [1, T] int64, already shifted: labels[i] is input_ids[i + 1] or IGNORE
-    # [bucket] int32: 0, the end of each document, then T up to the bucket's size
+    # [n] int32: 0, the end of each document, and then T until n is a multiple of OFFSETS_MULTIPLE.
     cu_seqlens: Tensor
-    # The pack length, which bounds every document. It is constant: another value would recompile.
+    # Length of a pack, the upper bound of a document's length. It is the same in every microbatch,
+    # because torch.compile would recompile for another value.
     max_seqlen: int
-    valid_tokens: int  # labels that are not IGNORE
+    valid_tokens: int  # number of labels that are not IGNORE
 
 
 @dataclass(frozen=True)
 class StepBatches:
-    """One rank's microbatches of a step, and totals over all ranks.
+    """One rank's microbatches of a step, and totals of the step over all ranks.
 
-    Every rank has the same number of microbatches. The totals need no communication: every rank
-    reads the document lengths of all packs of the step, but only its own tokens.
+    Every rank has the same number of microbatches. The totals need no communication, because every
+    rank reads the document lengths of all packs of the step. It reads only the tokens of its own
+    packs.
     """
 
-    microbatches: list[Microbatch]  # of this rank
-    tokens: int  # over all ranks, with padding: packs * length
-    valid_tokens: int  # over all ranks; the loss is divided by it
-    # Over all ranks, for the FLOPs of attention. Attention over padding is not useful work.
+    microbatches: list[Microbatch]  # microbatches of this rank
+    tokens: int  # number of tokens over all ranks, including padding: packs * length
+    valid_tokens: int  # number of labels over all ranks, by which the loss is divided
+    # Sum of squared document lengths over all ranks, from which the FLOPs of attention follow.
+    # Padding is excluded, because attention over padding is not useful work.
     sum_squared_lengths: int
-    epoch: float  # epochs after this step
-    # After this step: epochs and share of each of several sources, and the part of a stream.
+    epoch: float  # number of epochs after this step, such as 1.25
+    # Metrics after this step (`Order.figures`): the epochs and the share of each of several
+    # sources, and the current part of a stream.
     sources: dict[str, float] = field(default_factory=dict)
-    places: range = range(0)  # places of the step's packs in the stream, over all ranks
+    # Places of the step's packs over all ranks, in the endless stream of packs (see `Order`).
+    places: range = range(0)
 
 
 def build_microbatch(
     packs: Sequence[Pack], *, mask_boundaries: bool, pin_memory: bool = False
 ) -> Microbatch:
-    """Lay packs of one length end to end.
+    """Return the microbatch of packs of equal length, laid end to end.
 
-    The last token of a pack has no label. The last token of a document has none with
-    `mask_boundaries`; otherwise it predicts the first token of the next document. Tokens without a
-    loss (`Pack.trained`) and padding are no labels. Padding at the end of a pack is a document of
-    its own for attention.
+    The last token of a pack has no label. With `mask_boundaries`, the last token of each document
+    has no label either. Otherwise, it predicts the first token of the next document. Padding and
+    tokens without a loss (`Pack.trained`) are not used as labels. For attention, the padding at the
+    end of a pack is a separate document.
     """
     length = len(packs[0].input_ids)
     total = len(packs) * length
-    # Documents and padding cover the microbatch without a gap.
+    # Documents and padding together cover the microbatch without a gap.
     tails = [length - int(pack.lengths.sum()) for pack in packs]
     parts = [
         np.append(pack.lengths, tail) if tail else pack.lengths
@@ -99,7 +105,8 @@ def build_microbatch(
     for row, pack, tail in zip(labels.reshape(-1, length), packs, tails, strict=True):
         if pack.trained is not None:
             row[:-1][~pack.trained[1:]] = IGNORE
-        if tail:  # The last real token would have to predict padding, so it has no label either.
+        # The last real token has no label either, because it would have to predict padding.
+        if tail:
             row[-min(tail + 1, length) :] = IGNORE
 
     unfilled = -(len(ends) + 1) % OFFSETS_MULTIPLE
@@ -120,7 +127,7 @@ def _tensor(array: np.ndarray, pin_memory: bool) -> Tensor:
 
 
 def sum_of_squares(lengths: np.ndarray) -> int:
-    """Return the sum of squared document lengths. The cost of causal attention is proportional."""
+    """Return the sum of squared document lengths. Causal attention's cost is proportional to it."""
     lengths = lengths.astype(np.int64)
     return int(lengths @ lengths)
 
@@ -128,10 +135,11 @@ def sum_of_squares(lengths: np.ndarray) -> int:
 def count_valid_tokens(
     lengths: np.ndarray, trained: np.ndarray | None = None, *, mask_boundaries: bool
 ) -> int:
-    """Return the number of labels of a pack with these document lengths.
+    """Return the number of labels of a pack whose documents have these lengths.
 
-    Every trained token is a label, except the first one of each document, or of the pack without
-    `mask_boundaries`.
+    `trained` is the mask of the pack (`Pack.trained`). Every token with a loss is a label, except
+    the first token of each document. Without `mask_boundaries`, only the first token of the pack is
+    excepted.
     """
     real = int(lengths.sum())
     firsts_count = len(lengths) if mask_boundaries else min(len(lengths), 1)
@@ -142,11 +150,12 @@ def count_valid_tokens(
 
 
 class Prefetch(AbstractContextManager, Iterator[T]):
-    """Iterates over build(n) for the given numbers, in order. A thread builds ahead.
+    """Iterator over build(n) for each n of `numbers`, in order, with results built in advance.
 
-    NumPy releases the interpreter lock meanwhile. An exception of `build` is raised by the `next`
-    that would have returned its result, and ends the iteration. Closing, leaving the `with` block
-    and iterating to the end return when the thread has ended. Results that remain are dropped.
+    A thread calls `build` while the caller computes, because NumPy releases the interpreter lock.
+    If `build` raises an exception, the call of `next` for this result raises it, and the iteration
+    ends. `close`, the end of the `with` block and the end of the iteration wait until the thread
+    has ended. Results that were not used are dropped.
     """
 
     def __init__(
@@ -156,13 +165,18 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         pin_memory: bool,
         stop_waiting: Callable[[], None] = lambda: None,
     ) -> None:
-        """Start to build. `close` calls `stop_waiting`, to end a `build` that waits for packs."""
-        self.data_wait_ms = 0.0  # time that the last `next`, and `ready` before it, have waited
-        self._waited_ms = 0.0  # time that `ready` has waited since then
+        """Start the thread. `close` calls `stop_waiting` to end a `build` that waits for packs.
+
+        Set `pin_memory` if `build` pins memory.
+        """
+        # Time that the last call of `next`, and the calls of `ready` before it, have waited.
+        self.data_wait_ms = 0.0
+        self._waited_ms = 0.0  # time that `ready` has waited since the last call of `next`
         self._build = build
         self._numbers = iter(numbers)
         self._stop_waiting = stop_waiting
-        # Pinning uses the device of a thread, which by default is the first one for every rank.
+        # Memory is pinned for the current device of the thread. Unless another device is set, this
+        # is the first device on every rank.
         setup = None
         if pin_memory:
             device = torch.accelerator.current_device_index()
@@ -177,7 +191,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
         )
 
     def ready(self, seconds: float) -> bool:
-        """Wait at most `seconds`. Return whether `next` would then return, or raise, at once."""
+        """Wait at most `seconds`. Return True if `next` would return or raise without waiting."""
         started = time.perf_counter()
         is_ready = not self._pending or bool(wait(islice(self._pending, 1), seconds).done)
         self._waited_ms += (time.perf_counter() - started) * 1e3
@@ -185,7 +199,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
     @property
     def failure(self) -> BaseException | None:
-        """The exception that `next` would raise at once, or None."""
+        """The exception that `next` would raise without waiting, or None."""
         if self._pending and self._pending[0].done():
             return self._pending[0].exception()
         return None
@@ -196,7 +210,7 @@ class Prefetch(AbstractContextManager, Iterator[T]):
             raise StopIteration
         started = time.perf_counter()
         future = self._pending.popleft()
-        has_failed = future.exception() is not None  # This waits for the result.
+        has_failed = future.exception() is not None  # This call waits for the result.
         self.data_wait_ms = self._waited_ms + (time.perf_counter() - started) * 1e3
         self._waited_ms = 0.0
         if has_failed:
@@ -218,20 +232,25 @@ class Prefetch(AbstractContextManager, Iterator[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class Batching:
-    """The rule that turns packs into the microbatches of one rank."""
+    """Rule that turns packs into the microbatches of one rank."""
 
-    microbatch: int  # packs in one forward pass
+    microbatch: int  # number of packs in one forward pass
     rank: int
     world_size: int
     mask_boundaries: bool
     pin_memory: bool = False
-    # A larger token id raises InputError. On a device it would crash.
+    # Number of the model's token ids. An id in a pack that is not below this number raises
+    # InputError, because it would crash the device. None disables the check.
     vocab_size: int | None = None
-    # A document that was cut between packs raises InputError beyond this number of positions.
+    # Number of the model's positions. If a document that was cut between packs reaches beyond it,
+    # InputError is raised. None disables the check.
     positions: int | None = None
 
     def build(self, packs: Packs, indices: Sequence[int]) -> Microbatch:
-        """Return the microbatch of these packs, filled up with blank ones without documents."""
+        """Return the microbatch of the packs at `indices`.
+
+        If there are fewer than `microbatch` packs, blank packs without documents are added.
+        """
         chosen = [read_pack(packs, index, self.vocab_size, self.positions) for index in indices]
         blank = Pack(np.zeros(packs.length, np.uint32), np.zeros(0, np.int32))
         chosen += [blank] * (self.microbatch - len(chosen))
@@ -240,9 +259,10 @@ class Batching:
         )
 
     def evaluation(self, packs: Packs, limit: int | None = None) -> Prefetch[Microbatch]:
-        """Return this rank's part of one pass over the packs, or over the first `limit` ones.
+        """Return an iterator over this rank's microbatches of one pass over the packs.
 
-        Every rank gets the same number of microbatches, so that none waits in a collective.
+        With `limit`, the pass ends after the first `limit` packs. Every rank gets the same number
+        of microbatches, so that no rank waits for the others in a collective operation.
         """
         count = len(packs) if limit is None else min(limit, len(packs))
 
@@ -256,12 +276,13 @@ class Batching:
 
 @dataclass(frozen=True)
 class BatchStream(Batching):
-    """The batches of one rank, by step number.
+    """The batches of one rank, accessed by the number of the step.
 
-    `step(n)` is a pure function: a run that resumes at step n gets the tensors of the uninterrupted
-    run. If the packs of a step do not fill the microbatches of all ranks, blank packs do. They have
-    no labels, so they change neither losses nor gradients. A step has at least one pack for each
-    rank, so every rank has one in its first microbatch.
+    `step(n)` is a pure function, so a run that resumes at step n gets the same tensors as an
+    uninterrupted run. If the packs of a step do not fill the microbatches of all ranks, blank packs
+    are added. Blank packs have no labels, so they change neither losses nor gradients. A step has
+    at least as many packs as there are ranks, so the first microbatch of every rank has a pack that
+    is not blank.
     """
 
     packs: Packs
@@ -274,13 +295,13 @@ class BatchStream(Batching):
         squares = [sum_of_squares(pack.lengths) for pack in packs]
         microbatches = -(-len(indices) // (self.world_size * self.microbatch))
         blanks = self.world_size * microbatches * self.microbatch - len(indices)
-        # Blank packs cost nothing, so they go last, to the lightest microbatches. A microbatch of
-        # blank packs alone comes last on its rank.
-        of_rank = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
+        # Blank packs have no cost. So `spread` assigns them last, and to the cheapest microbatches.
+        # A microbatch of blank packs only is the last microbatch of its rank.
+        assigned = spread([*squares, *[0] * blanks], self.world_size, microbatches)[self.rank]
         return StepBatches(
             microbatches=[
                 self.build(self.packs, [indices[i] for i in members if i < len(indices)])
-                for members in of_rank
+                for members in assigned
             ],
             tokens=len(indices) * self.packs.length,
             valid_tokens=sum(
@@ -294,9 +315,10 @@ class BatchStream(Batching):
         )
 
     def steps(self, start: int, stop: int) -> Prefetch[StepBatches]:
-        """Return steps `start` to `stop` (exclusive), which a thread builds ahead.
+        """Return an iterator over the batches of steps `start` to `stop` (exclusive).
 
-        Use it in a `with` block, or iterate to the end.
+        A thread builds the batches in advance. Use the iterator in a `with` block, or iterate to
+        the end, so that the thread ends.
         """
         return Prefetch(self.step, range(start, stop), self.pin_memory, self.order.stop_waiting)
 
@@ -304,24 +326,26 @@ class BatchStream(Batching):
 def read_pack(
     packs: Packs, index: int, vocab_size: int | None, positions: int | None = None
 ) -> Pack:
-    """Return pack `index`.
+    """Return the pack with this index.
 
-    Raises InputError if a token id is not below `vocab_size`, or if the first document reaches
-    beyond `positions`. None means that any is accepted.
+    Raises InputError if a token id is not below `vocab_size`, or if the first document reaches a
+    position that is not below `positions`. A value of None disables the check.
     """
     pack = packs[index]
     if vocab_size is not None:
         highest = int(pack.input_ids.max())
         if highest >= vocab_size:
             raise InputError(
-                f"{packs.path}: pack {index} holds token id {highest}, and the model has "
-                f"{vocab_size} ids; take its own tokenizer"
+                f"{packs.path}: pack {index} contains the token id {highest}, but the model has "
+                f"only {vocab_size} ids; prepare the packs with the model's own tokenizer "
+                "(`data.tokenizer`)"
             )
     if positions and len(pack.lengths):
         end = pack.first_position + int(pack.lengths[0])
         if end > positions:
             raise InputError(
-                f"{packs.path}: pack {index} goes on to position {end - 1:,}, the model knows "
-                f"{positions:,}; let positions restart"
+                f"{packs.path}: the first document of pack {index} reaches position {end - 1:,}, "
+                f"but the model's last position is {positions - 1:,}; write packs in which the "
+                "positions restart at 0"
             )
     return pack

@@ -20,34 +20,38 @@ from packing.settings import DataSettings
 from packing.tokenizer import TextTokenizer
 
 COMPRESSION = {".gz": "gzip", ".zst": "zstd"}
-# UTF-32's little-endian mark begins with that of UTF-16.
+# The byte order mark of little-endian UTF-32 begins with the one of UTF-16, so UTF-32 is first.
 _BYTE_ORDER_MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),
     (codecs.BOM_UTF16_LE, "UTF-16"),
     (codecs.BOM_UTF16_BE, "UTF-16"),
 )
-Place = dict[str, Any]  # a place in a source; empty for its beginning
+# Place in a source from which reading can continue. It is empty for the beginning of the source.
+Place = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive records of a source, not parsed."""
+    """Consecutive records of a source that are not parsed yet."""
 
-    # The payload is lines, an Arrow IPC stream, or empty if the document is the file `origin`.
+    # jsonl: `payload` has lines. table: `payload` is an Arrow IPC stream. text: `payload` is empty,
+    # and the file `origin` is the document.
     kind: Literal["jsonl", "table", "text"]
-    origin: str  # file or dataset of the records
+    origin: str  # name of the file or dataset that has the records
     first: int  # number of the first record: lines count from 1, rows from 0
     payload: bytes
-    after: Place  # the place behind the chunk
-    columns: tuple[str, ...] = ()  # all columns of a table; the payload has the read ones
+    after: Place  # place in the source directly after this chunk
+    # Names of all columns of a table. `payload` has only the columns that are read.
+    columns: tuple[str, ...] = ()
 
 
 def open_stream(path: Path) -> pa.NativeFile:
-    """Open `path` for reading, decompressed by its suffix (.gz, .zst). Raise OSError if that fails.
+    """Open a file for reading, and decompress it if its suffix is .gz or .zst.
 
-    Arrow's decompressors, unlike Python's, raise on a truncated stream. They would take a file
-    without a byte for one without text, so it is refused here.
+    Raises OSError if the file cannot be opened. Arrow's decompressors, unlike Python's, raise an
+    error for a truncated stream. They would read an empty file as an empty text, so an empty file
+    with such a suffix raises OSError here.
     """
     raw = pa.OSFile(str(path))
     compression = COMPRESSION.get(path.suffix.lower())
@@ -55,12 +59,13 @@ def open_stream(path: Path) -> pa.NativeFile:
         return raw
     if not raw.size():
         raise OSError(
-            f"it is empty, which no {path.suffix} file is: writing or copying it was broken off"
+            f"the file is empty, so it was not written or copied to the end: even without content, "
+            f"a {path.suffix} file has some bytes"
         )
     return pa.CompressedInputStream(raw, compression)
 
 
-# Columns that datasets usually have, and the keys of `data` that read them.
+# Map columns that datasets often have to the setting that reads them.
 _USUAL_COLUMNS = {
     ("messages",): "data.messages=messages",
     ("conversations",): "data.messages=conversations",
@@ -74,36 +79,39 @@ _USUAL_COLUMNS = {
 
 
 def lacking(records: Records, names: Collection[str]) -> str | None:
-    """Return a message if the columns `names` lack one that `records` reads, else None.
+    """Return an error message if `names` lacks a column that `records` requires, else None.
 
-    The message has the keys of `data` that would read usual columns.
+    The message suggests settings that read the columns in `names`.
     """
     absent = [column for column in records.columns if column not in names]
     if not absent:
         return None
-    keys = [keys for columns, keys in _USUAL_COLUMNS.items() if set(columns) <= set(names)]
-    remedy = " or ".join(keys) or "data.text to one, or to a template"
+    settings = [key for columns, key in _USUAL_COLUMNS.items() if set(columns) <= set(names)]
+    remedy = " or ".join(settings) or "data.text to one of them, or to a template of columns"
     return f"no column `{absent[0]}`; the columns are: {', '.join(names)}. Set {remedy}"
 
 
 def check_columns(where: str, records: Records, names: Collection[str]) -> None:
-    """Raise InputError if a table of the columns `names` lacks one that `records` reads."""
+    """Raise InputError if the columns `names` lack a column that `records` requires.
+
+    `where`, the name of the file or dataset, begins the message.
+    """
     if message := lacking(records, names):
         raise InputError(f"{where}: {message}")
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Counts of documents, tokens and records that were not used."""
+    """Numbers of documents and tokens, and of records that were not used."""
 
     documents: int = 0
     tokens: int = 0
-    trained: int = 0  # tokens with a loss
-    unknown: int = 0  # tokens for text that the vocabulary lacks
-    skipped: int = 0  # malformed records, with on_bad_line: skip
+    trained: int = 0  # tokens that have a loss
+    unknown: int = 0  # tokens that replace text outside of the vocabulary
+    skipped: int = 0  # malformed records that were skipped (on_bad_line: skip)
     empty: int = 0  # records without text
-    first_skipped: str | None = None  # place and reason
-    unread: tuple[str, ...] = ()  # names of columns with a value and no effect, at most 30
+    first_skipped: str | None = None  # place and error of the first skipped record
+    unread: tuple[str, ...] = ()  # names of columns that have values but no effect, at most 30
 
     def __add__(self, other: Counts) -> Counts:
         return Counts(
@@ -114,20 +122,20 @@ class Counts:
             self.skipped + other.skipped,
             self.empty + other.empty,
             self.first_skipped or other.first_skipped,
-            # The keys of some records are data, so their number is unbounded.
+            # Some records use data as keys, so the number of different names is unbounded.
             tuple(sorted({*self.unread, *other.unread})[:30]),
         )
 
 
 def require_documents(settings: DataSettings, counts: Counts) -> None:
-    """Raise InputError if a source holds no text."""
+    """Raise InputError if `counts`, the counts of a whole source, has no documents."""
     if counts.documents:
         return
     skipped = ""
     if counts.skipped:
-        skipped = f" and {counts.skipped:,} malformed (first: {counts.first_skipped})"
+        skipped = f" and {counts.skipped:,} malformed ones (first: {counts.first_skipped})"
     raise InputError(
-        f"data.source: {settings.source}: holds no text: "
+        f"data.source: {settings.source}: contains no text, but "
         f"{plural(counts.empty, 'empty record')}{skipped}"
     )
 
@@ -136,10 +144,11 @@ def require_documents(settings: DataSettings, counts: Counts) -> None:
 class Tokens:
     """Documents as token ids, in the order of their source."""
 
-    tokens: np.ndarray  # [sum of lengths] uint32; tokens without a loss have the bit `UNTRAINED`
-    lengths: np.ndarray  # [documents] int64, with EOS
+    # [sum of lengths] uint32. In tokens without a loss, the bit `UNTRAINED` is set.
+    tokens: np.ndarray
+    lengths: np.ndarray  # [documents] int64: tokens of each document, including EOS
     counts: Counts
-    after: Place = field(default_factory=dict)  # the place behind them in the source
+    after: Place = field(default_factory=dict)  # place in the source after the last document
 
 
 def tokenize(
@@ -155,15 +164,17 @@ def tokenize(
         tokens=len(tokens),
         trained=int(np.count_nonzero(tokens < UNTRAINED)),
         unknown=int(np.count_nonzero(tokens & ~UNTRAINED == tokenizer.unknown)),
-        empty=max(0, len(documents) - len(encoded)),  # A record may hold several documents.
+        # A record may have several documents. Then `encoded` is longer than `documents`.
+        empty=max(0, len(documents) - len(encoded)),
     )
     return Tokens(tokens, lengths, counts, chunk.after)
 
 
 def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any], Counts]:
-    """Return the documents of `chunk`, as `records` fill them, and counts of unused records.
+    """Return the documents of `chunk`, as `records.fill` returns them, and counts of other records.
 
-    A malformed record raises InputError with its place, or is counted with `skip_bad`.
+    With `skip_bad`, malformed records are skipped and counted. Otherwise, the first malformed
+    record raises InputError with its place.
     """
     documents = []
     skipped = []
@@ -181,7 +192,7 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
             message = f"{place}: {error}"
             if not skip_bad:
                 raise InputError(
-                    f"{message}; or set data.on_bad_line: skip to leave such records out"
+                    f"{message}. To skip malformed records, set data.on_bad_line=skip"
                 ) from None
             skipped.append(message)
     filled = [document for document in documents if document]
@@ -195,25 +206,30 @@ def read_chunk(chunk: Chunk, records: Records, skip_bad: bool) -> tuple[list[Any
 
 
 def _decoded(data: bytes) -> str:
-    """Return the text of UTF-8 bytes. Raise ValueError for another encoding.
+    """Return the text of UTF-8 bytes. Raise ValueError if the bytes have another encoding.
 
-    ASCII in UTF-16 or UTF-32 is valid UTF-8 with NULs. Only a byte order mark names the encoding.
+    ASCII text in UTF-16 or UTF-32 is also valid UTF-8, but has NUL characters. So a text with NUL
+    characters is rejected. The message names the encoding only if there is a byte order mark.
     """
     marked = [name for mark, name in _BYTE_ORDER_MARKS if data.startswith(mark)]
-    remedy = "convert it from its own encoding to UTF-8"
+    remedy = "convert the file to UTF-8"
     if marked:
-        remedy = f"convert it, as by `iconv -f {marked[0]} -t UTF-8`"
+        remedy = f"convert the file to UTF-8, for example with `iconv -f {marked[0]} -t UTF-8`"
     try:
         text = str(data, "utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"is not UTF-8 ({error}); {remedy}") from None
     if "\0" in text:
-        raise ValueError(f"holds NUL characters, as UTF-16 and UTF-32 do; {remedy}")
+        raise ValueError(f"has NUL characters, as UTF-16 and UTF-32 have; {remedy}")
     return text
 
 
 def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]]:
-    """Yield the place of each record, and a line to parse, a text file to read, or its columns."""
+    """Yield each record of a chunk, after its place for error messages.
+
+    A record is a line of JSON that is not parsed yet, the path of a text file that is not read yet,
+    or the columns of a table's row.
+    """
     if chunk.kind == "jsonl":
         for number, line in enumerate(chunk.payload.split(b"\n"), chunk.first):
             if line.strip():
@@ -228,7 +244,7 @@ def _records(chunk: Chunk) -> Iterator[tuple[str, bytes | Path | dict[str, Any]]
 
 
 def _listed(line: bytes) -> list[bytes]:
-    """Return the records of a line that is a list of records, else the line itself."""
+    """Return the records of a line, each as JSON. A line has several records if it is a list."""
     if line.lstrip().startswith(b"["):
         with suppress(ValueError):
             return [json.dumps(record).encode() for record in json.loads(line)]
@@ -236,17 +252,17 @@ def _listed(line: bytes) -> list[bytes]:
 
 
 def _parsed(line: bytes, records: Records) -> dict[str, Any]:
-    """Return the record of a line. Raise ValueError if it is none, or lacks a column."""
+    """Return the record in a line. Raise ValueError if it is no object or lacks a column."""
     text = _decoded(line)
     try:
         value = json.loads(text)
     except ValueError as error:
         raise ValueError(
-            f"the line is not valid JSON: {error}; each is one whole record, as `jq -c .[]` writes "
-            "a list"
+            f"the line is not valid JSON: {error}; write each record on one line, as `jq -c .[]` "
+            "does with a list"
         ) from None
     if not isinstance(value, dict):
-        raise ValueError("the line holds no record but a value; each is one whole record, {...}")
+        raise ValueError("the line is not a JSON object; write each record on one line as {...}")
     if message := lacking(records, value):
         raise ValueError(message)
     return value

@@ -1,10 +1,11 @@
 """Make the parts of a stream ahead of the run that reads them: `python -m packing follow`.
 
-What a part holds follows from the place in the source where it starts, never from who makes it,
-when, or how often. So passed parts may be deleted. A run that goes back, or that continues on
-another machine, has them made again from the place that its checkpoint names. Files are sought to
-that place, archives are unpacked up to it, and a dataset of the hub starts with the file that has
-it.
+The content of a part depends only on the settings, the source, and the place in the source where
+the part starts. It does not depend on when, how often or by which process the part is made. So
+parts that the run has read may be deleted. A run that returns to an earlier step, or that continues
+on another machine, has these parts made again from the place that is stored in its checkpoint. A
+file is opened at this place, a compressed file is decompressed up to it, and a dataset of the
+Hugging Face hub is read from the file that contains it.
 """
 
 from __future__ import annotations
@@ -42,26 +43,30 @@ from packing.stream import (
 )
 
 PACKER_LOCK = ".packer.lock"  # held by the process that makes parts
-_LEAST_CHUNK = 2**12  # bytes
-_LOOK = 0.2  # seconds between two looks for room on the disk
+_LEAST_CHUNK = 2**12  # smallest size of a chunk, in bytes
+_LOOK = 0.2  # seconds between two checks whether another part fits on the disk
 
 
 def follow(settings: DataSettings, parent: int | None = None) -> None:
     """Make parts until the run that reads the stream has ended.
 
-    `parent` is the process of the run, if the run has started this one. Then another packer is
-    waited for, and replaced when it ends. Without it, another packer is refused with InputError.
+    `parent` is the id of the run's process if the run has started this packer, else None. If
+    another packer already makes the parts of the stream, a packer with `parent` waits until that
+    packer ends, and then continues its work. A packer without `parent` raises InputError.
     """
 
     def meet_another(holder: str) -> None:
         if parent is None:
-            raise InputError(f"{settings.packs}: {holder} makes the parts of this stream already")
+            raise InputError(
+                f"{settings.packs}: {holder} already makes the parts of this stream, so a second "
+                "packer cannot run; end that process first to replace it"
+            )
         say(f"waiting for {holder}, which makes the parts of this stream")
 
     run = ReadingRun(settings.packs, parent)
     with locked(settings.packs / PACKER_LOCK, meet_another), ExitStack() as stack:
         parts = training_parts(settings)
-        processes = usable_cores(2 * len(parts))  # The run needs the other half.
+        processes = usable_cores(2 * len(parts))  # The run needs the other half of the cores.
         makers = {
             name: stack.enter_context(PackMaker(part, processes)) for name, part in parts.items()
         }
@@ -74,14 +79,17 @@ def follow(settings: DataSettings, parent: int | None = None) -> None:
 
 @dataclass
 class ReadingRun:
-    """The run that reads a stream, as its packer sees it."""
+    """The run that reads a stream, as far as its packer can observe the run."""
 
     packs: Path
-    parent: int | None = None  # the process of the run, if the run has started the packer
-    was_seen: bool = False
+    parent: int | None = None  # id of the run's process if the run has started the packer
+    was_seen: bool = False  # True if the run's lock was held at an earlier call of `has_ended`
 
     def has_ended(self) -> bool:
-        """Return whether the run has ended. A user's packer waits for a run that starts later."""
+        """Return True if the run has ended.
+
+        If the user has started the packer, the run may start later. Until then, return False.
+        """
         if self.parent is not None:
             return os.getppid() != self.parent
         reads = is_locked(self.packs / RUN_LOCK)
@@ -90,18 +98,20 @@ class ReadingRun:
 
 
 def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Iterator[bool]:
-    """Make parts in the order of their use, as far ahead as the disk may hold.
+    """Make parts in the order in which the run reads them, as many as fit in `disk_gb`.
 
-    Yields True after each part, and False while the next one waits for room. `makers` has one of
-    each source by name. Parts that the run has passed are deleted.
+    `makers` maps the name of each source to its PackMaker. Yields True after each part, and False
+    while the next part has to wait until other parts are deleted. Parts that the run has read are
+    deleted.
 
-    Raises InputError if `data.streaming.disk_gb` is too little for the packs of a step.
+    Raises InputError if `data.streaming.disk_gb` is too small for the packs of one step.
     """
     limit = settings.streamed.disk_gb * 1e9
     parts = {name: maker.settings for name, maker in makers.items()}
     shares = dict(zip(makers, StreamedPacks(settings, parts).mixture.share_of_packs, strict=True))
     starts: dict[str, list[PartStart]] = {name: [] for name in makers}
-    made: tuple[str, PartStart] | None = None  # the part that is laid out and not written
+    # Source and start of the part that is laid out, but not written yet.
+    made: tuple[str, PartStart] | None = None
     while True:
         position = read_position(settings.packs, makers)
         for name, start in position["starts"].items():
@@ -111,29 +121,32 @@ def pack_ahead(settings: DataSettings, makers: Mapping[str, PackMaker]) -> Itera
         if made != (name, start):
             arranged, after = make_part(makers[name], start)
             made = (name, start)
-            continue  # The run has moved on meanwhile.
-        # With a margin for the files beside the packs.
+            continue  # Read the position again, because the run has continued meanwhile.
+        # The margin is for the files beside the packs.
         needed = bytes_below(settings.packs) + round(1.002 * arranged.bytes()) + 2**16
         if needed <= limit:
             manifest = write_part(makers[name], start, arranged, after)
-            # The place as JSON gives it back, as the run's position does.
+            # The run's position is read from JSON. Take the start of the next part from the
+            # manifest, which was converted to JSON and back too, so that both compare equal.
             starts[name].append(PartStart(**manifest["statistics"]["stream"]["after"]))
             yield True
         elif start.first >= position["ends"][name]:
             yield False
         else:
             raise InputError(
-                f"data.streaming.disk_gb: {limit / 1e9:g} is too little: a step reads packs of "
-                f"{needed / 1e9:.3g} GB; set it to {needed * 1.05e-9:.2g} or more, or a smaller "
-                "data.streaming.window, which begins another stream"
+                f"data.streaming.disk_gb: {limit / 1e9:g} is too small: the packs of one step need "
+                f"{needed / 1e9:.3g} GB; either set data.streaming.disk_gb to "
+                f"{needed * 1.05e-9:.2g} or more, or set a smaller data.streaming.window, which "
+                "starts another stream"
             )
 
 
 def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list[PartStart]:
-    """Keep the parts that follow one another from `start` on, and the first; delete all others.
+    """Delete all parts of a source, except the first part and the consecutive parts from `start`.
 
-    Returns the starts of these parts and of the next one to make. `earlier` is the result
-    of the last call, whose parts are not verified again. A damaged part is deleted.
+    Returns the starts of these consecutive parts, followed by the start of the next part to make.
+    `earlier` is the result of the previous call. Its parts are not verified again. A damaged part
+    and all parts after it are deleted.
     """
     if start in earlier[:1]:
         return earlier
@@ -145,9 +158,10 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
             while part := read_part(folder, starts[-1]):
                 starts.append(part.after)
     kept = {FIRST, *(part_folder(folder, made.number).name for made in starts[:-1])}
-    for path in folder.glob("*part-*"):  # also a folder that a killed packer has left half written
+    # The pattern also finds the incomplete folder of a packer that was killed.
+    for path in folder.glob("*part-*"):
         if path.name not in kept:
-            # The manifest goes first: a part without one does not exist.
+            # Delete the manifest first, because a part without a manifest is treated as absent.
             (path / MANIFEST).unlink(missing_ok=True)
             shutil.rmtree(path, ignore_errors=True)
     return starts
@@ -157,13 +171,14 @@ def keep_parts(folder: Path, start: PartStart, earlier: list[PartStart]) -> list
 
 
 def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
-    """Tokenise a part and lay it out. Also return the start of the next part.
+    """Tokenise the documents of a part and lay them out. Also return the start of the next part.
 
-    A source that has ended starts again with the next part. Documents that were held out of its
-    beginning are held out again. Raises InputError if the source holds no text.
+    If the source has ended, the part starts at the beginning of the source again. Then the
+    documents that the first part has held out are held out again. Raises InputError if the source
+    has no text.
     """
     tokens = _tokenize_window(maker, start.place)
-    # The part before may have the last document of the source.
+    # The previous part may have the last document of the source. Then this part has no documents.
     begins_again = not tokens.counts.documents and start.number > 0
     if begins_again:
         tokens = _tokenize_window(maker, {})
@@ -174,7 +189,7 @@ def make_part(maker: PackMaker, start: PartStart) -> tuple[Arranged, PartStart]:
 
 
 def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
-    """Tokenise from `place` on until a part is full or the source ends."""
+    """Return the tokens from `place` on, until they fill a part or the source ends."""
     window = maker.settings.streamed.window
     chunk_bytes = min(CHUNK_BYTES, max(_LEAST_CHUNK, window))
     ids = [np.zeros(0, np.uint32)]
@@ -193,17 +208,20 @@ def _tokenize_window(maker: PackMaker, place: Place) -> Tokens:
 def write_part(
     maker: PackMaker, start: PartStart, arranged: Arranged, after: PartStart
 ) -> dict[str, Any]:
-    """Write the packs of a part and return their manifest."""
+    """Write the packs of a part and return their manifest. `after` is the next part's start."""
     folder = part_folder(maker.settings.packs, start.number)
     return maker.write(folder, arranged, {"start": asdict(start), "after": asdict(after)})
 
 
 def make_first_part(part: DataSettings, settings: DataSettings, progress: bool) -> dict[str, Any]:
-    """Make the first part of one source of the stream `settings`, and return its manifest."""
+    """Make the first part of one source of a stream, and return the manifest of the part.
+
+    `part` has the settings of the source, and `settings` those of the whole stream.
+    """
     check_disk(settings)
     with (
         PackMaker(part, usable_cores(2 * len(settings.shares))) as maker,
         Progress("packing the first part", shown=progress),
     ):
-        say(f"{part.packs}: packing {maker.source.description} as the run goes on", progress)
+        say(f"{part.packs}: packing {maker.source.description} while the run trains", progress)
         return write_part(maker, PartStart(), *make_part(maker, PartStart()))

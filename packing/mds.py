@@ -1,10 +1,11 @@
-"""Read MosaicML streaming's MDS shards: version 2, raw or compressed, with any encoding of tokens.
+"""Read MDS shards of MosaicML's streaming library: version 2, raw or compressed.
 
 The format is that of github.com/mosaicml/streaming (streaming/base/format/mds). `index.json` lists
-the shards and the columns of each. A shard is a count `n` (uint32), `n + 1` byte offsets (uint32),
-a copy of its configuration, and the samples. A sample is the sizes of its variable-size columns
-(uint32 each), and then the values of all columns in the order of `column_names`. The name of a
-scalar is ambiguous (see docs/data.md); the declared size decides.
+the shards and the columns of each. A shard file consists of the number of samples `n` (uint32),
+`n + 1` byte offsets (uint32), a copy of the shard's configuration, and the samples. A sample
+consists of the sizes of its variable-size columns (uint32 each) and of the values of all columns in
+the order of `column_names`. An encoding such as `uint32` may mean one number or an array of numbers
+(see docs/data.md). It means one number if the declared size is the size of one number.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _REMEDY = "fetch the folder again, or write it again"
 _SCALARS = {f"{kind}{bits}" for kind in ("int", "uint", "float") for bits in (8, 16, 32, 64)} - {
     "float8"
 }
-# The dtypes of arrays whose encoding does not name one, by the first byte of the value.
+# Map the first byte of a value to a dtype, for arrays whose encoding does not include a dtype.
 _VALUE_DTYPES = {
     8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32",
     34: "float32", 64: "uint64", 65: "int64", 66: "float64",
@@ -52,10 +53,11 @@ _VALUE_DTYPES = {
 
 
 def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
-    """Return the function that decodes the bytes of a value.
+    """Return a function that decodes the bytes of a value with this encoding.
 
-    It returns a NumPy scalar, a read-only array, or the bytes for an encoding without tokens.
-    `size` is the declared number of bytes, or None if each sample states it.
+    The function returns a NumPy scalar or a read-only array. For an encoding that is not numeric,
+    it returns the bytes. `size` is the declared number of bytes of every value, or None if each
+    sample stores the size.
     """
     name, _, arguments = encoding.partition(":")
     if name in _SCALARS:
@@ -71,12 +73,13 @@ def decoder(encoding: str, size: int | None) -> Callable[[memoryview], Any]:
 
 
 def _decode_array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -> np.ndarray:
-    """Return the array in `data`. Without a dtype or shape, they precede its values."""
+    """Return the array in `data`. If dtype or shape are not given, they are stored before it."""
     if not dtype:
         dtype = _VALUE_DTYPES[data[0]]
         data = data[1:]
     if shape is None:
-        # The upper six bits are the number of axes, the lower two log2 of the bytes of a side.
+        # The upper six bits are the number of axes. The lower two bits are log2 of the number of
+        # bytes that store the length of each axis.
         axes = data[0] >> 2
         side_bytes = 1 << (data[0] & 3)
         shape = tuple(np.frombuffer(data, f"<u{side_bytes}", axes, offset=1).tolist())
@@ -88,20 +91,20 @@ def _decode_array(dtype: str, shape: tuple[int, ...] | None, data: memoryview) -
 
 
 class Shard(Packs):
-    """The packs of one shard file, one for each sample.
+    """The packs of one shard file. Each sample is a pack.
 
-    A sample has `input_ids` (or `tokens`) and columns of `packing.token_columns`. An `end_token`
-    that is not None ends a document.
+    A sample has a column `input_ids` (or `tokens`), and may have columns of
+    `packing.token_columns`. If `end_token` is not None, each token with this id ends a document.
     """
 
     end_token: int | None = None
 
     def __init__(self, folder: Path, entry: dict[str, Any]) -> None:
-        """Check the `entry` of index.json. Raise InputError if it cannot be read here."""
+        """Read the shard's `entry` in index.json. Raise InputError if it is not supported."""
         if (entry["format"], entry["version"]) != ("mds", 2):
             raise InputError(
-                f"{folder / INDEX}: a shard of {entry['format']} version {entry['version']}; "
-                "MDS version 2 is read"
+                f"{folder / INDEX}: lists a shard of {entry['format']} version {entry['version']}, "
+                "but only MDS version 2 can be read; write the shards in this version"
             )
         self.folder = folder
         self.samples: int = entry["samples"]
@@ -111,13 +114,16 @@ class Shard(Packs):
         file = entry["zip_data"] if self.is_compressed else raw
         name = Path(file["basename"])
         if name.is_absolute() or ".." in name.parts:
-            raise InputError(f"{folder / INDEX}: {name} is outside of it; {_REMEDY}")
+            raise InputError(
+                f"{folder / INDEX}: the file {name} is outside of the folder; {_REMEDY}"
+            )
         self.record = FileRecord(file["basename"], file["bytes"], file["hashes"])
         self.path = folder / self.record.name
-        codec = (entry["compression"] or "").partition(":")[0]  # of `zstd:7`, zstd
-        self.codec = {"br": "brotli", "gz": "gzip"}.get(codec, codec)  # Arrow's name
+        # An example of `compression` is `zstd:7`: codec and level. Use Arrow's name of the codec.
+        codec = (entry["compression"] or "").partition(":")[0]
+        self.codec = {"br": "brotli", "gz": "gzip"}.get(codec, codec)
         self.layout = [entry[key] for key in ("column_names", "column_encodings", "column_sizes")]
-        # A size is the bytes of every value, or None if each sample states it.
+        # `size` is the number of bytes of every value, or None if each sample stores the size.
         self._columns = [
             (name, size, decoder(encoding, size))
             for name, encoding, size in zip(*self.layout, strict=True)
@@ -126,26 +132,26 @@ class Shard(Packs):
 
     @cached_property
     def content(self) -> tuple[memoryview, np.ndarray]:
-        """The mapped file, decompressed, and the offsets of its samples.
+        """The file's memory-mapped, decompressed content, and the offsets [samples + 1] of samples.
 
-        Raises InputError if the file's own table does not agree with the index.
+        Raises InputError if the offsets do not fit the size of the file or the index.
         """
-        # Arrow's map keeps no file open, Python's does. A terabyte is 16,000 shards, and a process
-        # often may open only 1,024.
+        # Unlike Python's memory map, Arrow's does not keep the file open. A terabyte of data is
+        # 16,000 shards, and a process often may open only 1,024 files.
         file = self._decompressed() if self.is_compressed else pa.memory_map(str(self.path))
         data = memoryview(file.read_buffer())
         fits = data[:4] == self.samples.to_bytes(4, "little") and 8 + 4 * self.samples <= len(data)
         offsets = np.frombuffer(data, "<u4", self.samples + 1 if fits else 0, offset=4)
         if not fits or offsets[-1] != len(data) or (offsets[1:] < offsets[:-1]).any():
             raise InputError(
-                f"{self.path}: damaged: its table of samples does not fit the file and its index; "
-                f"{_REMEDY}"
+                f"{self.path}: damaged: its table of samples does not match the size of the "
+                f"file or the index; {_REMEDY}"
             )
         return data, offsets
 
     def _decompressed(self) -> pa.MemoryMappedFile:
-        """Return the content of a compressed file, as the map of an unlinked temporary file."""
-        what = f"{self.path}: cannot be unpacked into {gettempdir()} (TMPDIR names another folder)"
+        """Return a memory map of the decompressed content, in a temporary file that is unlinked."""
+        what = f"{self.path}: cannot be unpacked into {gettempdir()} (set TMPDIR to another folder)"
         with (
             refusing((OSError, ValueError, NotImplementedError), what, _REMEDY),
             NamedTemporaryFile() as file,
@@ -176,17 +182,21 @@ class Shard(Packs):
         where = f"{self.path}, sample {index}"
         if self.token_column not in sample:
             raise InputError(
-                f"{where}: has the columns {', '.join(sample)}; packs need one named input_ids"
+                f"{where}: has the columns {', '.join(sample)}, but no column input_ids; write the "
+                "tokens in a column of this name"
             )
         names = [name for name in sample if name in (LABELS, *TOKEN_COLUMNS)]
         with refusing(
-            (ValueError,), where, "in MDS as ndarray:uint32, or as uint32 without a size"
+            (ValueError,),
+            where,
+            "in MDS, write the column as ndarray:uint32, or as uint32 without a size",
         ):
             ids = whole_numbers(self.token_column, sample[self.token_column])
             columns = {name: whole_numbers(name, sample[name]) for name in names}
         if len(ids) != self.length:
             raise InputError(
-                f"{where}: holds {len(ids)} tokens, `data.length` says {self.length}; set it to fit"
+                f"{where}: has {len(ids)} tokens, but `data.length` is {self.length}; "
+                f"set data.length={len(ids)} if all samples have this length"
             )
         if self.end_token is not None:
             columns["document_ids"] = np.cumsum(np.append(0, ids[:-1] == self.end_token))
@@ -197,7 +207,8 @@ class Shard(Packs):
         first_position = int(columns.get("position_ids", numbers)[0])
         if first_position < 0 or not is_real[: max(1, is_real.sum())].all():
             raise InputError(
-                f"{where}: {', '.join(columns)} make no documents that are padded at the end only"
+                f"{where}: the columns {', '.join(columns)} are not supported: a sample must "
+                "start with a document at a position of 0 or more, and have padding only at its end"
             )
         lengths = np.bincount(numbers[is_real]).astype(np.int32)
         trained = None if trained is None else trained & is_real
@@ -205,26 +216,30 @@ class Shard(Packs):
 
 
 def read_index(folder: Path) -> list[Shard]:
-    """Return the checked shards of `folder`. Raise InputError if one is missing or damaged."""
-    with refusing((LookupError, TypeError), f"{folder / INDEX}: no index of MDS shards", _REMEDY):
+    """Return the shards of `folder`. Raise InputError if a shard is missing or damaged."""
+    with refusing(
+        (LookupError, TypeError), f"{folder / INDEX}: is not an index of MDS shards", _REMEDY
+    ):
         shards = [Shard(folder, entry) for entry in load_object(folder / INDEX, _REMEDY)["shards"]]
     check_files(folder, [shard.record for shard in shards], _REMEDY)
     for shard in shards:
-        if not shard.is_compressed:  # A compressed file is read when its first pack is.
+        # Check the table of samples. A compressed file is decompressed and checked later, when its
+        # first pack is read.
+        if not shard.is_compressed:
             _ = shard.content
     return shards
 
 
 class MDSPacks(JoinedPacks):
-    """The packs of MDS folders, one folder after another."""
+    """The packs of MDS folders. Their indices run through one folder after another."""
 
     def __init__(
         self, folders: list[Path], path: Path, length: int | None, tokenizer: str | None = None
     ) -> None:
-        """Open the shards. Without `length`, the first sample decides.
+        """Open the shards in `folders`. `path` names all folders in messages.
 
-        The EOS token of `tokenizer` ends a document if no column of the first sample marks
-        documents.
+        If `length` is None, it is taken from the first sample. If no column of the first sample
+        marks documents, the EOS token of `tokenizer` ends each document.
         """
         shards = [shard for folder in folders for shard in read_index(folder)]
         if not shards:
@@ -237,6 +252,7 @@ class MDSPacks(JoinedPacks):
         unread = [name for name in first_sample if name not in (LABELS, *TOKEN_COLUMNS)]
         is_first_rank = os.environ.get("RANK", "0") == "0"
         say(f"{path}: columns not read: {', '.join(unread)}", bool(unread) and is_first_rank)
+        # An attention mask that has no value for each token has the lengths of the documents.
         has_lengths = np.size(first_sample.get(MASK, tokens)) != np.size(tokens)
         end_token = None
         if tokenizer and not has_lengths and first_sample.keys().isdisjoint(BOUNDARIES):
@@ -245,12 +261,12 @@ class MDSPacks(JoinedPacks):
             [shard.samples, shard.layout, shard.hashes or {"sha256": hash_file(shard.path)}]
             for shard in shards
         ]
-        # The same samples in other shards have another fingerprint.
+        # The fingerprint depends on how samples are divided into shards.
         self.fingerprint = hash_of(content if end_token is None else [*content, end_token])
         for shard in shards:
             shard.length = self.length
             shard.end_token = end_token
-        self[0]  # A wrong length or dtype shows here, before anything costs time.
+        self[0]  # Read a pack, so that a wrong length or dtype raises InputError at the start.
 
     def verify(self) -> None:
         for shard in self._shards:

@@ -1,10 +1,11 @@
-"""Decide which packs form a step, and which rank computes which of them, by pure functions.
+"""Select the packs of each step, and the packs of each rank in a step, by pure functions.
 
-The stream of packs is endless. Each place in it belongs to one of the sources, by their shares of
-the tokens. Each source goes through its packs epoch after epoch, in another order each time. An
-epoch's order is a permutation that gives the pack at place i directly. So a run resumes by the
-number of its step, and any number of processes sees the same packs. The integer arithmetic is
-written out, since the random generator of a library may change between versions.
+The packs of a training form an endless stream. A place is an index in this stream. Each place
+belongs to one source, so that every source gets its share of the tokens. A source repeats its packs
+epoch after epoch, in another order each time. The order of an epoch is a permutation that directly
+gives the pack at any place. So a run can resume from the number of its step alone, and the packs of
+a step do not depend on the number of processes. Pseudo-random numbers are computed here by integer
+arithmetic, because the random generator of a library may change between versions.
 """
 
 from __future__ import annotations
@@ -20,26 +21,28 @@ from foundation.errors import InputError
 from foundation.files import hash_of
 from packing.arrow import ArrowPacks, JoinedPacks, Packs
 
-# With eight rounds over 6 bits or more, all orders of up to 8 packs are equally frequent, by a
-# chi-square test of 20,000 seeds. Over 4 bits they are not, even with twelve rounds.
+# Number of rounds in `permute`, and least number of bits that it permutes. With eight rounds over 6
+# bits or more, all orders of up to 8 packs are equally frequent according to a chi-square test of
+# 20,000 seeds. With 4 bits they are not, even with twelve rounds.
 _ROUNDS = 8
 _LEAST_BITS = 6
-_SAMPLED_PACKS = 1000
-# Shares are rounded to multiples of 1 / _PARTS. Then places of up to 2^39 packs fit 64 bits.
+_SAMPLED_PACKS = 1000  # number of packs in which tokens are counted to estimate their mean
+# Shares are rounded to multiples of 1 / _PARTS. Then a place times a share fits 64 bits for up to
+# 2^39 packs.
 _PARTS = 1 << 24
 
 
 def evenly(count: int, most: int) -> list[int]:
-    """Return the indices of `count` packs, or of `most` evenly spread ones if there are more."""
+    """Return the indices 0 to count - 1, or `most` evenly spaced ones if `count` is larger."""
     return np.unique(np.linspace(0, count - 1, min(count, most)).astype(int)).tolist()
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The rule that assigns each place in the endless stream of packs to one source."""
+    """Rule that assigns each place in the endless stream of packs to one source."""
 
-    names: tuple[str, ...]  # ("",) for a single source
-    counts: tuple[int, ...]  # packs of each source
+    names: tuple[str, ...]  # names of the sources; ("",) for a single source
+    counts: tuple[int, ...]  # number of packs of each source
     weights: tuple[float, ...]  # intended share of each source in the tokens; their sum is 1
     tokens_per_pack: tuple[float, ...]  # mean tokens in a pack of each source, without padding
 
@@ -50,9 +53,10 @@ class Mixture:
 
     @property
     def share_of_packs(self) -> list[float]:
-        """Share of each source in the packs: its share of the tokens, over the tokens of a pack.
+        """Share of each source in the packs. The shares sum to 1.
 
-        The shares sum to 1.
+        A source's share of the packs is proportional to its share of the tokens, divided by its
+        tokens per pack.
         """
         packs = [
             weight / tokens
@@ -61,22 +65,23 @@ class Mixture:
         return [count / sum(packs) for count in packs]
 
     def packs_before(self, places: np.ndarray | int) -> list[np.ndarray]:
-        """Return, for each source, how many of the packs before `places` belong to it.
+        """Return, for each source, the number of its packs before each of `places`.
 
         Each array is int64 and has the shape of `places`.
         """
-        left = np.asarray(places, np.int64)
+        remaining = np.asarray(places, np.int64)
         shares = self.share_of_packs
         packs = []
         for number, share in enumerate(shares):
-            # A rate of the places that earlier sources leave. The last source takes all of them.
+            # The rate is relative to the places that earlier sources leave. The last source gets
+            # all remaining places.
             rate = round(_PARTS * share / sum(shares[number:]))
-            packs.append(left * rate // _PARTS)
-            left = left - packs[-1]
+            packs.append(remaining * rate // _PARTS)
+            remaining = remaining - packs[-1]
         return packs
 
     def epochs(self, place: int) -> dict[str, float]:
-        """Return the epochs of each source before `place`."""
+        """Map the name of each source to the number of its epochs before `place`."""
         packs = self.packs_before(place)
         return {
             name: int(done) / count
@@ -84,7 +89,10 @@ class Mixture:
         }
 
     def shares(self, place: int) -> dict[str, float]:
-        """Return the share of each source in the tokens before `place`, or its weight for none."""
+        """Map the name of each source to its share of the tokens before `place`.
+
+        At place 0, return the intended shares (`weights`).
+        """
         tokens = [
             int(packs) * per_pack
             for packs, per_pack in zip(self.packs_before(place), self.tokens_per_pack, strict=True)
@@ -95,20 +103,22 @@ class Mixture:
 
 @dataclass(frozen=True)
 class Order:
-    """The endless stream of packs, cut into steps. Packs are numbered one source after another.
+    """The endless stream of packs, divided into steps.
 
-    Nothing is dropped or repeated within an epoch of a source. A step that reaches the end of an
-    epoch continues with the first packs of the next one.
+    The indices of packs run through one source after another. Within an epoch of a source, no pack
+    is dropped or repeated. A step that reaches the end of an epoch continues with the first packs
+    of the next epoch.
     """
 
     mixture: Mixture
     packs_per_step: int
     seed: int
-    # Offset of step 0 in the stream, in packs. Negative if earlier steps were smaller.
+    # Place of step 0 in the stream. It is not 0 if the number of packs per step has changed during
+    # the training, and negative if earlier steps had fewer packs.
     shift: int = 0
 
     def places_of_step(self, step: int) -> range:
-        """Return the places of step `step`, counted from 0, in the stream."""
+        """Return the places of a step in the stream. Steps count from 0."""
         first = step * self.packs_per_step + self.shift
         return range(first, first + self.packs_per_step)
 
@@ -119,38 +129,46 @@ class Order:
         after = self.mixture.packs_before(places + 1)
         packs = np.empty_like(places)
         for number in range(len(before)):
-            of_source = np.flatnonzero(after[number] > before[number])
-            packs[of_source] = self.packs_of_source(number, before[number][of_source])
+            belongs = np.flatnonzero(after[number] > before[number])
+            packs[belongs] = self.packs_of_source(number, before[number][belongs])
         return packs
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Return the packs at `places`, ascending int64, of the stream of source `number` alone."""
+        """Return the indices of the packs at `places` in the stream of source `number` alone.
+
+        `places` are ascending int64. The result has their shape.
+        """
         key = splitmix64(np.asarray([self.seed]).astype(np.uint64))
-        # Sources of equal size must not go through their packs in the same order.
+        # Mix the number of the source into the key. Otherwise, sources of equal size would go
+        # through their packs in the same order.
         if self.mixture.names != ("",):
             key = splitmix64(splitmix64(key + np.uint64(number)))
         count = self.mixture.counts[number]
         epoch, within = np.divmod(places, count)
         first = sum(self.mixture.counts[:number])
-        # The seed is mixed before the epoch is added. So (seed 0, epoch 1) differs from (1, 0).
+        # Mix the seed before the epoch is added. Otherwise, seed 0 in epoch 1 and seed 1 in epoch 0
+        # would give the same order.
         return first + permute(within, count, splitmix64(key + epoch.astype(np.uint64)))
 
     def stop_waiting(self) -> None:
-        """Stop a thread that waits for packs of this order. Packs that exist are not waited for."""
+        """Stop a thread that waits for packs. Prepared packs exist, so no thread waits for them."""
 
     def epoch_of(self, step: int) -> float:
-        """Return the number of packs before `step` over the number of packs in all sources.
+        """Return the number of packs before `step`, divided by the number of packs in all sources.
 
-        The epochs of several sources differ; see `figures`.
+        With several sources, each source has its own number of epochs; see `epochs`.
         """
         return self.places_of_step(step).start / sum(self.mixture.counts)
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return the epochs of each source when `step` starts."""
+        """Map the name of each source to the number of its epochs before `step`."""
         return self.mixture.epochs(self.places_of_step(step).start)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return metrics after `step` steps: epochs and share of the tokens of each source."""
+        """Map names of metrics to values after `step` steps: each source's epochs and token share.
+
+        A single source has no such metrics.
+        """
         if self.mixture.names == ("",):
             return {}
         figures = {f"epoch/{name}": epoch for name, epoch in self.epochs(step).items()}
@@ -159,25 +177,29 @@ class Order:
 
 
 class MixedPacks(JoinedPacks):
-    """The packs of several sources, one source after another."""
+    """The packs of several sources. Their indices run through one source after another."""
 
     def __init__(
         self, path: Path, parts: Mapping[str, Packs], weights: Mapping[str, float]
     ) -> None:
-        """Raise InputError if two sources were made with different tokenizers."""
+        """Join `parts`, which maps the name of each source to its packs.
+
+        `weights` maps the name of each source to its intended share of the tokens. Raises
+        InputError if two sources were made with different tokenizers.
+        """
         super().__init__(path, list(parts.values()))
         self.parts = dict(parts)
         self.weights = {name: weights[name] for name in parts}
         self.length = self.joined[0].length
-        # MDS and token .bin do not record their tokenizer.
+        # MDS and token .bin files do not record their tokenizer.
         recorded = [packs for packs in self.joined if (packs.tokenizer or {}).get("fingerprint")]
         self.tokenizer = (recorded or self.joined)[0].tokenizer
         fingerprint = (self.tokenizer or {}).get("fingerprint")
         for packs in recorded:
             if (packs.tokenizer or {})["fingerprint"] != fingerprint:
                 raise InputError(
-                    f"{packs.path}: made with another tokenizer than {recorded[0].path}; "
-                    "prepare them with the same"
+                    f"{packs.path}: was made with another tokenizer than {recorded[0].path}; "
+                    "prepare all sources with the same tokenizer"
                 )
         self.fingerprint = hash_of(
             [[name, packs.fingerprint, self.weights[name]] for name, packs in self.parts.items()]
@@ -191,7 +213,7 @@ class MixedPacks(JoinedPacks):
 
 
 def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Order:
-    """Return the order of prepared `packs` in a training; see `Order`."""
+    """Return the order in which a training reads prepared `packs`. Arguments are as in `Order`."""
     mixture = packs.mixture() if isinstance(packs, MixedPacks) else Mixture.alone(len(packs))
     return Order(mixture, packs_per_step, seed, shift)
 
@@ -199,7 +221,7 @@ def order_of(packs: Packs, packs_per_step: int, seed: int, shift: int = 0) -> Or
 def _tokens_of(packs: Packs) -> float:
     """Return the mean number of tokens in a pack, without padding.
 
-    If the packs do not record it, 1,000 of them are counted.
+    If the format does not record this number, estimate it from at most 1,000 packs.
     """
     if isinstance(packs, ArrowPacks):
         return packs.tokens / len(packs)
@@ -211,26 +233,28 @@ def _tokens_of(packs: Packs) -> float:
 def spread(
     costs: Sequence[int] | np.ndarray, ranks: int, microbatches: int
 ) -> list[list[list[int]]]:
-    """Distribute packs over ranks and microbatches evenly, by count and by cost.
+    """Distribute packs over ranks and microbatches evenly, both by number and by cost.
 
-    The result has the indices of packs by rank and microbatch. The cost of a pack is the sum of its
-    squared document lengths: the cost of attention is proportional to it, and all else is equal.
+    `costs` has one cost for each pack: the sum of its squared document lengths. The cost of
+    attention is proportional to it, and all other costs are equal for all packs. The result lists
+    the indices of the packs of each microbatch: result[rank][microbatch].
 
-    Longest processing time first (Graham 1969) with equal counts: the costliest remaining pack goes
-    to the cheapest microbatch that has room. Then microbatches of similar cost run at the same time
-    on all ranks, the costliest of them on the rank with the least cost so far. Ties go to the lower
-    index.
+    The algorithm is "longest processing time first" (Graham 1969) with equal numbers of packs: the
+    costliest remaining pack is assigned to the cheapest microbatch that is not full. Microbatches
+    are then assigned to ranks, the costliest ones first. So microbatches of similar cost run at the
+    same time on all ranks. The costliest of these microbatches is assigned to the rank with the
+    lowest cost so far. If costs are equal, the lower index comes first.
     """
     bins = ranks * microbatches
     room = len(costs) // bins
-    dealt: list[list[int]] = [[] for _ in range(bins)]
+    members: list[list[int]] = [[] for _ in range(bins)]
     load = [0] * bins
     lightest = [(0, number) for number in range(bins)]
     for index in sorted(range(len(costs)), key=lambda i: (-int(costs[i]), i)):
         _, number = heapq.heappop(lightest)
-        dealt[number].append(index)
+        members[number].append(index)
         load[number] += int(costs[index])
-        if len(dealt[number]) < room:
+        if len(members[number]) < room:
             heapq.heappush(lightest, (load[number], number))
 
     costliest_first = iter(sorted(range(bins), key=lambda number: (-load[number], number)))
@@ -239,21 +263,22 @@ def spread(
     for _ in range(microbatches):
         for rank in sorted(range(ranks), key=total.__getitem__):
             number = next(costliest_first)
-            result[rank].append(sorted(dealt[number]))
+            result[rank].append(sorted(members[number]))
             total[rank] += load[number]
     return result
 
 
 def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
-    """Return the values at `places` of the pseudo-random permutation of range(size) for `key`.
+    """Return the values at `places` of a pseudo-random permutation of range(size).
 
-    `places` are integers in range(size). `key` is an integer, or an array with a key for each
-    place. The result is int64 and has the shape of `places`.
+    `places` are integers in range(size). `key` selects the permutation: it is an integer, or an
+    array with a key for each place. The result is int64 and has the shape of `places`.
 
-    A Feistel network is a bijection of the b-bit numbers for any round function; b is the smallest
-    number of bits that covers `size`. A value outside range(size) goes through the network again
-    until it falls inside ("cycle walking", Black and Rogaway 2002). That keeps the bijection, and
-    takes at most 2 passes on average for sizes above 32. The round function is splitmix64's.
+    A Feistel network maps the numbers of b bits to each other one to one, for any round function.
+    Here b is the smallest number of bits that covers `size`, and at least 6. A value outside of
+    range(size) goes through the network again until it is inside ("cycle walking", Black and
+    Rogaway 2002). The mapping stays one to one, and sizes above 32 need at most 2 passes on
+    average. The round function uses splitmix64.
     """
     value = np.asarray(places, dtype=np.uint64)
     keys = np.broadcast_to(np.asarray(key).astype(np.uint64), value.shape)
@@ -267,7 +292,10 @@ def permute(places: np.ndarray, size: int, key: int | np.ndarray) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
-    """Apply eight Feistel rounds to numbers of `bits` bits. The lower half has an odd bit."""
+    """Apply eight Feistel rounds to numbers of `bits` bits.
+
+    If `bits` is odd, the lower half of a number has one bit more than the upper half.
+    """
     upper_bits = np.uint64(bits // 2)
     lower_bits = np.uint64(bits - bits // 2)
     one = np.uint64(1)
@@ -279,14 +307,14 @@ def _feistel(value: np.ndarray, keys: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _mix(half: np.ndarray, keys: np.ndarray, number: int) -> np.ndarray:
-    """Return the round function's 64 bits of half a value, the key and the round's number."""
+    """Return 64 bits that depend on half of a value, on the key and on the number of the round."""
     return splitmix64(keys ^ splitmix64(half + np.uint64(number << 40)))
 
 
 def splitmix64(state: np.ndarray) -> np.ndarray:
-    """Return one output of splitmix64 for each uint64 state; a bijection.
+    """Return the next output of the generator splitmix64 for each uint64 state (one to one).
 
-    Steele, Lea and Flood 2014, with Vigna's constants.
+    The algorithm is from Steele, Lea and Flood 2014, and the constants are Vigna's.
     """
     z = state + np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

@@ -1,11 +1,12 @@
 """Lay out tokenised documents in packs, and write the packs of each split.
 
-`truncate` and `best_fit` see only the documents' lengths and return a `Layout`. `materialise`
-copies the tokens of any range of packs, so a corpus larger than memory is packed in parts. A layout
-takes at most 90 bytes of memory for a piece of a document. `Arranged` decides which documents a
-split has.
+`truncate` and `best_fit` compute a `Layout` from the lengths of the documents alone. `materialise`
+copies the tokens of any range of packs. So a corpus that is larger than memory can be packed in
+several ranges. A layout needs at most 90 bytes of memory for each piece of a document. `Arranged`
+divides the documents into splits.
 
-The order of packs is not the training order, which `packing.order` draws for each epoch.
+The order of packs in the files is not the order of training, which `packing.order` computes for
+each epoch.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ from packing.order import permute
 from packing.records import UNTRAINED
 from packing.settings import DataSettings
 
-# Seed of the order of documents and of the held-out choice. Runs with other seeds share the packs.
+# Seed of the order of documents and of the choice of held-out documents. It is not the seed of a
+# run, so runs with different seeds use the same packs.
 SEED = 42
-_MOST_UNKNOWN = 0.01  # share of unknown tokens above which there is a warning
-_PACKS_TOKENS = 2**22  # tokens of the packs that are copied at once
+_MOST_UNKNOWN = 0.01  # above this share of unknown tokens, a warning is printed
+_PACKS_TOKENS = 2**22  # number of tokens that are copied at once
 
 
 @dataclass(frozen=True)
 class Layout:
-    """The pieces of documents in each pack, as flat arrays.
+    """Pieces of documents in each pack, as flat arrays. A piece is a document or a part of it.
 
-    Pack p has the pieces offsets[p] to offsets[p + 1], in order.
+    Pack p consists of the pieces offsets[p] to offsets[p + 1] (exclusive), in this order.
     """
 
-    length: int  # tokens of a pack
+    length: int  # number of tokens in a pack
     document: np.ndarray  # [pieces] int64, index of the document
     start: np.ndarray  # [pieces] int64, index of the first token within the document
-    stop: np.ndarray  # [pieces] int64, index behind the last token
+    stop: np.ndarray  # [pieces] int64, index after the last token within the document
     offsets: np.ndarray  # [packs + 1] int64
-    cut_documents: int  # documents of more than one piece
+    cut_documents: int  # number of documents with more than one piece
 
     def __len__(self) -> int:
         """Return the number of packs."""
@@ -48,10 +50,11 @@ class Layout:
 
 
 def truncate(lengths: np.ndarray, length: int) -> Layout:
-    """Concatenate all documents in their order, and cut after every `length` tokens.
+    """Return the layout of documents that are concatenated and cut after every `length` tokens.
 
-    The rest of a cut document is the first piece of the next pack; its positions restart at 0.
-    Empty documents take no place. `lengths` are integers >= 0, [documents].
+    `lengths` are the numbers of tokens of the documents, [documents] integers >= 0. The documents
+    keep their order. The rest of a cut document is the first piece of the next pack, and its
+    positions restart at 0. Empty documents have no piece.
     """
     lengths = np.asarray(lengths, np.int64)
     ends = np.cumsum(lengths)
@@ -67,11 +70,12 @@ def truncate(lengths: np.ndarray, length: int) -> Layout:
 
 
 def best_fit(lengths: np.ndarray, length: int) -> Layout:
-    """Place documents by best-fit decreasing: longest first, into the pack with the least room.
+    """Return the layout of documents by the best-fit-decreasing algorithm.
 
-    Only a document longer than a pack is cut: into full packs and a rest, which is placed like a
-    document. Within a pack the rest of a long document comes first, and then documents in their
-    order. `lengths` are as for `truncate`.
+    `lengths` are as for `truncate`. The documents are placed from the longest to the shortest. Each
+    one is placed in the fullest pack in which it fits. Only a document that is longer than a pack
+    is cut: into full packs and a rest, and the rest is placed like a document. Within a pack, the
+    rest of a long document comes first, and other documents follow in their original order.
     """
     lengths = np.asarray(lengths, np.int64)
     pieces = -(-lengths // length)
@@ -84,8 +88,8 @@ def best_fit(lengths: np.ndarray, length: int) -> Layout:
     document, start, stop = document[rests_first], start[rests_first], stop[rests_first]
 
     pack, packs = _best_fit_decreasing(stop - start, length)
-    # Packs are numbered by the time of their first document, longest documents first. A fixed
-    # permutation scatters them.
+    # Packs are numbered in the order in which they were opened, so the packs with the longest
+    # documents come first. A fixed permutation shuffles the packs.
     pack = permute(np.arange(packs), packs, key=0)[pack]
     return _layout(length, (document, start, stop), pack, packs)
 
@@ -100,18 +104,19 @@ def materialise(
     *,
     masked: bool = False,
 ) -> list[Pack]:
-    """Return packs `first` to `last` (exclusive) with their tokens. `fill_id` fills short packs.
+    """Return packs `first` to `last` (exclusive) with their tokens.
 
-    `tokens` is a flat integer array of all documents, which may be memory-mapped. `starts` has the
-    index of the first token of each document, in the order of the layout's lengths: [documents]
-    int64. With `masked`, tokens without a loss have the bit `UNTRAINED`. Takes about 12 bytes of
-    memory for a token.
+    `tokens` is a flat integer array with the tokens of all documents. It may be memory-mapped.
+    `starts` [documents] int64 has the index in `tokens` of each document's first token. Its order
+    is that of the lengths from which the layout was made. `fill_id` is the token id of padding.
+    With `masked`, the bit `UNTRAINED` marks tokens without a loss, and packs get a mask instead.
+    The function needs about 12 bytes of memory for each token.
     """
     pieces = slice(layout.offsets[first], layout.offsets[last])
     sizes = layout.stop[pieces] - layout.start[pieces]
     ends = np.cumsum(sizes)
     source = starts[layout.document[pieces]] + layout.start[pieces]
-    # Token i of the range comes from i plus the offset of its piece. So one gather suffices.
+    # Token i of the range is token i + (offset of its piece) in `tokens`. So one gather suffices.
     index = np.repeat(source - (ends - sizes), sizes)
     index += np.arange(len(index))
     offsets = layout.offsets[first : last + 1] - layout.offsets[first]
@@ -126,22 +131,28 @@ def materialise(
         rows[np.arange(layout.length) < filled[:, None]] = ids
     lengths = np.split(sizes.astype(np.int32), offsets[1:-1])[: last - first]
     return [
-        Pack(row & ~UNTRAINED, of_row, 0, row < UNTRAINED) if masked else Pack(row, of_row)
-        for row, of_row in zip(rows, lengths, strict=True)
+        Pack(row & ~UNTRAINED, row_lengths, 0, row < UNTRAINED)
+        if masked
+        else Pack(row, row_lengths)
+        for row, row_lengths in zip(rows, lengths, strict=True)
     ]
 
 
 def _enumerate(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the owner of each piece, and its number within the owner, for `counts` of pieces.
+    """Return the owner of each piece, and the number of each piece within its owner.
 
-    [2, 3] gives (0 0 1 1 1) and (0 1 0 1 2).
+    `counts` are the numbers of pieces of the owners. [2, 3] gives (0 0 1 1 1) and (0 1 0 1 2).
     """
     owner = np.repeat(np.arange(len(counts)), counts)
     return owner, np.arange(len(owner)) - (np.cumsum(counts) - counts)[owner]
 
 
 def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs: int) -> Layout:
-    """Return the layout of pieces (document, start, stop) in these packs. Keep their order."""
+    """Return the layout of `pieces`, three arrays: document, start and stop.
+
+    `pack` has the number of each piece's pack, and `packs` is the number of packs. Pieces of a pack
+    keep their order.
+    """
     if np.any(pack[1:] < pack[:-1]):
         by_pack = np.argsort(pack, kind="stable")
         pieces = tuple(column[by_pack] for column in pieces)
@@ -152,16 +163,17 @@ def _layout(length: int, pieces: tuple[np.ndarray, ...], pack: np.ndarray, packs
 
 
 def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, int]:
-    """Return the pack of each piece, and the number of packs.
+    """Return the number of each piece's pack, and the number of packs.
 
-    Pieces of one size are placed together. The tightest pack for a piece stays the tightest until
-    it is full, so it takes all pieces that fit. So does every pack with the same room. The result
-    is that of placing pieces one by one.
+    Pieces of equal size are placed together. The fullest pack in which a piece fits remains the
+    fullest one until no further piece of this size fits. So it gets as many of these pieces as fit,
+    and so does every other pack with the same room. The result is the same as if the pieces were
+    placed one by one.
     """
     open_packs = _OpenPacks()
     pack_of = np.arange(len(sizes))
-    # Spare room fits 16 bits for packs of up to 65,535 tokens. Then NumPy's stable sort is a radix
-    # sort, which is linear.
+    # For packs of up to 65,535 tokens, the spare room of a pack fits 16 bits. NumPy's stable sort
+    # of 16-bit numbers is a radix sort, which takes linear time.
     spare = (capacity - sizes).astype(np.min_scalar_type(capacity))
     longest_first = np.argsort(spare, kind="stable")
     spares, counts = np.unique(spare, return_counts=True)
@@ -180,30 +192,30 @@ def _best_fit_decreasing(sizes: np.ndarray, capacity: int) -> tuple[np.ndarray, 
                 room = capacity
                 chosen = list(range(packs, packs + most_packs))
                 packs += most_packs
-            now = min(count, per_pack * len(chosen))
-            pack_of[longest_first[placed : placed + now]] = np.repeat(chosen, per_pack)[:now]
-            in_last = now - per_pack * (len(chosen) - 1)
+            added = min(count, per_pack * len(chosen))
+            pack_of[longest_first[placed : placed + added]] = np.repeat(chosen, per_pack)[:added]
+            in_last = added - per_pack * (len(chosen) - 1)
             open_packs.add(room - per_pack * size, chosen[:-1])
             open_packs.add(room - in_last * size, chosen[-1:])
-            placed += now
-            count -= now
+            placed += added
+            count -= added
     return pack_of, packs
 
 
 class _OpenPacks:
-    """Packs that have room, by the number of tokens that they can still take."""
+    """Packs that are not full, grouped by their room: the number of tokens that still fit."""
 
     def __init__(self) -> None:
         self._by_room: dict[int, list[int]] = {}
         self._rooms = 0  # Bit r is set if a pack has room for exactly r tokens.
 
     def tightest(self, size: int) -> int:
-        """Return the least room of a pack that can take `size` tokens, or 0 if there is none."""
+        """Return the least room of a pack in which `size` tokens fit, or 0 if there is none."""
         fitting = self._rooms >> size
         return size + (fitting & -fitting).bit_length() - 1 if fitting else 0
 
     def take(self, room: int, most: int) -> list[int]:
-        """Remove and return the `most` newest packs with this room."""
+        """Remove and return up to `most` packs with this room: those that were added last."""
         packs = self._by_room[room]
         taken = packs[-most:]
         del packs[-most:]
@@ -212,19 +224,20 @@ class _OpenPacks:
         return taken
 
     def add(self, room: int, packs: list[int]) -> None:
-        """Add packs that have this room. Full packs are not open."""
+        """Add packs that have this room. Do nothing if they are full."""
         if room and packs:
             self._by_room.setdefault(room, []).extend(packs)
             self._rooms |= 1 << room
 
 
 class Arranged:
-    """Tokenised documents, laid out in the packs of each split."""
+    """Tokenised documents that are laid out in the packs of each split."""
 
     def __init__(self, tokens: Tokens, settings: DataSettings, *, one_file: bool = False) -> None:
-        """Lay out the documents.
+        """Divide the documents into splits and lay them out.
 
-        With `one_file`, a document is a text file. The tail of a single file is held out.
+        With `one_file`, each document is a text file. If there is only one file, its tail is held
+        out.
         """
         self.tokens = tokens
         self.settings = settings
@@ -239,7 +252,7 @@ class Arranged:
             }
         else:
             documents = split_documents(len(lengths), settings)
-        self._documents = documents  # of each split, in their order of packing
+        self._documents = documents  # indices of each split's documents, in the order of packing
         # Index of the first token of each document: [documents] int64.
         self._starts = np.cumsum(lengths) - lengths
         lay_out = {"truncate": truncate, "best_fit": best_fit}[settings.packing]
@@ -248,13 +261,13 @@ class Arranged:
         }
 
     def bytes(self) -> int:
-        """Return the size of the packs on the disk, exact to a thousandth."""
+        """Return the size of the packs on the disk in bytes, with an error of less than 0.1 %."""
         length = self.settings.length
         pack = 4 * (length + 2) + self.masked * -(-length // 8)
         return sum(len(part) * pack + 4 * len(part.document) for part in self.layouts.values())
 
     def write(self, writer: PackWriter, split: Split, padding: int) -> None:
-        """Write the packs of `split`. The id `padding` fills short packs."""
+        """Write the packs of `split`. `padding` is the token id that fills short packs."""
         layout = self.layouts[split]
         tokens = self.tokens.tokens
         starts = self._starts[self._documents[split]]
@@ -284,7 +297,7 @@ class Arranged:
             statistics["trained_tokens"] = counts.trained
         if counts.unknown:
             share = counts.unknown / counts.tokens
-            warning = "; warning: the tokenizer lacks this text, name another"
+            warning = "; warning: the tokenizer lacks much of this text, choose another tokenizer"
             statistics["unknown_tokens"] = f"{share:.2%} of all{warning * (share > _MOST_UNKNOWN)}"
         if counts.unread:
             statistics["columns_not_read"] = ", ".join(counts.unread)
@@ -292,17 +305,17 @@ class Arranged:
 
 
 def split_documents(count: int, settings: DataSettings) -> dict[Split, np.ndarray]:
-    """Return the documents of each split in their order of packing: [documents] int64.
+    """Map each split to the indices of its documents in the order of packing: [documents] int64.
 
-    One permutation by `SEED` decides both: its first part is held out, and the rest is the training
-    order. Raises InputError if no document would be left to train on.
+    The documents are shuffled with `SEED`. The first ones are held out, and the others are packed
+    for training. Raises InputError if no document would be left for training.
     """
     shuffled = permute(np.arange(count), count, SEED)
     held_out = max(1, round(count * settings.held_out)) if settings.held_out else 0
     if held_out >= count:
         raise InputError(
-            f"data.held_out: {settings.held_out} of {count} documents leaves none to train on; "
-            "set it to 0"
+            f"data.held_out: holding out {settings.held_out} of {count} documents leaves none to "
+            "train on; set data.held_out to 0"
         )
     parts: dict[Split, np.ndarray] = {"train": shuffled[held_out:]}
     return parts | {"held_out": shuffled[:held_out]} if held_out else parts

@@ -28,21 +28,21 @@ from packing.sources import open_source
 from packing.tokenizer import TextTokenizer, load_tokenizer
 
 SPAWN = multiprocessing.get_context("spawn")
-_CHUNKS_AHEAD = 3  # of each worker
+_CHUNKS_AHEAD = 3  # number of chunks in the queue for each worker
 
 
 def usable_cores(shared_by: int = 1) -> int:
-    """Return the number of cores for each of `shared_by` tasks, at least 1.
+    """Return the number of cores that this process may use, divided by `shared_by`, at least 1.
 
-    Counts the cores that this process may use. In a container they can be fewer than the machine's.
+    In a container, a process may be allowed to use fewer cores than the machine has.
     """
     return max(1, len(os.sched_getaffinity(0)) // shared_by)
 
 
 def content_settings(settings: DataSettings) -> dict[str, Any]:
-    """Return the settings that decide what packs hold, as their manifest records them.
+    """Return the settings that determine the content of packs, as their manifest records them.
 
-    The packs of a stream also depend on the size of its parts.
+    For a stream, these include the number of tokens in a part.
     """
     values = settings.model_dump(mode="json")
     window = {"window": settings.stream.window} if settings.stream else {}
@@ -50,10 +50,11 @@ def content_settings(settings: DataSettings) -> dict[str, Any]:
 
 
 class PackMaker(AbstractContextManager):
-    """Makes packs of one source.
+    """Make the packs of one source.
 
-    Its worker processes end with the `with` block, or with this process. They are spawned: a fork
-    would copy everything that the caller has loaded (torch, a CUDA context, threads).
+    Worker processes tokenise the documents. They end with the `with` block, or with this process.
+    They are started by spawning, because a fork would copy everything that the caller has loaded
+    (torch, a CUDA context, threads).
     """
 
     def __init__(self, settings: DataSettings, processes: int) -> None:
@@ -63,38 +64,39 @@ class PackMaker(AbstractContextManager):
         self.records = records_of(settings, self.tokenizer)
         has_chatml_tokens = self.tokenizer.tokenizer.token_to_id("<|im_start|>") is not None
         if settings.chat_template == "chatml" and not has_chatml_tokens:
-            say("warning: data.chat_template: chatml: <|im_start|> is several tokens here")
+            say("warning: data.chat_template: chatml: the tokenizer splits <|im_start|>")
         self.source = open_source(settings, self.records)
-        # Workers load the tokenizer themselves. Sending one, which is more than a pipe holds, to a
-        # worker that dies meanwhile would never return.
-        with _isolated_children():  # The pool starts multiprocessing's resource tracker.
+        # Each worker loads the tokenizer itself. A tokenizer is larger than the buffer of a pipe.
+        # So sending it would block forever if the worker died meanwhile.
+        with _isolated_children():  # The pool also starts multiprocessing's resource tracker.
             self._pool = ProcessPoolExecutor(processes, SPAWN, _start_worker, (settings,))
 
     def __exit__(self, *exception: object) -> None:
-        # Closing the queue keeps shutdown from waiting for a result that is cut off.
-        self._pool._result_queue._writer.close()  # type: ignore[attr-defined]  # CPython's
-        # Nobody needs the running tasks. Python 3.14 has `kill_workers` for this.
+        # Close the queue, so that `shutdown` does not wait for a result that is only partly sent.
+        self._pool._result_queue._writer.close()  # type: ignore[attr-defined]  # in CPython
+        # Kill the workers, because their results are not needed. Python 3.14 has `kill_workers`.
         for worker in list((self._pool._processes or {}).values()):
             worker.kill()
         self._pool.shutdown(cancel_futures=True)
 
     def key(self) -> dict[str, Any]:
-        """Return all values that decide the tokens of this source.
+        """Return all values that determine the tokens of this source.
 
-        `on_bad_line` is not among them: after a bad line hours into the work, `skip` continues from
-        that line. The records' hash covers the content of a chat template's file.
+        `on_bad_line` is not included. So a user can set it to `skip` after hours of work, and
+        continue from the bad line. The hash of the records includes the content of a chat
+        template's file.
         """
-        left_out = {"on_bad_line", "source", "tokenizer"}
-        return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - left_out) | {
+        excluded = {"on_bad_line", "source", "tokenizer"}
+        return self.settings.model_dump(mode="json", include={*TOKEN_KEYS} - excluded) | {
             "source files": self.source.identity,
             "tokenizer fingerprint": self.tokenizer.fingerprint,
             "records": sha256(repr(self.records).encode()).hexdigest(),
         }
 
     def tokenize(self, chunks: Iterable[Chunk]) -> Iterator[Tokens]:
-        """Yield the documents of each chunk, in the order of `chunks`.
+        """Yield the tokens of each chunk, in the order of `chunks`.
 
-        Raises the InputError of the first bad record, and InputError if a worker dies.
+        Raises InputError if a record is malformed and not skipped, or if a worker dies.
         """
         results: deque[Future[Tokens]] = deque()
         try:
@@ -107,12 +109,12 @@ class PackMaker(AbstractContextManager):
                 yield results.popleft().result()
         except BrokenProcessPool:
             raise InputError(
-                "a tokenizer process died: if memory ran out, use fewer cores (taskset). "
-                "The work is kept"
+                "a tokenizer process died. If the memory was full, run the same command with fewer "
+                "cores (taskset). Finished work is kept"
             ) from None
 
     def arrange(self, tokens: Tokens, *, held_out: bool = True) -> Arranged:
-        """Lay out documents in packs. With `held_out`, set a share apart as the settings say."""
+        """Lay out documents in packs. With `held_out`, hold out the share in the settings."""
         share = self.settings.held_out if held_out else 0.0
         settings = self.settings.model_copy(update={"held_out": share})
         return Arranged(tokens, settings, one_file=self.source.kind == "text")
@@ -122,9 +124,9 @@ class PackMaker(AbstractContextManager):
     ) -> dict[str, Any]:
         """Write packs to the folder `path` and return their manifest.
 
-        `stream` is given for a part of a stream: it says where the part (`start`) and the next one
-        (`after`) start in the source. Parts after the first have neither held-out packs nor the
-        tokenizer.
+        `stream` is given for a part of a stream. It maps `start` to the start of this part, and
+        `after` to the start of the next part, as dicts of PartStart. A part after the first one has
+        neither held-out packs nor a tokenizer.
         """
         statistics = arranged.statistics()
         if stream is not None:
@@ -143,7 +145,7 @@ class PackMaker(AbstractContextManager):
             )
 
     def _write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, and the template of a chat, beside the packs."""
+        """Write the tokenizer and, for chats, the chat template to `folder`."""
         tokenizer = self.tokenizer.tokenizer.to_str(pretty=True)
         (folder / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
         if isinstance(self.records, ChatColumns):
@@ -152,41 +154,41 @@ class PackMaker(AbstractContextManager):
 
 # ── Worker processes ──────────────────────────────────────────────────────────────────────────────
 
-# In a worker: how it tokenises.
+# Arguments of `tokenize` in a worker process. `_start_worker` sets them.
 _task: tuple[TextTokenizer, Records, DataSettings]
 
 
 @contextmanager
 def _isolated_children() -> Iterator[None]:
-    """Isolate the processes that are started in this block.
+    """Context manager that isolates the processes that are started in its block.
 
-    They import neither the caller's script (the launcher's would import torch) nor modules of the
-    current folder. They ignore Ctrl-C: the caller receives it too, and ends them.
+    These processes import neither the caller's script (the training script would import torch) nor
+    modules of the current folder. They ignore Ctrl-C, because the caller receives it too and ends
+    them.
     """
     main = sys.modules["__main__"]
     safe_path = os.environ.get("PYTHONSAFEPATH", "")
     sys.modules["__main__"] = ModuleType("__main__")
     os.environ["PYTHONSAFEPATH"] = "1"
-    blocked = signal.pthread_sigmask(
-        signal.SIG_BLOCK, {signal.SIGINT}
-    )  # Children inherit the mask.
+    # Child processes inherit the signal mask.
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
         sys.modules["__main__"] = main
-        os.environ["PYTHONSAFEPATH"] = safe_path  # An empty value means unset.
+        os.environ["PYTHONSAFEPATH"] = safe_path  # An empty value is the same as no value.
 
 
 def _start_worker(settings: DataSettings) -> None:
-    """Prepare a worker process. It ends when its parent ends."""
+    """Prepare a worker process. A thread ends the process when its parent ends."""
     global _task
     parent: Any = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     # Threads of one worker would compete with the other workers.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = load_tokenizer(str(settings.tokenizer))
-    # A post-processor would add special tokens, and take blanks out of offsets.
+    # Remove the post-processor, which would add special tokens and exclude blanks from offsets.
     tokenizer.tokenizer.post_processor = None
     _task = tokenizer, records_of(settings, tokenizer), settings
 

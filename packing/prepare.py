@@ -1,10 +1,11 @@
-"""Prepare packs from text before a run: of each source and of the validation text.
+"""Prepare the packs of each source and of the validation text before a run.
 
-Of a stream only the first part is prepared; `packing.follow` makes the others while the run trains.
+For a stream, only the first part is prepared. `packing.follow` makes the other parts while the run
+trains.
 
-Tokenising takes nearly all the time, so tokens are kept in `.<packs>.tokens/` until they are
-packed. A later call continues from there. The packs depend neither on interruptions nor on the
-number of processes.
+Tokenising takes nearly all the time, so the tokens are stored in `.<packs>.tokens/` until they are
+packed. After an interruption, the next call continues from the stored tokens. The packs depend
+neither on interruptions nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -34,29 +35,30 @@ from packing.store import all_parts, find_splits, folder_of, is_there
 from packing.stream import LOOK
 from packing.tokenizer import load_tokenizer
 
-_COMMIT_SECONDS = 5.0
-_TOKENS = "tokens.bin"  # uint32
-_LENGTHS = "lengths.bin"  # int64, one for each document
+_COMMIT_SECONDS = 5.0  # least number of seconds between two commits of tokens
+_TOKENS = "tokens.bin"  # token ids, uint32
+_LENGTHS = "lengths.bin"  # number of tokens of each document, int64
 _PROGRESS = "progress.json"
 
 
 def prepare(settings: DataSettings, progress: bool = True) -> Path:
-    """Make the packs that `settings` describe, unless they exist, and return their folder.
+    """Make the packs that `settings` describe, unless the packs exist, and return their folder.
 
-    Every process may call it. The first one takes a lock, and the others find the work done. On a
-    file system without locks, the first rank of a launch prepares, the other ranks wait for its
-    packs, and a second command raises InputError.
+    All processes may call this function. The first process locks the packs and makes them. The
+    other processes wait for the lock, and then find that the packs exist. On a file system without
+    locks, the first rank of a launch makes the packs, and the other ranks wait until the packs
+    exist. On such a file system, a second command that makes the same packs raises InputError.
 
-    Raises InputError for settings or text that cannot be used, and if the disk is full.
+    Raises InputError if settings or text cannot be used, or if the disk is full.
     """
     if not settings.prepares:
         raise InputError(
-            "data.source and data.tokenizer are not set, so there is nothing to prepare packs from"
+            "data.source and data.tokenizer are not set, so no packs can be prepared; set both"
         )
     for part in all_parts(settings):
-        if part.source is None:  # Its packs exist.
+        if part.source is None:  # Packs without a source already exist.
             continue
-        # Look before any file is touched: packs may be on a read-only disk.
+        # Check this before a lock file is written, because packs may be on a read-only disk.
         manifest = None if holds_packs_of(part) else _make_alone(part, settings, progress)
         already = f"{part.packs}: already prepared with these settings"
         say(summary(manifest) if manifest else already, progress)
@@ -66,7 +68,10 @@ def prepare(settings: DataSettings, progress: bool = True) -> Path:
 def _make_alone(
     part: DataSettings, settings: DataSettings, progress: bool
 ) -> dict[str, Any] | None:
-    """Make the packs of `part` under a lock. Return their manifest, or None if they exist."""
+    """Make the packs of `part` under a lock. Return their manifest, or None if they exist.
+
+    `part` has the settings of one source, and `settings` those of the whole data section.
+    """
     lock = part.packs.absolute().with_name(f".{part.packs.name}.lock")
 
     def wait_for(holder: str) -> None:
@@ -83,11 +88,11 @@ def _make_alone(
 
 
 def _claim(part: DataSettings, claim: ExitStack) -> None:
-    """Stand in for the lock on the packs of `part` where the file system has no locks.
+    """Replace the lock on the packs of `part` on a file system without locks.
 
-    The first rank of a launch makes a folder, which only one process can, and removes it when
-    `claim` ends. A killed process leaves it behind. Another rank returns once the packs exist.
-    Raises InputError if the folder exists.
+    The first rank of a launch creates a folder, which succeeds in one process only. It removes the
+    folder when `claim` is closed. If the process is killed, the folder remains. The other ranks
+    return when the packs exist. Raises InputError if the folder exists already.
     """
     if os.environ.get("RANK", "0") != "0":
         while not holds_packs_of(part):
@@ -96,45 +101,50 @@ def _claim(part: DataSettings, claim: ExitStack) -> None:
     folder = part.packs.absolute().with_name(f".{part.packs.name}.preparing")
     with refusing(
         (FileExistsError,),
-        f"{folder}: says that a process prepares these packs, as this file system has no locks",
-        "wait for it; if it was killed, remove this folder and start again",
+        f"{folder}: this folder shows that another process prepares these packs, because this file "
+        "system has no locks",
+        "either wait for that process, or if it was killed, remove this folder and start again",
     ):
         folder.mkdir()
     claim.callback(folder.rmdir)
 
 
 def holds_packs_of(settings: DataSettings) -> bool:
-    """Return whether packs of these settings exist. Raise InputError if other packs do."""
+    """Return True if the packs of these settings exist, and False if there are no packs.
+
+    Raises InputError if there are packs of other settings, or other files.
+    """
     packs = folder_of(settings)
     if not is_there(packs):
         return False
     if not (packs / MANIFEST).is_file():
         raise InputError(
-            f"{packs}: exists and holds no packs that were prepared; "
+            f"{packs}: exists, but has no packs that were prepared; "
             "set data.packs to another folder"
         )
     manifest = read_manifest(packs)
-    before = dict(manifest["settings"])
-    now = content_settings(settings)
-    # A file or dataset may be spelled in several ways.
-    if os.path.realpath(before["source"]) == os.path.realpath(now["source"]):
-        now["source"] = before["source"]
-    # Packs travel without their tokenizer. If it exists here, its content counts, not its name.
-    if before["tokenizer"] != now["tokenizer"] or Path(str(settings.tokenizer)).exists():
-        before["tokenizer"] = manifest["tokenizer"]["fingerprint"]
-        now["tokenizer"] = load_tokenizer(now["tokenizer"]).fingerprint
-    if changes := describe_changes(before, now):
+    recorded = dict(manifest["settings"])
+    requested = content_settings(settings)
+    # Different paths or names may mean the same file or dataset.
+    if os.path.realpath(recorded["source"]) == os.path.realpath(requested["source"]):
+        requested["source"] = recorded["source"]
+    # Packs may be copied to a machine without their tokenizer. If there is a tokenizer to compare,
+    # compare its content instead of its name.
+    if recorded["tokenizer"] != requested["tokenizer"] or Path(str(settings.tokenizer)).exists():
+        recorded["tokenizer"] = manifest["tokenizer"]["fingerprint"]
+        requested["tokenizer"] = load_tokenizer(requested["tokenizer"]).fingerprint
+    if changes := describe_changes(recorded, requested):
         raise InputError(
-            f"{packs}: prepared with other settings ({changes}); "
-            "set another data.packs, or remove this folder"
+            f"{packs}: was prepared with other settings ({changes}); "
+            "either set data.packs to another folder, or remove this folder"
         )
     return True
 
 
 def check_sources(settings: DataSettings) -> None:
-    """Raise InputError unless all packs exist, or can be made from sources that exist.
+    """Raise InputError unless the packs of each source exist, or the source itself exists.
 
-    Only names are looked at. Packs of other settings raise, too.
+    The content of the sources is not read. Existing packs of other settings raise InputError, too.
     """
     for part in all_parts(settings):
         if part.source is None:
@@ -146,11 +156,11 @@ def check_sources(settings: DataSettings) -> None:
 def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
     """Tokenise a source, pack it, and return the manifest of its packs.
 
-    Continues where an earlier call was interrupted. Raises InputError if the source changes
-    meanwhile, and if memory or disk run out.
+    If an earlier call was interrupted, its tokens are used. Raises InputError if the source changes
+    meanwhile, or if memory or disk space is exhausted.
     """
     folder = settings.packs.absolute().parent / f".{settings.packs.name}.tokens"
-    remedy = f"fix that and run this again: all tokens so far are kept in {folder}"
+    remedy = f"correct this and run the command again; the tokens so far are kept in {folder}"
     with (
         PackMaker(settings, usable_cores()) as maker,
         refusing((OSError, MemoryError), str(settings.packs), remedy),
@@ -165,7 +175,7 @@ def make_packs(settings: DataSettings, progress: bool) -> dict[str, Any]:
 
 
 def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
-    """Append all documents to `log` that it does not hold yet."""
+    """Tokenise all documents that `log` does not have yet, and append them to `log`."""
     say(
         f"reading {maker.source.description} with {maker.processes} processes, "
         f"from document {log.counts.documents + 1:,} on",
@@ -177,32 +187,34 @@ def _tokenize_source(maker: PackMaker, log: TokenLog, progress: bool) -> None:
             line.update(log.counts.tokens - line.n)
         require_documents(maker.settings, log.counts)
         if log.key != maker.key():
-            log.counts = Counts()  # They are of neither text.
+            # Drop the tokens, which are partly from the old and partly from the new content.
+            log.counts = Counts()
             raise InputError(
-                f"data.source: {maker.settings.source}: changed while it was read; "
-                "start again once it is complete"
+                f"data.source: {maker.settings.source}: was changed while it was read; "
+                "run the command again when the source is complete"
             )
         log.complete = True
 
 
 class TokenLog(AbstractContextManager):
-    """The tokens of a source in `folder`: two files that grow, and a record of their valid sizes.
+    """Tokens of a source in `folder`: two files that grow, and a record of their valid sizes.
 
-    Every few seconds, and at the end of the `with` block, the files are flushed and the record is
-    replaced. Bytes beyond the recorded sizes are cut off when the log is opened again.
+    Every few seconds, and at the end of the `with` block, the two files are flushed and the record
+    is replaced. When a log is opened, bytes beyond the recorded sizes are cut off.
     """
 
     def __init__(self, folder: Path, key: dict[str, Any]) -> None:
-        """Open the log, or create it.
+        """Open the log, or create it if it does not exist.
 
         `key` identifies the tokens: source files, tokenizer and settings. Raises InputError if the
-        folder holds tokens of another key. They are not deleted, since tokenising takes hours.
+        folder has tokens with another key. These tokens are not deleted automatically, because
+        tokenising them may have taken hours.
         """
         self.folder = folder
         self.key = key
         self.counts = Counts()
-        self.place: Place = {}  # in the source, behind the last tokenised record
-        self.complete = False  # the end of the source was reached
+        self.place: Place = {}  # place in the source after the last tokenised record
+        self.complete = False  # True if the end of the source was reached
         self._committed_at = time.monotonic()
         path = folder / _PROGRESS
         remedy = f"remove {folder} to start over"
@@ -211,8 +223,9 @@ class TokenLog(AbstractContextManager):
         if counts.documents:
             if changes := describe_changes(progress["key"], key):
                 raise InputError(
-                    f"{folder}: holds {counts.tokens:,} tokens made with other settings or text "
-                    f"({changes}); set them back, set data.packs to another folder, or {remedy}"
+                    f"{folder}: has {counts.tokens:,} tokens that were made with other settings or "
+                    f"text ({changes}); either restore these, set data.packs to another folder, or "
+                    f"{remedy}"
                 )
             self.counts = counts
             self.place = progress["place"]
@@ -221,14 +234,14 @@ class TokenLog(AbstractContextManager):
         self._truncate()
 
     def _truncate(self) -> None:
-        """Cut off bytes behind the counted documents, which an interrupted write has left."""
+        """Cut off bytes after the counted documents. An interrupted write may have left them."""
         sizes = {_TOKENS: 4 * self.counts.tokens, _LENGTHS: 8 * self.counts.documents}
         for name, size in sizes.items():
             with open(self.folder / name, "ab") as file:
                 file.truncate(size)
 
     def append(self, result: Tokens) -> None:
-        """Append the documents of the next chunk."""
+        """Append the documents of the next chunk to the files."""
         for name, array in ((_TOKENS, result.tokens), (_LENGTHS, result.lengths)):
             with open(self.folder / name, "ab") as file:
                 file.write(array.data)
@@ -238,7 +251,7 @@ class TokenLog(AbstractContextManager):
             self.commit()
 
     def commit(self) -> None:
-        """Flush the appended documents and record that they are valid."""
+        """Flush the appended documents and record the sizes of the files as valid."""
         self._truncate()
         fsync_tree(self.folder)
         progress = {
@@ -254,17 +267,18 @@ class TokenLog(AbstractContextManager):
         self.commit()
 
     def tokens(self) -> Tokens:
-        """Return all documents. Their token ids are memory-mapped."""
+        """Return all documents of the log. Their token ids are memory-mapped."""
         ids = np.memmap(self.folder / _TOKENS, np.uint32, "r", shape=(self.counts.tokens,))
         lengths = np.fromfile(self.folder / _LENGTHS, np.int64)
         return Tokens(ids, lengths, self.counts)
 
 
 def summary(manifest: dict[str, Any]) -> str:
-    """Return the statistics of packs as lines for the user."""
+    """Return the statistics in a manifest as lines for the user."""
     values = {
         **manifest["statistics"],
         "tokenizer": (manifest["tokenizer"] or {}).get("name"),
+        # The value of a stream is a nested dict. None hides it, because false values are skipped.
         "stream": None,
     }
     return "\n".join(

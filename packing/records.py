@@ -1,8 +1,9 @@
-"""Turn a record into a document and its token ids: a text, a chat, or tokens that it already holds.
+"""Turn a record of a source into a document and its token ids.
 
-A chat template writes a chat. Templates are Jinja, which transformers runs in a sandbox (without
-loading torch). They have no clock: a template that asks for today's date would make other packs
-every day. Templates that check for a clock first, such as Llama's, use the date in their text.
+A record has a text, a chat, or token ids. A chat template writes the text of a chat. Templates are
+written in Jinja, and transformers runs them in a sandbox (without importing torch). A template
+cannot read today's date, because packs would then differ from day to day. A template that first
+tests whether it can read the date, such as Llama's, uses a date from its own text instead.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ from packing.token_columns import (
 )
 from packing.tokenizer import REMEDY, TextTokenizer, find_file, without_nulls
 
-# Bit in the id of a token without a loss. Packs have a mask instead.
+# Bit that marks the id of a token without a loss. Packs store a mask instead of this bit.
 UNTRAINED = np.uint32(1 << 31)
-CHAT_TEMPLATE = "chat_template.jinja"  # name of its file, beside a tokenizer.json
-# The folder in which transformers 5 writes templates by name.
+CHAT_TEMPLATE = "chat_template.jinja"  # name of a chat template's file, beside a tokenizer.json
+# Folder in which transformers 5 writes the other chat templates of a tokenizer, as files by name.
 _NAMED_TEMPLATES = "additional_chat_templates"
-# The name is undefined. `+` keeps a line break behind the statement.
+# Prefix of every template. It makes `strftime_now`, with which templates read the date, undefined,
+# because `there_is_no_clock` is undefined. `+` keeps a line break after the statement.
 _NO_CLOCK = "{% set strftime_now = there_is_no_clock +%}"
 CHATML = (
     "{% for message in messages %}"
@@ -45,7 +47,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# From the role of a message to the role that a template takes.
+# Map the role of a message in a dataset to the role that a chat template expects.
 _ROLES = {
     **{role: role for role in ("system", "developer", "user", "assistant", "tool", "function")},
     **{role: role for role in ("observation", "ipython", "environment")},
@@ -55,70 +57,75 @@ _ROLES = {
 }
 _SHAREGPT_ROLES = _ROLES | {"observation": "tool", "function_response": "tool"}
 _SHAREGPT_KEYS = {"from": "role", "value": "content"}
-_LOSS_MARKS = ("weight", "train", "training", "loss")  # 0 or false: the message has no loss
-_MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}  # read with any template
-_SYSTEM_COLUMNS = ("system", "system_prompt")  # a chat's first message
-# A template that compares a content with none takes a null content, as of an answer of tool calls.
+# Keys of a message. If the value of one of them is 0 or false, the message has no loss.
+_LOSS_MARKS = ("weight", "train", "training", "loss")
+# Keys of a message that are read with any template.
+_MESSAGE_KEYS = {"role", "content", *_SHAREGPT_KEYS, *_LOSS_MARKS}
+_SYSTEM_COLUMNS = ("system", "system_prompt")  # columns that may have the first message of a chat
+# Pattern that finds a comparison of a content with none. A template with such a comparison accepts
+# a message with null as its content, for example an answer that consists of tool calls.
 _NULL_CONTENT = re.compile(r"content\W*\s(is|==|!=)(\s+not)?\s+none\b", re.IGNORECASE)
 _OTHER_ANSWER = "PLACEHOLDER"
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-# Errors of a template: it refuses a chat, or the chat has another shape.
+# Exceptions of a template that rejects a chat, or that expects a chat of another form.
 _REFUSALS = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-_MARK = "mark the answers with {% generation %} in a template of your own (`data.chat_template`)"
+_MARK = (
+    "set data.chat_template to a template of your own that marks the answers with {% generation %}"
+)
 
 
 @dataclass(frozen=True)
 class Records:
-    """Base class of the rules that turn a record into a document."""
+    """Base class of rules that turn a record into a document."""
 
-    columns: tuple[str, ...]  # columns that a record must have
-    optional: tuple[str, ...]  # columns that are read if a record has them
+    columns: tuple[str, ...]  # names of the columns that a record must have
+    optional: tuple[str, ...]  # names of the columns that are read if a record has them
 
     def unread(self, record: dict[str, Any]) -> set[str]:
-        """Return the names of the columns that have a value and no effect."""
+        """Return the names of the columns that have a value but are not read."""
         names = {name for name, value in record.items() if value is not None}
         return names - {*self.columns, *self.optional}
 
     def fill(self, record: dict[str, Any]) -> Any:
-        """Return the document of a record that has all `columns`, or a false value if it is empty.
+        """Return the document of a record, or a false value (such as "") if it is empty.
 
-        Raises ValueError if the record is malformed.
+        The record has all `columns`. Raises ValueError if the record is malformed.
         """
         raise NotImplementedError
 
     def encode(self, tokenizer: Tokenizer, documents: list[Any]) -> Iterator[np.ndarray]:
         """Yield the token ids of each document: [tokens] uint32.
 
-        Tokens without a loss have the bit `UNTRAINED`. A document without a token to train on is
-        skipped.
+        The bit `UNTRAINED` marks tokens without a loss. A document is skipped if none of its
+        tokens has a loss.
         """
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class TextTemplate(Records):
-    """Reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
+    """Rule that reads a text from one column, or fills a template such as "{title}\\n\\n{body}".
 
-    Null, NaN and infinity count as no text. Other numbers are written out. Lists, mappings and
-    bytes are refused, since they would appear in Python's notation.
+    Null, NaN and infinity are replaced by the empty text, and other numbers are written as text.
+    Lists, mappings and bytes raise ValueError, because they would be written in Python's notation.
     """
 
-    pieces: tuple[tuple[str, str | None], ...]  # literal text, then a column
-    end: tuple[int, ...] = ()  # ids behind each text
+    pieces: tuple[tuple[str, str | None], ...]  # pairs: a text, and the column after it or None
+    end: tuple[int, ...] = ()  # token ids that are appended to each text
 
     @classmethod
     def parse(cls, text: str, end: tuple[int, ...] = ()) -> TextTemplate:
-        """Return the template for the value of `data.text`. Raise InputError if it is malformed."""
+        """Return the template for the value of `data.text`. Raise InputError if it is invalid."""
         if "{" not in text and "}" not in text:
             return cls((text,), (), (("", text),), end)
         with refusing(
             (ValueError,),
-            f"data: the template {text!r}",
-            "write columns as {title}, braces as {{ and }}",
+            f"data: the template {text!r} is not valid",
+            "write a column as {title}, and write braces as {{ and }}",
         ):
             parsed = list(string.Formatter().parse(text))
             if any(form or conversion for _, _, form, conversion in parsed):
-                raise ValueError("a column is written as it is, without a format")
+                raise ValueError("a column may not have a format or a conversion")
         pieces = tuple((literal, name) for literal, name, _, _ in parsed)
         columns = tuple(dict.fromkeys(name for _, name in pieces if name is not None))
         return cls(columns, (), pieces, end)
@@ -132,19 +139,21 @@ class TextTemplate(Records):
                 value = ""
             if not isinstance(value, (str, int, float)):
                 raise ValueError(
-                    f"`{column}` holds {type(value).__name__}: data.messages reads chats, "
-                    "data.input_ids ids"
+                    f"column `{column}` has a value of type {type(value).__name__}, which is not a "
+                    "text; for chats set data.messages, for token ids set data.input_ids"
                 )
             values[column] = value
         if all(value == "" for value in values.values()):
             return ""
         text = "".join(literal + str(values.get(name, "")) for literal, name in self.pieces)
-        # JSON can hold half a surrogate pair (`\ud800`), which no tokenizer takes. This raises.
+        # JSON can contain half of a surrogate pair (`\ud800`), which no tokenizer accepts. This
+        # line raises an error for it.
         text.encode()
         return text
 
     def encode(self, tokenizer: Tokenizer, texts: list[str]) -> Iterator[np.ndarray]:
-        # Many tokenizers give no tokens for blanks. The fast method computes no offsets.
+        # Skip texts without tokens: many tokenizers return none for blanks. The fast method does
+        # not compute offsets.
         for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=False):
             if ids := encoding.ids:
                 yield np.array([*ids, *self.end], np.uint32)
@@ -152,19 +161,19 @@ class TextTemplate(Records):
 
 @dataclass(frozen=True)
 class ChatColumns(Records):
-    """Reads a chat from a column of messages, or from two columns: a prompt and its response.
+    """Rule that reads a chat from a column of messages, or from two columns: prompt and response.
 
-    A document is the text of a chat and its spans: the first character of each answer with a loss,
-    and the character behind it, in order.
+    A document is a pair: the text of a chat, and the spans of the answers that have a loss, in
+    order. A span is the index of an answer's first character, and the index after its last one.
     """
 
     pair: tuple[TextTemplate, ...]  # prompt and response; empty for a column of messages
-    template: str  # Jinja
-    # The tokenizer's special tokens, for the template: ("bos_token", "<s>").
+    template: str  # text of the chat template, in Jinja
+    # Names and texts of the tokenizer's special tokens, such as ("bos_token", "<s>").
     tokens: tuple[tuple[str, str | None], ...]
 
     def unread(self, record: dict[str, Any]) -> set[str]:
-        """Return the names of columns, and of keys of messages, with a value and no effect."""
+        """Return the names of columns, and of keys of messages, that have a value but no effect."""
         messages = [] if self.pair else record.get(self.columns[0]) or []
         keys = {key for message in messages for key in message if message[key] is not None}
         ignored = {key for key in keys - _MESSAGE_KEYS if not _has_word(self.template, key)}
@@ -173,8 +182,8 @@ class ChatColumns(Records):
     def fill(self, record: dict[str, Any]) -> tuple[str, list[tuple[int, int]]] | None:
         """Return the text and spans of the chat in `record`.
 
-        Returns None if no answer has a loss, and for a prompt without a response. Raises ValueError
-        if the chat is malformed, has no answer, or has a message that the template does not write.
+        Returns None if no answer has a loss, or if a prompt has no response. Raises ValueError if
+        the chat is malformed, has no answer, or has a message that the template does not write.
         """
         if self.pair and not self.pair[1].fill(record).strip():
             return None
@@ -185,16 +194,16 @@ class ChatColumns(Records):
             has_words = message["role"] != "assistant" and (message.get("content") or "").strip()
             if has_words and not self._is_written(chat, number, text, tools):
                 raise ValueError(
-                    f"the chat template writes nothing of message {number + 1}, of the role "
-                    f"{message['role']}; give it another role, or name another template "
-                    "(`data.chat_template`)"
+                    f"the chat template does not write message {number + 1}, whose role is "
+                    f"{message['role']}; either give the message another role, or set "
+                    "data.chat_template to another template"
                 )
         turns = [number for number, message in enumerate(chat) if message["role"] == "assistant"]
         answers = [number for number in turns if self._is_written(chat, number, text, tools)]
         if not answers:
             raise ValueError(
-                "a chat without an answer: the chat template writes nothing of a message of the "
-                "role `assistant`"
+                "the chat has no answer: the chat template writes no message with the role "
+                "`assistant`"
             )
         trained = [n for n in answers if all(chat[n].get(mark, 1) for mark in _LOSS_MARKS)]
         if not _MARKED.search(self.template):
@@ -202,20 +211,20 @@ class ChatColumns(Records):
         elif trained != turns:
             if len(spans) != len(turns):
                 raise ValueError(
-                    f"the chat template marks {len(spans)} passages of {len(turns)} answers: mark "
-                    "one of each, so that answers without a loss can be told"
+                    f"the chat template marks {len(spans)} passages in {len(turns)} answers, so "
+                    "answers without a loss cannot be identified; mark one passage in each answer"
                 )
             spans = [span for number, span in zip(turns, spans, strict=True) if number in trained]
         spans = [(start, end) for start, end in spans if start < end]
         if trained and not spans:
-            raise ValueError(f"the chat template writes nothing for the answers; {_MARK}")
-        text.encode()  # This raises for half a surrogate pair.
+            raise ValueError(f"the chat template writes no text for the answers; {_MARK}")
+        text.encode()  # This raises an error for half of a surrogate pair.
         return (text, spans) if trained else None
 
     def encode(
         self, tokenizer: Tokenizer, chats: list[tuple[str, list[tuple[int, int]]]]
     ) -> Iterator[np.ndarray]:
-        # A token has a loss if it has a character of an answer.
+        # A token has a loss if one of its characters belongs to an answer.
         encodings = tokenizer.encode_batch([text for text, _ in chats], add_special_tokens=False)
         for (_, spans), encoding in zip(chats, encodings, strict=True):
             starts, ends = np.array(encoding.offsets, np.int64).reshape(-1, 2).T
@@ -227,9 +236,9 @@ class ChatColumns(Records):
                 yield np.where(trained, ids, ids | UNTRAINED)
 
     def _chat(self, record: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the messages of a record, its system message first.
+        """Return the messages of a record. A system message is the first one.
 
-        Raises ValueError if it has several system messages.
+        Raises ValueError if the record has several system messages.
         """
         if self.pair:
             roles = zip(("user", "assistant"), self.pair, strict=True)
@@ -241,30 +250,31 @@ class ChatColumns(Records):
         in_columns = [text for text in values if text and isinstance(text, str)]
         if len({*in_chat, *in_columns}) > 1:
             raise ValueError(
-                f"a chat with several system messages, of its own or in the columns "
-                f"{' and '.join(_SYSTEM_COLUMNS)}; leave one"
+                "the chat has several system messages, as messages or in the columns "
+                f"{' and '.join(_SYSTEM_COLUMNS)}; remove all but one"
             )
         if in_columns and not in_chat:
             chat.insert(0, {"role": "system", "content": in_columns[0]})
         return chat
 
     def _messages(self, value: Any) -> list[dict[str, Any]]:
-        """Return the messages in a column, without nulls, which tables give every message.
+        """Return the messages in a column, without keys whose value is null.
 
-        A null content stays for a template that compares it with none.
+        A table gives all messages the same keys, with null for missing values. A null content is
+        kept if the template compares the content with none.
         """
         column = self.columns[0]
         takes_null = _NULL_CONTENT.search(self.template) is not None
         messages = []
         if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
             raise ValueError(
-                f"column `{column}` holds no list of messages, each with a `role` and a `content`"
+                f"column `{column}` is not a list of messages, each with a `role` and a `content`"
             )
         for message in value:
             keys = _SHAREGPT_KEYS if message.get("from") else {}
             roles = _SHAREGPT_ROLES if message.get("from") else _ROLES
             values: dict[str, Any] = {"content": None} if takes_null else {}
-            # NaN, which does not equal itself, is a null.
+            # NaN is the only value that does not equal itself. It is treated as null.
             values |= {
                 keys.get(key, key): without_nulls(item)
                 for key, item in message.items()
@@ -273,11 +283,11 @@ class ChatColumns(Records):
             role = str(values.get("role", "(none)"))
             if role not in roles and not _has_word(self.template, role):
                 raise ValueError(
-                    f"column `{column}` has a message of the role {role}, which is neither usual "
-                    "nor in the chat template; write user, assistant, system or tool"
+                    f"column `{column}` has a message with the role {role}, which is neither a "
+                    "usual role nor in the chat template; use user, assistant, system or tool"
                 )
             if not isinstance(values.get("content") or "", str):
-                raise ValueError(f"column `{column}` has a message whose content is no text")
+                raise ValueError(f"column `{column}` has a message whose content is not a text")
             if any(values.get(mark, 1) not in (0, 1) for mark in _LOSS_MARKS):
                 raise ValueError(
                     f"column `{column}` has a message whose {' or '.join(_LOSS_MARKS)} is neither "
@@ -287,27 +297,30 @@ class ChatColumns(Records):
         return messages
 
     def _is_written(self, chat: list[dict[str, Any]], number: int, text: str, tools: Any) -> bool:
-        """Return whether `text`, the complete chat, has the content of message `number`."""
+        """Return True if `text`, the complete chat, has the content of message `number`."""
         role = chat[number]["role"]
         content = chat[number].get("content") or ""
         words = content.strip()
-        # The words of a tool's result, such as a number, may stand elsewhere.
+        # Tool messages are not searched, because a tool's result, such as a number, may also be
+        # elsewhere in the chat.
         if role in ("system", "user", "assistant") and words and words in text:
             return True
-        # The template may change the content. Then the chat differs without it.
+        # The template may change the content. Then test whether the chat differs if the content is
+        # blank.
         blank = {"role": role, "content": content.replace(words, "")}
         try:
             return self._render([*chat[:number], blank, *chat[number + 1 :]], tools)[0] != text
         except ValueError:
-            return True  # The template reads the message, since it refuses a blank one.
+            return True  # The template rejects a blank message, so it does read the message.
 
     def _after_prompts(
         self, chat: list[dict[str, Any]], answers: list[int], text: str, tools: Any
     ) -> list[tuple[int, int]]:
-        """Return the spans of `answers` for a template that does not mark them.
+        """Return the spans of the messages `answers` for a template that does not mark answers.
 
-        An answer follows the prompt that the template writes for it. If that prompt starts a
-        thought which the answer does not have, the answer follows the text before any other answer.
+        An answer starts where its prompt ends: the text that the template writes to generate the
+        answer. The prompt may start a thought that the answer does not have. Then the answer starts
+        where the template writes a placeholder instead of the answer.
         """
         spans = []
         for number in answers:
@@ -320,8 +333,8 @@ class ChatColumns(Records):
                 prompt = self._render(other, tools)[0].rpartition(_OTHER_ANSWER)[0] or prompt
             if not (text.startswith(with_answer) and with_answer.startswith(prompt)):
                 raise ValueError(
-                    f"the chat template writes message {number + 1} otherwise once others follow, "
-                    f"or begins it otherwise than its prompt for it; {_MARK}"
+                    f"the chat template writes message {number + 1} in another way if other "
+                    f"messages follow, or does not begin it with the prompt for it; {_MARK}"
                 )
             spans.append((len(prompt), len(with_answer)))
         return spans
@@ -331,8 +344,9 @@ class ChatColumns(Records):
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of a chat, and the spans that the template marks.
 
-        `tools` is a list of objects, or such a list as JSON. Raises ValueError if the template does
-        not take the chat, and InputError if it is no valid Jinja.
+        `tools` is a list of objects, or a list as JSON text. `more` has further arguments of the
+        renderer. Raises ValueError if the template rejects the chat, and InputError if the template
+        is not valid Jinja.
         """
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -349,14 +363,13 @@ class ChatColumns(Records):
             )
         except jinja2.TemplateSyntaxError as error:
             raise InputError(
-                f"data.chat_template: no Jinja that can be used: {error}; correct it, or name "
-                "another"
+                f"data.chat_template: is not a valid Jinja template: {error}; either "
+                "correct it, or choose another template"
             ) from None
         except _REFUSALS as error:
             with_tools = " and its `tools`" if tools else ""
             raise ValueError(
-                f"the chat template does not take this chat{with_tools}: "
-                f"{one_line(error, named=True)}"
+                f"the chat template rejects this chat{with_tools}: {one_line(error, named=True)}"
             ) from None
         texts, spans = rendered
         return texts[0], spans[0] if spans else []
@@ -364,14 +377,14 @@ class ChatColumns(Records):
 
 @dataclass(frozen=True)
 class TokenColumns(Records):
-    """Reads tokens from a record, and adds none.
+    """Rule that reads token ids from a record, and adds no special tokens.
 
-    The columns of `packing.token_columns` say which tokens are padding, start a document, or have a
-    loss. A record may hold several documents.
+    The columns of `packing.token_columns` determine which tokens are padding, which start a
+    document, and which have a loss. A record may have several documents.
     """
 
-    labels: str  # column with the tokens themselves, or -100 for a token without a loss
-    vocabulary: int  # number of the tokenizer's ids
+    labels: str  # column with the token ids, or -100 for a token without a loss
+    vocabulary: int  # number of token ids that the tokenizer has
 
     def fill(self, record: dict[str, Any]) -> list[np.ndarray]:
         present = [name for name in self.optional if record.get(name) is not None]
@@ -383,8 +396,8 @@ class TokenColumns(Records):
         unknown = ids[is_real & ((ids < 0) | (ids >= self.vocabulary))]
         if len(unknown):
             raise ValueError(
-                f"column `{self.columns[0]}` holds the id {unknown[0]}, and the tokenizer has "
-                f"{self.vocabulary:,} ids"
+                f"column `{self.columns[0]}` has the id {unknown[0]}, but the tokenizer has only "
+                f"{self.vocabulary:,} ids; set data.tokenizer to the tokenizer of these ids"
             )
         trained = trained_tokens(ids, columns, self.labels)
         marked = ids if trained is None else np.where(trained, ids, ids | UNTRAINED)
@@ -401,7 +414,8 @@ class TokenColumns(Records):
 def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     """Return the rule that turns the records of `settings.source` into documents.
 
-    Raises InputError if a chat has no template, or one with an EOS token that the tokenizer lacks.
+    Raises InputError if a chat has no template, or if the template writes an EOS token and the
+    tokenizer has none.
     """
     if settings.input_ids is not None:
         labels = settings.labels or LABELS
@@ -416,8 +430,8 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
     }
     if "eos_token" in template and "eos_token" not in tokens:
         raise InputError(
-            f"data.chat_template: writes `eos_token`, which {tokenizer.name} lacks; name one in "
-            "its tokenizer_config.json"
+            f"data.chat_template: writes `eos_token`, but {tokenizer.name} has none; set "
+            "`eos_token` in its tokenizer_config.json"
         )
     optional = (*_SYSTEM_COLUMNS, "tools") if _has_word(template, "tools") else _SYSTEM_COLUMNS
     pair: tuple[TextTemplate, ...] = ()
@@ -430,16 +444,17 @@ def records_of(settings: DataSettings, tokenizer: TextTokenizer) -> Records:
 
 
 def _has_word(template: str, word: str) -> bool:
-    """Return whether a template has a word. Columns and keys that it lacks have no effect."""
+    """Return True if a template has a word. A column or key that it does not name has no effect."""
     return re.search(rf"\b{re.escape(word)}\b", template) is not None
 
 
 def chat_template(given: str | None, tokenizer: str) -> str:
-    """Return the chat template that `given`, the value of `data.chat_template`, stands for.
+    """Return the chat template that `given`, the value of `data.chat_template`, selects.
 
-    None means the tokenizer's own template. A tokenizer may have several templates by name, in its
-    config or in the folder that transformers 5 writes: `given` chooses one, None the one named
-    default. Raises InputError if there is none.
+    `given` may be "chatml", a template, a Jinja file, or the name of one of the tokenizer's
+    templates. Named templates are in tokenizer_config.json, or in a folder that transformers 5
+    writes. None selects the tokenizer's only template, or its template named default. Raises
+    InputError if there is no such template.
     """
     if given == "chatml":
         return CHATML
@@ -454,22 +469,22 @@ def chat_template(given: str | None, tokenizer: str) -> str:
     stored = load_object(config, REMEDY).get("chat_template") if config else None
     with refusing(
         (LookupError, TypeError, ValueError),
-        f"{config}: `chat_template` is neither a template nor a list of them by name",
-        "correct it, or set data.chat_template",
+        f"{config}: `chat_template` is neither a template nor a list of named templates",
+        "either correct it, or set data.chat_template",
     ):
         if isinstance(stored, str):
             stored = [{"name": "default", "template": stored}]
         named = {str(entry["name"]): entry["template"] for entry in stored or ()}
         if not all(isinstance(template, str) for template in named.values()):
-            raise ValueError("a template is no text")
+            raise ValueError("a template is not a text")
     if (given or "default") not in named:
         what = f"{given}: no such file or template"
         if not given:
-            what = f"{tokenizer} has none{' named default' if named else ''}"
+            what = f"{tokenizer} has no template{' named default' if named else ''}"
         in_folder = Path(tokenizer).glob(f"{_NAMED_TEMPLATES}/*.jinja")
         names = ", ".join(["chatml", *named, *sorted(file.stem for file in in_folder)])
         raise InputError(
-            f"data.chat_template: {what}; set it to {names} or a Jinja file, or take an instruct "
-            "model's tokenizer"
+            f"data.chat_template: {what}; either set data.chat_template to {names} or a Jinja "
+            "file, or set data.tokenizer to the tokenizer of an instruct model"
         )
     return named[given or "default"]

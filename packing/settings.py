@@ -12,16 +12,16 @@ from pydantic import Field, field_validator, model_validator
 
 from foundation.settings import FilePath, PathText, PositiveCount, Settings, Share
 
-# Names of repositories on the Hugging Face hub. Any other name is a path.
+# Pattern of the names of repositories on the Hugging Face hub. Any other name is a path.
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 SOURCE_NAME = re.compile(r"^[A-Za-z0-9][\w.-]*$")
-_RECORD = ("messages", "input_ids", "labels", "text")  # keys that decide the kind of a record
+_RECORD = ("messages", "input_ids", "labels", "text")  # keys that determine the kind of a record
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """Return name and revision of a hub repository, written as `name@revision`.
+    """Split `name@revision` into the name and the revision of a hub repository.
 
-    The revision is None if `name` has none, or is a path that exists.
+    The revision is None if `name` has none, or if `name` is an existing path.
     """
     repository, _, revision = name.partition("@")
     if not revision or os.path.exists(name):
@@ -33,35 +33,36 @@ class SourceSettings(Settings):
     """A source of documents, and the kind of its records."""
 
     # File, folder or Hugging Face dataset, as `name` or `name@revision` (branch, tag or commit);
-    # null: `packs` exist.
+    # null: `packs` already exist.
     source: Annotated[PathText, Field(min_length=1)] | None = None
-    subset: str | None = None  # Hugging Face datasets: the config's name
-    split: str = "train"  # Hugging Face datasets
-    # A column, or a template over columns: `"{title}\n\n{body}"`. An EOS token follows each
-    # document. A special token in the text, such as `<|endoftext|>`, becomes the id of that token,
-    # as is Hugging Face's default.
+    subset: str | None = None  # name of a config of a Hugging Face dataset
+    split: str = "train"  # split of a Hugging Face dataset
+    # Column with a text, or a template with columns: `"{title}\n\n{body}"`. An EOS token ends each
+    # document. If the text has a special token, such as `<|endoftext|>`, it becomes the id of that
+    # token. This is Hugging Face's default.
     text: str = "text"
-    # A chat instead of `text`: the column with a list of {role, content}, or a list of two, prompt
-    # and response, each a column or a template over columns. Only the assistant's tokens have a
-    # loss.
+    # Chats instead of `text`: a column with a list of {role, content}, or a list of two entries,
+    # [prompt, response]. Each entry is a column, or a template with columns. Only the tokens of the
+    # assistant have a loss.
     messages: str | tuple[str, ...] | None = None
-    # Template of chats: chatml, a Jinja file, the name of one of the tokenizer's templates, or the
-    # template itself; null: the tokenizer's template, or its template named default.
+    # Template of chats: chatml, a Jinja file, the name of one of the tokenizer's templates, or a
+    # template itself; null: the tokenizer's only template, or its template named default.
     chat_template: PathText | None = None
 
-    # Tokens instead of `text`: the column with the ids of a record, made with `tokenizer`.
+    # Tokens instead of `text`: a column with the token ids of a record. `tokenizer` must be the one
+    # that made these ids.
     input_ids: str | None = None
-    # Column with the same ids, or -100 for a token without a loss; null: `labels`, if the source
-    # has this column. docs/data.md lists other columns that are read.
+    # Column with the token ids of `input_ids`, or -100 for a token without a loss; null: the column
+    # `labels`, if the source has it. docs/data.md lists other columns that are read.
     labels: str | None = None
 
     @property
     def masks(self) -> bool:
-        """True if the source decides which tokens have a loss."""
+        """True if the source determines which tokens have a loss."""
         return self.messages is not None or self.labels is not None
 
     def changed(self, names: tuple[str, ...]) -> list[str]:
-        """Return the names of settings that do not have their default value."""
+        """Return the settings in `names` that do not have their default value."""
         return [
             name for name in names if getattr(self, name) != type(self).model_fields[name].default
         ]
@@ -71,17 +72,18 @@ class SourceSettings(Settings):
         kinds = self.changed(("input_ids", "messages", "text"))
         if len(kinds) > 1:
             raise ValueError(
-                f"`{kinds[0]}` and `{kinds[1]}` are both set; a record is one thing: "
-                "leave one of them out"
+                f"`{kinds[0]}` and `{kinds[1]}` are both set, but a record has only one of them; "
+                "remove one"
             )
         if isinstance(self.messages, tuple) and len(self.messages) != 2:
             raise ValueError(
-                f"`messages` lists {len(self.messages)}; "
-                "name one column, or two: [prompt, response]"
+                f"`messages` has {len(self.messages)} entries; "
+                "set it to one column, or to two entries: [prompt, response]"
             )
         if self.labels is not None and self.input_ids is None:
             raise ValueError(
-                "`labels`: for sources that are tokenized; set `input_ids`, or leave it out"
+                "`labels` is set, but `input_ids` is not; either set `input_ids` for a source of "
+                "token ids, or remove `labels`"
             )
         return self
 
@@ -89,73 +91,76 @@ class SourceSettings(Settings):
 class WeightedSource(SourceSettings):
     """One of several sources to train on."""
 
-    # Name of the folder of its packs, and in metrics; null: the last part of `source` without
-    # suffixes.
+    # Name of the source in metrics, and of the folder of its packs; null: the last part of `source`
+    # without suffixes.
     name: Annotated[str, Field(pattern=SOURCE_NAME.pattern)] | None = None
     weight: float = Field(gt=0)  # share of the tokens, relative to the weights of other sources
 
 
 class StreamingSettings(Settings):
-    """Packs that are made while the run trains. When the text ends, it is read again."""
+    """Settings of packs that are made while the run trains. At its end, the text is read again."""
 
     disk_gb: float = Field(20.0, gt=0)  # largest size of all packs on the disk, in GB (10^9 bytes)
-    # Tokens of a part. Each part is packed and shuffled separately. Several sources share the
-    # tokens by weight.
+    # Number of tokens in a part. Each part is packed and shuffled separately. Several sources share
+    # this number by weight.
     window: PositiveCount = 2**26
 
 
 class DataSettings(SourceSettings):
-    """Where tokens come from, and how they are packed.
+    """Source of the tokens, and the way in which they are packed.
 
-    `packs` alone reads packs that exist (Arrow, MDS, token .bin). With `source` and `tokenizer`,
-    packs are prepared on first use. `tokenizer` without `source` names the tokenizer of existing
-    packs, to read prompts and to export.
+    With `packs` alone, existing packs are read (Arrow, MDS, token .bin). With `source` and
+    `tokenizer`, packs are prepared on first use. If `tokenizer` is set without `source`, it is
+    the tokenizer of existing packs. The run encodes prompts with it and exports it.
     """
 
-    # Folder of packs (Arrow, MDS), or a token .bin file. With `source`, packs are prepared there.
+    # Folder of packs (Arrow, MDS), or a token .bin file. With `source`, packs are prepared in it.
     packs: FilePath
-    length: PositiveCount = 4096  # tokens of a pack
-    # Share held out for evaluation: of the documents if packs are prepared, else of the packs.
+    length: PositiveCount = 4096  # number of tokens in a pack
+    # Share that is held out for evaluation: of the documents if packs are prepared, else of the
+    # packs.
     held_out: Share = 0.0
-    # true: the first token of a document is no label, since another document would predict it.
+    # true: the first token of a document is not used as a label, because it would be predicted from
+    # another document.
     mask_boundaries: bool = True
 
-    # Several sources instead of `source`, each with its own keys from `source` to `labels`. Other
-    # keys are taken from `data`, except keys of another kind of record. The packs of a source are
-    # in `packs`/name.
+    # Several sources instead of `source`, each with its own keys from `source` to `labels`. Keys
+    # that a source does not set are taken from `data`, except keys of another kind of record. The
+    # packs of a source are in the folder `packs`/name.
     sources: Annotated[tuple[WeightedSource, ...], Field(min_length=1)] | None = None
-    # Text to evaluate on instead of `held_out`: another `source`, or another `split` of the same
-    # one, with the keys up to `labels`. Other keys are taken from `data`, but not `subset` and
-    # `split` for another source. Its packs are beside `packs`, in a folder with `-validation` at
-    # the end of its name.
+    # Text for evaluation instead of `held_out`: another `source`, or another `split` of the same
+    # source, with the keys from `source` to `labels`. Keys that are not set are taken from `data`,
+    # except `subset` and `split` if the source is another one. The packs are beside `packs`, in a
+    # folder with the same name and `-validation` at its end.
     validation: SourceSettings | None = None
     # true: a Hugging Face dataset is read without a download, and all packs are made before the
-    # run. A mapping, for any source: packs are made while the run trains, on a bounded disk.
+    # run. A mapping, for any source: packs are made while the run trains, and their size on the
+    # disk is limited.
     streaming: bool | StreamingSettings = False
-    # Hub name, folder, or tokenizer.json. Its EOS token ends the documents of a token .bin file,
-    # and of MDS packs without columns that mark documents. Without a tokenizer, each of their packs
-    # is one document.
+    # Hub name, folder, or tokenizer.json. In a token .bin file, and in MDS packs without columns
+    # that mark documents, its EOS token ends each document. Without a tokenizer, each pack of such
+    # files is one document.
     tokenizer: PathText | None = None
-    # truncate: documents follow one another and are cut where a pack is full; best_fit: only
-    # documents longer than a pack are cut.
+    # truncate: documents are concatenated and cut where a pack is full; best_fit: only documents
+    # longer than a pack are cut.
     packing: Literal["truncate", "best_fit"] = "truncate"
-    # If a record cannot be read: stop, or skip the record and count it.
+    # error: stop at a record that cannot be read; skip: skip and count such records.
     on_bad_line: Literal["error", "skip"] = "error"
 
     @property
     def stream(self) -> StreamingSettings | None:
-        """Settings of packs that are made while the run trains, or None if all are made before."""
+        """Settings of packs that are made while the run trains, or None if they are made before."""
         return self.streaming if isinstance(self.streaming, StreamingSettings) else None
 
     @property
     def streamed(self) -> StreamingSettings:
-        """The value of `stream`, for packs that are made while the run trains."""
+        """The value of `stream`, which must not be None."""
         assert self.stream is not None
         return self.stream
 
     @property
     def shares(self) -> tuple[float, ...]:
-        """Share of each training source in the tokens."""
+        """Intended share of each training source in the tokens."""
         return tuple(source.weight for source in self.sources) if self.sources else (1.0,)
 
     @property
@@ -167,7 +172,7 @@ class DataSettings(SourceSettings):
     @model_validator(mode="before")
     @classmethod
     def _fill_sources(cls, values: Any) -> Any:
-        """Give each source, and `validation`, the keys of `data` that it does not have."""
+        """Copy keys of `data` to each source and to `validation` if these do not set the keys."""
         if not isinstance(values, dict):
             return values
         filled = dict(values)
@@ -185,7 +190,7 @@ class DataSettings(SourceSettings):
         cls, sources: tuple[WeightedSource, ...] | None
     ) -> tuple[WeightedSource, ...] | None:
         total = sum(source.weight for source in sources or ())
-        # Weights that are shares keep their bits.
+        # If the weights already are shares, do not change their bits.
         if sources is None or abs(total - 1) < 1e-9:
             return sources
         return tuple(
@@ -196,30 +201,34 @@ class DataSettings(SourceSettings):
     def _sources_are_whole(self) -> DataSettings:
         if self.source is not None and self.sources is not None:
             raise ValueError(
-                "`source` and `sources` are both set; name one source, or several with weights"
+                "`source` and `sources` are both set; either set `source` to one source, or set "
+                "`sources` to several sources with weights"
             )
         if self.prepares and self.tokenizer is None:
-            raise ValueError("`source` is set but `tokenizer` is not; preparing packs needs both")
+            raise ValueError(
+                "`source` is set but `tokenizer` is not; set both, because packs are prepared from "
+                "text with a tokenizer"
+            )
         if self.validation is not None and self.held_out:
             raise ValueError(
-                "`held_out` and `validation` are both set; evaluate on a share of the text, "
-                "or on other text"
+                "`held_out` and `validation` are both set; either set `held_out` to evaluate on a "
+                "share of the text, or set `validation` to evaluate on other text"
             )
         if self.validation is not None:
             for source in self.sources or (self,):
                 if _share_rows(source, self.validation):
                     raise ValueError(
-                        f"`validation`: {self.validation.source} is also trained on, as "
-                        f"{source.source} is read; name another file or split, or set `held_out` "
-                        "instead"
+                        f"`validation`: {self.validation.source} is also used for training "
+                        f"({source.source}); either choose another file or split, or set "
+                        "`held_out` instead of `validation`"
                     )
         return self
 
 
 def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
-    """Return whether two sources are the same, or a file or folder and one inside it.
+    """Return True if two sources are the same, or if one is a folder that has the other inside.
 
-    The folders inside a dataset of `save_to_disk` are its splits.
+    An exception is a dataset of `save_to_disk`. The folders inside of it are different splits.
     """
     first, second = (Path(os.path.realpath(str(source.source))) for source in (one, other))
     if first == second:
@@ -230,12 +239,12 @@ def _share_rows(one: SourceSettings, other: SourceSettings) -> bool:
 
 
 def _filled(data: dict[str, Any], source: Any) -> Any:
-    """Return the keys of a source, completed by keys of the `data` section.
+    """Return `source`, with missing keys taken from the `data` section.
 
-    A source with a kind of record takes no key of another kind. `subset` and `split` belong to the
-    source of `data` alone.
+    If `source` sets the kind of its records, keys of other kinds are not taken. If its key `source`
+    differs from the one of `data`, `subset` and `split` are not taken.
     """
-    if not isinstance(source, dict) or source.get("source") is None:  # Its packs exist.
+    if not isinstance(source, dict) or source.get("source") is None:  # Its packs already exist.
         return source
     keys = {key for key in SourceSettings.model_fields if key in data and key != "source"}
     if data.get("source") not in (None, source["source"]):
@@ -247,13 +256,13 @@ def _filled(data: dict[str, Any], source: Any) -> Any:
     return {key: data[key] for key in keys} | source
 
 
-# The settings that decide the tokens of a source, and their place in packs.
+# Settings that determine the tokens of a source, and settings that determine their place in packs.
 TOKEN_KEYS = (*SourceSettings.model_fields, "tokenizer", "on_bad_line")
 LAYOUT_KEYS = ("length", "packing", "held_out")
 
 
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """Return `name: before -> now` for every key whose value differs."""
+    """Return `key: before -> now` for each key whose value differs, separated by semicolons."""
     names = dict.fromkeys([*before, *now])
     return "; ".join(
         f"{name}: {before.get(name)} -> {now.get(name)}"

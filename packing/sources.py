@@ -1,12 +1,17 @@
 """Read documents in chunks from files, folders and Hugging Face datasets.
 
-A chunk is the unit of work: one process cuts it from the source, and another turns it into
-documents. A reader that also parsed would be the bottleneck from a few dozen cores on.
+A chunk is the unit of work: one process cuts chunks from the source, and other processes turn them
+into documents. If the first process also parsed the chunks, it would be the bottleneck on machines
+with more than a few dozen cores.
 
-Both sources have a `description` for the user, and an `identity` (JSON-able), which differs if the
-documents may differ. `chunks()` raises InputError with the file or place that cannot be read. An
-unchanged source gives the same chunks every time. `chunks(begin)` continues behind the chunk whose
-`after` is `begin`. It gives the same records, but may cut them into other chunks.
+`FileSource` and `DatasetSource` have the same attributes:
+
+* `description` is a text for the user.
+* `identity` is a JSON-able value that differs if the documents may differ.
+* `chunks()` yields the chunks. As long as the source does not change, they are the same in every
+  call. If a file or a row cannot be read, InputError names it.
+* `chunks(begin)` continues after the chunk whose `after` is `begin`. It yields the same records as
+  `chunks()`, but may divide them into other chunks.
 """
 
 from __future__ import annotations
@@ -33,10 +38,10 @@ from packing.settings import HUB_NAME, DataSettings, split_revision
 if TYPE_CHECKING:
     import datasets
 
-# A core needs about 50 ms for it. That is small enough to keep all cores busy, and large enough
-# that sending a chunk costs nothing.
+# Size of a chunk. A core needs about 50 ms for a chunk. This is short enough to keep all cores
+# busy, and so long that the time for sending a chunk to another process does not matter.
 CHUNK_BYTES = 2**20
-_ROWS = 1024  # rows of a table that are read at once, then cut by size
+_ROWS = 1024  # number of rows of a table that are read at once, and then divided by size
 _SUFFIXES = {
     "jsonl": {".jsonl", ".ndjson", ".json"},
     "parquet": {".parquet"},
@@ -49,16 +54,16 @@ _SUFFIXES = {
 }  # fmt: skip
 _KINDS = {suffix: kind for kind, suffixes in _SUFFIXES.items() for suffix in suffixes}
 _READABLE = (
-    "JSONL, Parquet and text (.txt, .md, .py, ...) are read, also as .gz or .zst; "
-    "name a .bin file in `data.packs`"
+    "JSONL, Parquet and text files (.txt, .md, .py, ...) can be read, also as .gz or .zst; "
+    "set data.packs to read a token .bin file"
 )
 
 
 def open_source(settings: DataSettings, records: Records) -> FileSource | DatasetSource:
-    """Return the source that `settings` name. Only names are looked at.
+    """Return the source that `settings` name. Look only at the names and sizes of its files.
 
-    Raises InputError if it does not exist, if its format is unclear, and for settings that it does
-    not have.
+    Raises InputError if the source does not exist, if its format is not known, or if `settings` has
+    a setting that this kind of source does not use.
     """
     name = str(settings.source)
     path = Path(name)
@@ -79,31 +84,32 @@ def open_source(settings: DataSettings, records: Records) -> FileSource | Datase
         kind, paths, unread = _files_of(path)
         files = f"{len(paths):,} {kind} files in {path}"
     if kind is None:
-        raise InputError(f"data.source: {path}: its suffix does not tell its format; {_READABLE}")
+        raise InputError(f"data.source: {path}: its suffix is not of a known format; {_READABLE}")
     columns = ("text", "messages", "input_ids") if kind == "text" else ()
     unused = settings.changed(("subset", "split", *columns))
     if settings.streaming is True:
         unused.append("streaming")
     if unused:
         raise InputError(
-            f"data.{unused[0]}: {name} is read as {kind}, which has no such thing; leave it out"
+            f"data.{unused[0]}: {name} is read as {kind}, which has no such setting; remove it"
         )
     description = f"{files}, {_bytes_of(paths) / 1e6:,.1f} MB{unread}"
     return FileSource(description, paths, kind, records)
 
 
 def _kind_of(path: Path) -> str | None:
-    """Return the kind of a file by its suffix without .gz or .zst, or None if that is unknown."""
+    """Return the kind of a file by its suffix (without .gz or .zst), or None if it is unknown."""
     name = Path(path.stem) if path.suffix.lower() in COMPRESSION else path
     return _KINDS.get(name.suffix.lower())
 
 
 def _files_of(folder: Path) -> tuple[str, list[Path], str]:
-    """Return the kind of files to read below `folder`, their paths in order, and a note of others.
+    """Return the kind of files to read below `folder`, their sorted paths, and a note.
 
-    Hidden files and other folders of packs do not count. Data files come before text, since many
-    data sets carry a README. Raises InputError for two kinds of data files, and if the files to
-    read have fewer bytes than the others.
+    The note lists files that are not read. Hidden files and folders of other packs are ignored.
+    Text files are not read if there are data files, because many datasets have a README. Raises
+    InputError if there are two kinds of data files, or if the files to read have fewer bytes than
+    the files that are not read.
     """
     packs = {manifest.parent for manifest in folder.rglob(MANIFEST)} - {folder}
     by_kind: dict[str | None, list[Path]] = {}
@@ -117,19 +123,19 @@ def _files_of(folder: Path) -> tuple[str, list[Path], str]:
     if len(kinds) != 1:
         counts = " and ".join(f"{len(by_kind[kind])} {kind} files" for kind in kinds)
         raise InputError(
-            f"data.source: {folder}: holds {counts or 'no files of a known kind'}; name a file, or "
-            f"a folder with one kind; {_READABLE}"
+            f"data.source: {folder}: has {counts or 'no files of a known kind'}; set data.source "
+            f"to a file, or to a folder with one kind of files; {_READABLE}"
         )
     paths = by_kind.pop(kinds[0])
     unread_paths = [path for group in by_kind.values() for path in group]
     suffixes = Counter(path.suffix or "without a suffix" for path in unread_paths)
     unread = ", ".join(f"{count:,} {suffix}" for suffix, count in suffixes.most_common(8))
     if "text" in by_kind:
-        unread += f"; {kinds[0]} files come before text"
+        unread += f"; text files are not read beside {kinds[0]} files"
     if _bytes_of(unread_paths) > _bytes_of(paths):
         raise InputError(
             f"data.source: {folder}: most of its bytes are in files that are not read ({unread}). "
-            f"Name a file, or a folder without them; {_READABLE}"
+            f"Set data.source to a file, or to a folder without these files; {_READABLE}"
         )
     return kinds[0], paths, unread and f"; files not read: {unread}"
 
@@ -140,7 +146,7 @@ def _bytes_of(paths: Iterable[Path]) -> int:
 
 @dataclass(frozen=True)
 class FileSource:
-    """Files of one kind."""
+    """Source that reads files of one kind: jsonl, parquet or text."""
 
     description: str
     paths: list[Path]
@@ -149,7 +155,7 @@ class FileSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Paths, sizes and dates of the files, as they are now."""
+        """Kind of the files, and a hash of their present paths, sizes and dates."""
         stats = [path.stat() for path in self.paths]
         listing = [
             [str(path.resolve()), stat.st_size, stat.st_mtime_ns]
@@ -158,7 +164,7 @@ class FileSource:
         return {"kind": self.kind, "files": hash_of(listing)}
 
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
-        """Yield chunks of about `size` bytes. A text file is one chunk, read by the tokeniser."""
+        """Yield chunks of about `size` bytes. A text file is one chunk. A worker reads it."""
         size = size or CHUNK_BYTES
         begin = begin or {}
         first = begin.get("file", 0)
@@ -177,17 +183,17 @@ class FileSource:
                     yield replace(chunk, after={"file": number} | chunk.after)
 
     def _jsonl_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of complete lines. A line longer than `size` is a chunk of its own."""
-        at = place.get("at", 0)  # in bytes
+        """Yield chunks of complete lines. A chunk is longer if a line is longer than `size`."""
+        at = place.get("at", 0)  # offset in bytes
         line = place.get("line", 1)
         with open_stream(path) as stream:
             if stream.seekable():
                 stream.seek(at)
-            else:  # An archive is unpacked up to there.
+            else:  # A compressed file is decompressed up to the place.
                 for skipped in range(0, at, CHUNK_BYTES):
                     stream.read(min(CHUNK_BYTES, at - skipped))
             pending = bytearray()
-            # An empty block follows the last one.
+            # The last block is followed by an empty one, at which the rest of the file is yielded.
             for block in chain(iter(partial(stream.read, size), b""), [b""]):
                 pending += block
                 cut = len(pending)
@@ -201,7 +207,7 @@ class FileSource:
                     yield Chunk("jsonl", str(path), first, payload, {"at": at, "line": line})
 
     def _parquet_chunks(self, path: Path, size: int, place: Place) -> Iterator[Chunk]:
-        """Yield chunks of rows. Row groups before the place are not read."""
+        """Yield chunks of rows. Row groups before `place` are not read."""
         import pyarrow.parquet as pq
 
         at = place.get("at", 0)
@@ -224,7 +230,7 @@ class FileSource:
 
 
 class DatasetSource:
-    """A Hugging Face dataset: a folder of `save_to_disk`, or one that `load_dataset` takes."""
+    """Source that reads a Hugging Face dataset, from `save_to_disk` or with `load_dataset`."""
 
     kind = "dataset"
 
@@ -239,7 +245,7 @@ class DatasetSource:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Name, subset, split and fingerprint. A dataset that is streamed has no fingerprint."""
+        """Name, subset, split and fingerprint. A streamed dataset has None as its fingerprint."""
         is_streamed = self.settings.streaming and not self.is_saved
         return {
             "kind": self.kind,
@@ -252,8 +258,9 @@ class DatasetSource:
     def chunks(self, begin: Place | None = None, size: int | None = None) -> Iterator[Chunk]:
         """Yield chunks of about `size` bytes.
 
-        A place has the next row, the dataset's own state before the batch of this row, and the
-        number of rows of that batch before it.
+        A place has three values: the number of the next row (`row`), the state of the dataset
+        before the batch that has this row (`state`), and the number of earlier rows in this batch
+        (`skip`).
         """
         import datasets
 
@@ -282,12 +289,15 @@ class DatasetSource:
             ) from None
 
     def _read_columns(self, names: Iterable[str]) -> list[str]:
-        """Return the columns in `names` that the records read."""
+        """Return the columns in `names` that `records` reads."""
         columns = {*self.records.columns, *self.records.optional}
         return [name for name in names if name in columns]
 
     def _arrow_data(self) -> tuple[datasets.IterableDataset, list[str]]:
-        """Return the dataset as Arrow tables, and the names of all columns if it has them."""
+        """Return the dataset as Arrow tables of the columns that are read, and all columns' names.
+
+        The list of names is empty if the dataset does not state its columns.
+        """
         import datasets
 
         data = self._data
@@ -302,11 +312,11 @@ class DatasetSource:
 
     @cached_property
     def _data(self) -> datasets.Dataset | datasets.IterableDataset:
-        """The dataset. Raises InputError if it cannot be loaded, or has no such split."""
+        """The loaded dataset. Raises InputError if it cannot be loaded, or has no such split."""
         import datasets
 
         settings = self.settings
-        # A dataset with a loading script, whose code is not run, raises RuntimeError.
+        # RuntimeError is raised for a dataset with a loading script, because its code is not run.
         kinds = (
             OSError,
             ValueError,
@@ -317,7 +327,8 @@ class DatasetSource:
         )
         what = (
             f"data.source: {self.name} (data.subset: {settings.subset}, data.split: "
-            f"{settings.split}): neither a file or folder here nor a dataset that can be loaded"
+            f"{settings.split}): is neither an existing file or folder nor a dataset that can be "
+            "loaded"
         )
         with refusing(kinds, what):
             if self.is_saved:
@@ -326,8 +337,8 @@ class DatasetSource:
                     return data
                 if settings.split not in data:
                     raise InputError(
-                        f"data.split: {self.name} has no {settings.split}; "
-                        f"set it to one of {', '.join(data)}"
+                        f"data.split: {self.name} has no split {settings.split}; "
+                        f"set data.split to one of {', '.join(data)}"
                     )
                 return data[settings.split]
             name, revision = split_revision(self.name)
@@ -343,9 +354,11 @@ class DatasetSource:
 def _table_chunks(
     table: pa.RecordBatch | pa.Table, columns: list[str], origin: str, first: int, size: int
 ) -> Iterator[Chunk]:
-    """Yield a table in pieces of about `size` bytes.
+    """Yield the rows of a table in chunks of about `size` bytes.
 
-    `first` is the number of its first row in the source. The place of a chunk is the next row.
+    `columns` are the names of all columns of the source, `origin` is the source's name, and `first`
+    is the number of the table's first row in the source. The place of a chunk (`Chunk.after`) is
+    the number of the next row.
     """
     rows = max(1, len(table) * size // max(table.nbytes, 1))
     for start in range(0, len(table), rows):

@@ -1,4 +1,4 @@
-"""Open the packs of a `data` section, in any format (Arrow, MDS, token .bin), and hold some out."""
+"""Open training packs and held-out packs in any format (Arrow, MDS, token .bin)."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from packing.stream import StreamedPacks
 from packing.token_bin import TokenBin
 from packing.tokenizer import load_tokenizer
 
-_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # names of the split, by any writer
+_HELD_OUT_NAMES = ("held_out", "val", "validation", "test")  # how writers name the held-out split
 _DEFAULT_LENGTH: int = DataSettings.model_fields["length"].default
 _MAKE = (
-    "set `data.source` and `data.tokenizer` to prepare packs from text, "
-    "or point `data.packs` to packs that exist"
+    "either set `data.source` and `data.tokenizer` to prepare packs from text, "
+    "or set `data.packs` to packs that exist"
 )
 
 
@@ -40,10 +40,11 @@ _MAKE = (
 
 
 def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
-    """Return the settings of each training source by name; the name of a single source is "".
+    """Map the name of each training source to the settings of the source.
 
-    The name is `name`, or the last part of `source` without suffixes. In a stream each source gets
-    its share of the window, so that parts last equally long.
+    The name is the setting `name`, or the last part of `source` without suffixes. A single source
+    has the name "". In a stream, each source gets its share of the window, so that the parts of all
+    sources last for equally many steps.
     """
     if not settings.sources:
         return {"": settings.model_copy(update={"validation": None})}
@@ -52,8 +53,8 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
         name = source.name or Path(str(source.source)).name.split(".")[0]
         if not SOURCE_NAME.match(name) or name in parts:
             raise InputError(
-                f"data.sources: {source.source}: its packs and metrics need a `name` of their own; "
-                "set it"
+                f"data.sources: {source.source}: the name of this source is not valid or not "
+                "unique; set its `name`"
             )
         streaming = settings.streaming
         if stream := settings.stream:
@@ -64,12 +65,16 @@ def training_parts(settings: DataSettings) -> dict[str, DataSettings]:
 
 
 def validation_part(settings: DataSettings) -> DataSettings | None:
-    """Return the settings of `data.validation`, or None. Its packs are beside `data.packs`."""
+    """Return the settings of `data.validation`, or None if it is not set.
+
+    The packs are in a folder beside `data.packs`.
+    """
     validation = settings.validation
     if validation is None:
         return None
     packs = settings.packs.absolute().with_name(f"{settings.packs.absolute().name}-validation")
-    # Validation text is packed before the run; a dataset of the hub, without a download.
+    # Validation text is packed before the run, even if the training text is streamed. Then a
+    # dataset of the hub is read without a download.
     is_remote = not Path(str(validation.source)).exists()
     streaming = is_remote if settings.stream else settings.streaming
     return _part(settings, validation, packs, held_out=0.0, streaming=streaming)
@@ -78,24 +83,24 @@ def validation_part(settings: DataSettings) -> DataSettings | None:
 def _part(
     settings: DataSettings, source: SourceSettings, packs: Path, **changes: Any
 ) -> DataSettings:
-    """Return `settings` with this source, these packs and other changes."""
+    """Return a copy of `settings` for one source, with a folder for its packs and other changes."""
     values = {key: getattr(source, key) for key in SourceSettings.model_fields}
     alone = {"sources": None, "validation": None, "packs": packs}
     return settings.model_copy(update=values | alone | changes)
 
 
 def all_parts(settings: DataSettings) -> list[DataSettings]:
-    """Return the settings of each training source, and of `data.validation`."""
+    """Return the settings of each training source, and then those of `data.validation` if set."""
     return list(filter(None, [*training_parts(settings).values(), validation_part(settings)]))
 
 
 def folder_of(part: DataSettings) -> Path:
-    """Return the folder with the packs of a source; for a stream, that of its first part."""
+    """Return the folder with the packs of a source. For a stream, this is its first part."""
     return part.packs / FIRST if part.stream else part.packs
 
 
 def is_there(folder: Path) -> bool:
-    """Return whether `folder` exists and is not empty. Packs may be prepared in an empty folder."""
+    """Return True if `folder` exists and is not empty. Packs may be prepared in an empty folder."""
     return any(folder.iterdir()) if folder.is_dir() else folder.exists()
 
 
@@ -108,15 +113,17 @@ def unprepared(settings: DataSettings) -> list[Path]:
 
 
 def open_packs(settings: DataSettings, split: Split) -> Packs | None:
-    """Return the packs of a split, in any format, or None if there are no held-out packs.
+    """Return the packs of a split in any format, or None if there are no held-out packs.
 
-    Several sources are opened as `MixedPacks`, a stream as `StreamedPacks`. The held-out
-    packs come from `data.validation`, or from the data's own held-out split. A stream has it in its
-    first part. Otherwise the share `settings.held_out` of the training packs is held out,
-    always the same packs. (A document that was cut between packs may then have a part in either
-    split. Packs that `prepare` holds out have complete documents.)
+    Several sources are returned as `MixedPacks`, and a stream as `StreamedPacks`.
 
-    Raises InputError if there are no packs, if they are damaged, and if their length is not
+    The held-out packs come from `data.validation`. If it is not set, they are the held-out split of
+    the packs, which a stream has in its first part. If there is no such split, the share
+    `settings.held_out` of the training packs is held out, which are always the same packs. Then a
+    document that was cut between packs may have parts in both splits. (Packs that `prepare` holds
+    out have complete documents.)
+
+    Raises InputError if there are no packs, if the packs are damaged, or if their length is not
     `settings.length`.
     """
     if split == "held_out" and (validation := validation_part(settings)):
@@ -137,7 +144,7 @@ def open_packs(settings: DataSettings, split: Split) -> Packs | None:
 
 
 def _open_source(settings: DataSettings, split: Split) -> Packs | None:
-    """Return the packs of one source, or None if it has no such split."""
+    """Return the packs of one source, or None if the source has no packs of this split."""
     openers = find_splits(folder_of(settings), settings.length, settings.tokenizer)
     is_carved = "held_out" not in openers and settings.held_out > 0.0 and not settings.stream
     if split not in openers and not is_carved:
@@ -145,17 +152,18 @@ def _open_source(settings: DataSettings, split: Split) -> Packs | None:
     packs = openers["train" if is_carved else split]()
     if packs.length != settings.length:
         raise InputError(
-            f"{packs.path}: packs of {packs.length} tokens, but `data.length` is "
-            f"{settings.length}; set it to fit, or prepare other packs"
+            f"{packs.path}: the packs have {packs.length} tokens, but `data.length` is "
+            f"{settings.length}; either set data.length={packs.length}, or prepare other packs"
         )
     return carve(packs, settings.held_out, split) if is_carved else packs
 
 
 def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None = None) -> None:
-    """Raise InputError if a model of `vocab_size` embeddings cannot use `packs`.
+    """Raise InputError if a model with `vocab_size` embeddings cannot use `packs`.
 
-    With the fingerprint of the model's tokenizer, packs of another tokenizer are refused, too.
-    Packs that do not record their tokenizer pass: token ids are checked when batches are made.
+    `tokenizer_fingerprint` is the fingerprint of the model's tokenizer. If it is given, packs of
+    another tokenizer raise InputError, too. Packs that do not record their tokenizer are accepted
+    here. Their token ids are checked when batches are made.
     """
     tokenizer = packs.tokenizer or {}
     name, size, fingerprint = map(tokenizer.get, ("name", "vocab_size", "fingerprint"))
@@ -166,25 +174,25 @@ def check_model(packs: Packs, vocab_size: int, tokenizer_fingerprint: str | None
             f"({tokenizer_fingerprint[:12]})"
         )
     elif (size or 0) > vocab_size:
-        difference = f"a vocabulary of {size} tokens ({name}), and the model has {vocab_size}"
+        difference = f"a vocabulary of {size} tokens ({name}), but the model has only {vocab_size}"
     if difference:
         raise InputError(
-            f"{packs.path}: made with {difference}; "
+            f"{packs.path}: the packs were made with {difference}; "
             "prepare the packs with the model's tokenizer (`data.tokenizer`)"
         )
 
 
 def carve(packs: Packs, share: float, split: Split) -> Packs:
-    """Return the training or the held-out part of `packs`.
+    """Return the training part or the held-out part of `packs`.
 
-    The packs whose indices have the smallest hashes are held out. Raises InputError if none would
-    be left to train on.
+    The packs whose indices have the smallest hashes are held out. `share` is their share of all
+    packs. Raises InputError if no pack would be left for training.
     """
     count = max(1, round(share * len(packs)))
     if count >= len(packs):
         raise InputError(
-            f"{packs.path}: `data.held_out: {share}` of {len(packs)} packs leaves none to train "
-            "on; set it to 0"
+            f"{packs.path}: holding out {share} of {len(packs)} packs leaves none to train on; "
+            "set data.held_out to 0"
         )
     hashes = splitmix64(np.arange(len(packs), dtype=np.uint64))
     is_held_out = np.zeros(len(packs), bool)
@@ -193,7 +201,7 @@ def carve(packs: Packs, share: float, split: Split) -> Packs:
 
 
 class PartOfPacks(Packs):
-    """Some packs of a larger store, in its order."""
+    """Some packs of a larger store, in the order of the store."""
 
     def __init__(self, packs: Packs, indices: np.ndarray) -> None:
         self._packs = packs
@@ -215,11 +223,12 @@ class PartOfPacks(Packs):
 def find_splits(
     path: Path, length: int | None, tokenizer: str | None = None
 ) -> dict[Split, Callable[[], Packs]]:
-    """Return functions that open the splits of the packs at `path`.
+    """Map each split of the packs at `path` to a function that opens it.
 
-    `length` is for formats that do not record it; None means the first sample's for MDS, and the
-    default of `data.length` for token files. The EOS token of `tokenizer` ends a document in
-    packs that do not mark documents. Raises InputError if there are no training packs.
+    `length` is the length of a pack, for formats that do not record it. If it is None, MDS packs
+    have the length of their first sample, and token files the default of `data.length`. In packs
+    that do not mark documents, the EOS token of `tokenizer` ends each document. Raises InputError
+    if there are no training packs.
     """
     if not path.exists():
         raise InputError(f"{path}: no such file or folder (`data.packs`); {_MAKE}")
@@ -227,7 +236,7 @@ def find_splits(
         return {split: partial(ArrowPacks, path, split) for split in read_manifest(path)["splits"]}
 
     def first_of(*places: Path) -> Callable[[], Packs] | None:
-        """Open the first of `places` with a token file, an MDS folder, or a folder of such."""
+        """Return a function that opens the first place with a token file or with MDS folders."""
         for place in places:
             if place.suffix == ".bin" and place.is_file():
                 end_token = load_tokenizer(tokenizer).special.get("eos") if tokenizer else None
@@ -248,8 +257,8 @@ def find_splits(
     if train := train or first_of(path):
         return {"train": train, "held_out": held_out} if held_out else {"train": train}
     is_mixture = any(path.glob(f"*/{MANIFEST}"))
-    hint = "; those of several sources are named by `data.sources`" if is_mixture else ""
+    hint = "; to read packs of several sources, set `data.sources`" if is_mixture else ""
     raise InputError(
-        f"{path}: holds no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{hint}; "
+        f"{path}: has no packs: no {MANIFEST} (Arrow), no {INDEX} (MDS), no train.bin{hint}; "
         f"{_MAKE}"
     )

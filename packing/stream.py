@@ -1,21 +1,22 @@
-"""Read packs that are made while a run trains, of more text than the disk holds.
+"""Read packs that are made while a run trains, from more text than fits on the disk.
 
-The run's side of a stream: the position of the reader, and the process of its packer.
+This is the run's side of a stream: the position at which the run reads, and its packer process.
 
     packs/
-      part-00000000/    stays on the disk: it has the held-out documents
-      part-00000003/    packs as `prepare` writes them, and where they start in the source
+      part-00000000/    first part, which stays on the disk because it has the held-out documents
+      part-00000003/    packs as `prepare` writes them, and the place in the source of their start
       part-00000004/
-      position.json     where the run reads, written by the run
-      packer.log        output of the packer that the run has started
-    packs/NAME/part-…   parts of each of several sources
+      position.json     position at which the run reads, written by the run
+      packer.log        output of the packer process, if the run has started it
+    packs/NAME/part-…   parts of the source NAME, if there are several sources
 
-`packing.follow` makes parts ahead of the run and deletes passed ones. The two processes share
-nothing but this folder. What a part holds follows from the settings, the text and the place in the
-source where the part starts. So a deleted part can be made again from the place that a checkpoint
-remembers.
+`packing.follow` makes parts ahead of the run, and deletes parts that the run has read. The packer
+and the run communicate only through this folder. The content of a part depends only on the
+settings, the text, and the place in the source where the part starts. So a deleted part can be made
+again from the place that a checkpoint stores.
 
-A run reads the parts in their order. Within a part, (seed, part) decides the order of packs.
+A run reads parts in the order of their numbers. Within a part, the order of packs depends on the
+seed and on the number of the part.
 """
 
 from __future__ import annotations
@@ -45,11 +46,12 @@ from packing.settings import DataSettings
 
 POSITION = "position.json"
 RUN_LOCK = ".lock"  # held by the run that reads the stream
-ENDLESS = 2**62  # packs of a stream, whose number nobody knows
-LOOK = 0.05  # seconds between two looks for a part
+ENDLESS = 2**62  # number of packs that a stream reports, because its real number is not known
+LOOK = 0.05  # seconds between two checks whether a part exists
 LOG = "packer.log"
 _RECIPE = "packer.yaml"
-# Variables that make the processes of a launcher report their end.
+# Environment variables that make the processes of a launcher report their exit. The packer must not
+# inherit them.
 _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 
@@ -58,32 +60,33 @@ _OF_THE_LAUNCHER = ("TORCHELASTIC_ERROR_FILE", "PRETRAIN_STATUS_FILE")
 
 @dataclass(frozen=True)
 class PartStart:
-    """The start of a part: its place in the source, and counts of earlier parts."""
+    """Start of a part: its place in the source, and counts of earlier parts."""
 
     number: int = 0
-    epoch: int = 0  # how often the source has ended before
-    place: dict[str, Any] = field(default_factory=dict)  # `begin` of the source's `chunks`
-    first: int = 0  # packs in all parts before it
+    epoch: int = 0  # number of times that the source has ended before this part
+    # Place in the source: the argument `begin` of the source's `chunks`.
+    place: dict[str, Any] = field(default_factory=dict)
+    first: int = 0  # number of packs in all earlier parts
 
 
 @dataclass(frozen=True)
 class Part:
-    """A part on the disk, opened."""
+    """An opened part of a stream on the disk."""
 
     start: PartStart
-    after: PartStart  # start of the next part; its epoch is that of all documents in this part
+    after: PartStart  # start of the next part; its `epoch` is also that of this part's documents
     packs: ArrowPacks
 
 
 def part_folder(folder: Path, number: int) -> Path:
-    """Return the folder of a part; `folder` has all parts of one source."""
+    """Return the folder of a part. `folder` contains all parts of one source."""
     return folder / f"part-{number:08d}"
 
 
 def read_part(folder: Path, start: PartStart) -> Part | None:
     """Return the part in `folder` that was made from `start`, or None if it does not exist.
 
-    Raises InputError if it is damaged.
+    Raises InputError if the part is damaged.
     """
     path = part_folder(folder, start.number)
     if not (path / MANIFEST).exists():
@@ -101,19 +104,19 @@ def read_part(folder: Path, start: PartStart) -> Part | None:
 
 
 def read_position(folder: Path, sources: Collection[str]) -> dict[str, dict[str, Any]]:
-    """Return where the last run has read the stream in `folder`; see `StreamedPacks.position`.
+    """Return the position at which the last run has read the stream in `folder`.
 
-    If no run has read these `sources`, return the start of the stream.
+    See `StreamedPacks.position`. If no run has read these `sources`, return the stream's start.
     """
     path = folder / POSITION
     start = dict.fromkeys(sources, asdict(PartStart()))
     position = load_object(path, f"remove {path}") if path.is_file() else {"starts": {}}
-    is_of_these = position["starts"].keys() == start.keys()
-    return position if is_of_these else {"starts": start, "ends": dict.fromkeys(sources, 0)}
+    has_sources = position["starts"].keys() == start.keys()
+    return position if has_sources else {"starts": start, "ends": dict.fromkeys(sources, 0)}
 
 
 def bytes_below(folder: Path) -> int:
-    """Return the size of all files below `folder`. Another process may remove files meanwhile."""
+    """Return the bytes of all files below `folder`. Another process may remove files meanwhile."""
     total = 0
     for path in folder.rglob("*"):
         with suppress(FileNotFoundError):
@@ -123,13 +126,13 @@ def bytes_below(folder: Path) -> int:
 
 
 def check_disk(settings: DataSettings) -> None:
-    """Raise InputError if the disk is smaller than `data.streaming.disk_gb`."""
+    """Raise InputError if the disk has less space than `data.streaming.disk_gb`."""
     limit = settings.streamed.disk_gb
     room = (free_bytes(settings.packs) + bytes_below(settings.packs)) / 1e9
     if limit > room:
         raise InputError(
-            f"data.streaming.disk_gb: {limit:g}: {settings.packs} has room for {room:.3g} GB; "
-            "lower it, or take another disk"
+            f"data.streaming.disk_gb: {limit:g}: the disk of {settings.packs} has only {room:.3g} "
+            "GB for packs; either lower data.streaming.disk_gb, or set data.packs to another disk"
         )
 
 
@@ -137,14 +140,14 @@ def check_disk(settings: DataSettings) -> None:
 
 
 class PackerProcess(ExitStack):
-    """A process of `python -m packing follow` beside the run that reads its parts.
+    """Process of `python -m packing follow` that makes the parts of a stream for this run.
 
-    It ends with the run, however that ends. If another process makes the parts already, it takes
-    over when that one ends.
+    The process ends when the run ends, even if the run is killed. If another packer already makes
+    the parts, this packer waits until the other one ends, and then continues its work.
     """
 
     def __init__(self, settings: DataSettings, position: dict[str, Any]) -> None:
-        """Start to make parts from `position` on.
+        """Start the packer. `position` is the position from which the run reads.
 
         Raises InputError if another run reads the stream, or if the disk is too small.
         """
@@ -156,7 +159,7 @@ class PackerProcess(ExitStack):
         recipe = self._packs / _RECIPE
         values = {"data": settings.model_dump(mode="json")}
         replace_file(recipe, yaml.safe_dump(values, allow_unicode=True).encode())
-        # Python's -P keeps it from importing modules of the current folder.
+        # With Python's option -P, the packer does not import modules of the current folder.
         command = [sys.executable, "-P", "-m", "packing", "follow", str(recipe)]
         environment = {
             name: value for name, value in os.environ.items() if name not in _OF_THE_LAUNCHER
@@ -170,21 +173,27 @@ class PackerProcess(ExitStack):
                 stdout=log,
                 stderr=log,
                 env=environment,
-                start_new_session=True,  # Ctrl-C is for the run, which ends the packer.
+                # The run handles Ctrl-C and stops the packer. So the packer must not receive it.
+                start_new_session=True,
             )
+        # Callbacks run in reverse order: kill the packer, even in the midst of its work, then wait.
         self.callback(self.process.wait)
-        self.callback(self.process.kill)  # which comes first, in the midst of its work
+        self.callback(self.process.kill)
 
     def _refuse(self, holder: str) -> None:
         time.sleep(0.1)
-        if is_locked(self._packs / RUN_LOCK):  # and not only looked at by a packer
+        # A packer holds the lock for a moment to test it. This is not a second run.
+        if is_locked(self._packs / RUN_LOCK):
             raise InputError(
                 f"{self._packs}: another run, {holder}, trains on this stream; "
-                "wait, or set another data.packs"
+                "either wait until it has ended, or set data.packs to another folder"
             )
 
     def publish(self, position: dict[str, Any], *, waits: bool) -> None:
-        """Write the position if the packer needs it: a part is passed, or the run `waits`."""
+        """Write `position` if the packer needs it.
+
+        The packer needs it if the run has finished a part, or waits for a part (`waits`).
+        """
         if position["starts"] != self._written["starts"] or (waits and position != self._written):
             self._write(position)
 
@@ -193,7 +202,7 @@ class PackerProcess(ExitStack):
         self._written = position
 
     def check(self) -> None:
-        """Raise InputError with the error of the packer if it has ended."""
+        """Raise InputError with the packer's error message if the packer has ended."""
         status = self.process.poll()
         if status is None:
             return
@@ -201,12 +210,12 @@ class PackerProcess(ExitStack):
         _, has_error, message = f"\n{log.read_text(errors='replace')}".rpartition("\nerror: ")
         if has_error:
             raise InputError(message.strip())
-        why = f"status {status}; {log} says why"
+        why = f"status {status}; see {log}"
         if status < 0:
-            why = f"signal {-status}: if memory ran out, set a smaller data.streaming.window"
+            why = f"signal {-status}: if the memory was full, set a smaller data.streaming.window"
         raise InputError(
             f"{self._packs}: the packer of the stream has ended with {why}. "
-            "Start the same command again"
+            "Correct the cause and start the same command again"
         )
 
 
@@ -214,9 +223,9 @@ class PackerProcess(ExitStack):
 
 
 class SourceStream:
-    """The packs of one source, by their place in its stream.
+    """The packs of one source, accessed by their place in the stream of this source.
 
-    One thread may read while another calls `release`.
+    One thread may read packs while another thread calls `release`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -226,20 +235,20 @@ class SourceStream:
         self.start_at(None)
 
     def start_at(self, record: dict[str, Any] | None) -> None:
-        """Close all parts and read from the part of `record` on, or from the first one.
+        """Close all parts, and read from the part of `record` on. None means the first part.
 
-        A checkpoint holds the record, so that a resumed run recognises the part when it is made
-        again.
+        `record` has the start and the fingerprint of a part, and checkpoints store it. With it, a
+        resumed run checks that a part that is made again has the same content.
         """
         first = {"start": asdict(PartStart()), "fingerprint": self.sample.fingerprint}
         with self._lock:
             self.record: dict[str, Any] = record or first
-            self._parts: list[Part] = []  # the open parts, in their order
+            self._parts: list[Part] = []  # all open parts, in the order of their numbers
 
     def part_of(self, place: int, wait: Callable[[], None]) -> Part:
         """Return the part that has the pack at `place`.
 
-        `wait` is called again and again until the part is on the disk.
+        `wait` is called repeatedly until this part is on the disk.
         """
         with self._lock:
             earlier = [part for part in self._parts if part.start.first <= place]
@@ -254,16 +263,16 @@ class SourceStream:
         is_recorded = asdict(start) == self.record["start"]
         if is_recorded and part.packs.fingerprint != self.record["fingerprint"]:
             raise InputError(
-                f"{part.packs.path}: is not the part that was trained on, so its text has changed. "
-                "Put the text back as it was, of a hub's dataset by `name@revision`, and remove "
-                "this folder; or set another data.packs and run_dir"
+                f"{part.packs.path}: is not the part on which the run has trained, so the text has "
+                "changed. Either restore the text (a dataset of the hub with `name@revision`) and "
+                "remove this folder, or set another data.packs and another run_dir"
             )
         with self._lock:
             self._parts.append(part)
         return part
 
     def release(self, place: int) -> None:
-        """Close the parts before the one that has the last pack before `place`."""
+        """Record the part that has the pack at `place` - 1, and close all parts before it."""
         with self._lock:
             for part in self._parts:
                 if part.start.first < place:
@@ -273,17 +282,21 @@ class SourceStream:
 
 
 class StreamedPacks(Packs):
-    """The packs of one or several streamed sources. Index n * sources + s is pack n of source s.
+    """The packs of one or several streamed sources. Pack n of source s has index n * sources + s.
 
-    Its `StreamOrder` waits for parts. Then the packs of that step can be read.
+    `order` returns a `StreamOrder`, whose `packs_of_step` waits until the packs of a step exist.
+    After this, the packs can be read.
     """
 
     def __init__(self, settings: DataSettings, parts: Mapping[str, DataSettings]) -> None:
-        """`parts` has the settings of each source by name, "" if there is only one."""
+        """Open the first part of each source. `parts` maps the source's name to its settings.
+
+        A single source has the name "".
+        """
         self.path = settings.packs
         self.sources = {name: SourceStream(part.packs) for name, part in parts.items()}
         self.weights = dict(zip(parts, settings.shares, strict=True))
-        # The packs of each source that stay on the disk.
+        # Map the name of each source to its first part, which stays on the disk.
         self.samples = {name: source.sample for name, source in self.sources.items()}
         sample = next(iter(self.samples.values()))
         self.length = sample.length
@@ -293,20 +306,20 @@ class StreamedPacks(Packs):
         ]
         windows = [part.streamed.window for part in parts.values()]
         self.fingerprint = hash_of([content, windows])
-        # The packer that this process has started; None on the other ranks.
+        # The packer that this process has started. It is None on all other ranks.
         self.packer: PackerProcess | None = None
         self._ends = dict.fromkeys(self.sources, 0)
 
     @cached_property
     def mixture(self) -> Mixture:
-        """The rule that assigns each place in the stream of all packs to one source."""
+        """Rule that assigns each place in the stream of all packs to one source."""
         tokens = tuple(sample.tokens / len(sample) for sample in self.samples.values())
         return Mixture(
             tuple(self.sources), (ENDLESS,) * len(tokens), tuple(self.weights.values()), tokens
         )
 
     def order(self, packs_per_step: int, seed: int, shift: int = 0) -> StreamOrder:
-        """Return the order of these packs in a training; see `Order`."""
+        """Return the order in which a training reads these packs. Arguments are as in `Order`."""
         return StreamOrder(self.mixture, packs_per_step, seed, shift, packs=self)
 
     def __len__(self) -> int:
@@ -321,7 +334,7 @@ class StreamedPacks(Packs):
         return part.packs[place - part.start.first]
 
     def start_at(self, record: Mapping[str, Any] | None) -> None:
-        """Continue from the `record` of a checkpoint, or start at the first pack for None."""
+        """Continue from the `record` of a checkpoint. If it is None, start at the first pack."""
         for name, source in self.sources.items():
             source.start_at(record[name] if record else None)
         self._ends = dict.fromkeys(self.sources, 0)
@@ -329,11 +342,14 @@ class StreamedPacks(Packs):
 
     @property
     def record(self) -> dict[str, Any]:
-        """The place in each source, as a checkpoint stores it."""
+        """Map the name of each source to its current part's record, which checkpoints store."""
         return {name: source.record for name, source in self.sources.items()}
 
     def advance_to(self, places: range) -> None:
-        """Close the parts before `places`, which the next step reads in the stream of all packs."""
+        """Close the parts that the run has read, and publish the new position.
+
+        `places` are the places in the stream of all packs that the next step reads.
+        """
         starts = self.mixture.packs_before(places.start)
         ends = self.mixture.packs_before(places.stop)
         for (name, source), start, end in zip(self.sources.items(), starts, ends, strict=True):
@@ -343,43 +359,43 @@ class StreamedPacks(Packs):
 
     @property
     def position(self) -> dict[str, dict[str, Any]]:
-        """Where the run reads, for the packer. Two mappings by the name of a source.
+        """Position of the run for the packer: two dicts, each with a value for every source's name.
 
-        `starts`: start of the first part that the run may still read. `ends`: the step at work
-        reads no pack at this place or behind it.
+        `starts`: start of the first part that the run may still read, as a dict of PartStart.
+        `ends`: place after the last pack that the current step reads from the source.
         """
         starts = {name: record["start"] for name, record in self.record.items()}
         return {"starts": starts, "ends": dict(self._ends)}
 
     def publish(self, *, waits: bool = False) -> None:
-        """Tell the packer where the run reads. `waits`: the run waits for a part."""
+        """Pass the position to the packer. `waits` is True if the run waits for a part."""
         if self.packer is not None:
             self.packer.publish(self.position, waits=waits)
 
 
 @dataclass(frozen=True)
 class StreamOrder(Order):
-    """The order of packs that are made meanwhile. `packs_of_step` waits for them."""
+    """Order of packs that are made while the run trains. `packs_of_step` waits for the packs."""
 
     packs: StreamedPacks = field(kw_only=True)
     _stopped: threading.Event = field(default_factory=threading.Event, kw_only=True)
 
     def stop_waiting(self) -> None:
-        """Make the thread that waits for a part raise InputError."""
+        """Make a thread that waits for a part raise InputError."""
         self._stopped.set()
 
     def _wait(self) -> None:
-        """Wait a moment for a part. Raise InputError if none will come."""
+        """Wait `LOOK` seconds. Raise InputError if waiting was stopped or the packer has ended."""
         if self._stopped.wait(LOOK):
-            raise InputError(f"{self.packs.path}: the run does not wait for packs any more")
+            raise InputError(f"{self.packs.path}: the run has stopped waiting for packs")
         if self.packs.packer is not None:
             self.packs.packer.check()
 
     def packs_of_source(self, number: int, places: np.ndarray) -> np.ndarray:
-        """Return the packs at `places` of a source; each part has an order of its own."""
+        """Return the indices of a source's packs at `places`. Each part has its own order."""
         source = list(self.packs.sources.values())[number]
-        # Sources must not go through their parts in the same order, nor epochs through the same
-        # part.
+        # The key includes the number of the source and, in the loop below, the number of the part.
+        # So two sources have different orders, and so have two epochs of a source.
         key = splitmix64(
             splitmix64(splitmix64(np.array([self.seed], np.uint64)) + np.uint64(number))
         )
@@ -396,22 +412,26 @@ class StreamOrder(Order):
         return packs * len(self.packs.sources) + number
 
     def epochs(self, step: int) -> dict[str, float]:
-        """Return how often each source was read to its end when `step` starts."""
+        """Map the name of each source to the number of times that it has ended before `step`."""
         return {name: float(part.after.epoch) for name, part in self._parts_before(step).items()}
 
     def epoch_of(self, step: int) -> float:
-        """Return the least of `epochs`."""
+        """Return the smallest of the sources' epochs before `step`."""
         return min(self.epochs(step).values())
 
     def figures(self, step: int) -> dict[str, float]:
-        """Return metrics after `step` steps: part, epoch and share of the tokens of each source."""
+        """Map names of metrics to values after `step` steps.
+
+        The metrics are the current part of each source, and for several sources also their epochs
+        and their shares of the tokens.
+        """
         figures: dict[str, float] = {}
         for name, part in self._parts_before(step).items():
             figures[f"part/{name}" if name else "part"] = part.start.number
         return figures | super().figures(step)
 
     def _parts_before(self, step: int) -> dict[str, Part]:
-        """Return the part of each source with the last pack before `step`, or its first part."""
+        """Map each source's name to the part of its last pack before `step`, or the first part."""
         counts = self.mixture.packs_before(self.places_of_step(step).start)
         return {
             name: source.part_of(max(int(count) - 1, 0), self._wait)

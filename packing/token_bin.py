@@ -1,8 +1,9 @@
 """Read flat token files, as nanoGPT and llm.c write them.
 
-A .bin file has token ids one after another, uint16 or uint32, without any sign of where documents
-or packs start. Files of llm.c have a header before the ids: 256 int32, of which the first names the
-dtype and the third is the number of tokens. A folder has `train.bin`, and possibly `val.bin`.
+A .bin file has token ids one after another, as uint16 or uint32. It does not mark where documents
+or packs start. Files of llm.c have a header of 256 int32 before the ids. The first number
+identifies the dtype, and the third is the number of tokens. A folder has `train.bin`, and possibly
+`val.bin`.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from foundation.errors import InputError
 from foundation.files import hash_file, hash_of
 from packing.arrow import Pack, Packs, checked_index
 
-_SAMPLED_TOKENS = 2**20
-_FEWEST_TOKENS = 64  # Among fewer tokens, all high words may happen to be small.
-# In a uint32 file of a vocabulary below 2^20, every other uint16 is less than this.
+_SAMPLED_TOKENS = 2**20  # number of uint16 values from which the dtype is inferred
+_FEWEST_TOKENS = 64  # With fewer tokens, all high words may be small by chance.
+# In a uint32 file with a vocabulary below 2^20, every other uint16 is less than this.
 _HIGH_WORD_LIMIT = 16
-_HEADER_BYTES = 1024  # of llm.c
+_HEADER_BYTES = 1024  # size of llm.c's header
 _MAGIC = {20240520: "uint16", 20240801: "uint32"}  # the first number of llm.c's header
 
 
 class TokenBin(Packs):
-    """Consecutive windows of `length` tokens of one .bin file. The last one is padded.
+    """Packs of one .bin file: windows of `length` consecutive tokens. The last window is padded.
 
-    The id `end_token` ends each document. The positions of a cut document restart in each pack.
-    Without it, a pack is one document.
+    Each token with the id `end_token` ends a document. If `end_token` is None, each pack is one
+    document. The positions of a document that is cut between packs restart at 0 in each pack.
     """
 
     def __init__(self, path: Path, length: int, end_token: int | None = None) -> None:
-        """Open the file. Raise InputError if it holds no whole number of tokens."""
+        """Open the file. Raise InputError if it does not have the size of complete tokens."""
         self.path = Path(path)
         self.length = length
         self.end_token = end_token
@@ -43,8 +44,8 @@ class TokenBin(Packs):
         tokens, rest = divmod(size, np.dtype(dtype).itemsize)
         if rest or tokens == 0 or (has_header and tokens != header[2]):
             raise InputError(
-                f"{self.path}: truncated: {size} bytes are not the {dtype} tokens of a complete "
-                "file; write it again"
+                f"{self.path}: is truncated: {size} bytes are not the {dtype} tokens of a complete "
+                "file; write or copy the file again"
             )
         self._tokens = np.memmap(self.path, np.dtype(dtype).newbyteorder("<"), "r", start)
         self.fingerprint = hash_of([hash_file(self.path, "xxh3_128"), dtype, length, end_token])
@@ -65,7 +66,7 @@ class TokenBin(Packs):
 
 
 def _dtype_of(path: Path) -> str:
-    """Return the dtype of a token file: "uint32" if every other uint16 is small, else "uint16"."""
+    """Infer the dtype of a token file: "uint32" if every other uint16 is small, else "uint16"."""
     sample = np.fromfile(path, "<u2", _SAMPLED_TOKENS)
     if len(sample) < _FEWEST_TOKENS:
         return "uint16"

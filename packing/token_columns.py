@@ -1,8 +1,8 @@
 """Read the columns of tokenized data that mark padding, documents, and tokens with a loss.
 
-Tokenized sources and MDS shards follow the same rule. TRL, torchtune, axolotl, LLaMA-Factory,
-llm-foundry, OLMo and transformers write these names. Masks, labels and numbers belong to the tokens
-at the same index, not to the tokens before them.
+The rules are the same for tokenized sources and for MDS shards. The names of the columns are those
+that TRL, torchtune, axolotl, LLaMA-Factory, llm-foundry, OLMo and transformers write. Masks, labels
+and document numbers belong to the token at the same index: they are not shifted.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import numpy as np
 
 from packing.arrow import IGNORE
 
-# Zeros for padding, and ones or the numbers of the documents; or the lengths of the documents.
+# Column with 0 for padding, and 1 or the number of its document for any other token. Some writers
+# store the lengths of the documents in it instead.
 MASK = "attention_mask"
-LABELS = "labels"  # the tokens, or -100 for tokens without a loss
+LABELS = "labels"  # column with the token ids, or -100 for tokens without a loss
+# Columns with 1 for tokens with a loss, and 0 for other tokens.
 LOSS_MASKS = ("loss_mask", "completion_mask", "assistant_masks", "assistant_mask", "label_mask")
 
 
@@ -27,49 +29,52 @@ def _from_lengths(lengths: np.ndarray) -> np.ndarray:
 
 
 def _from_offsets(ends: np.ndarray) -> np.ndarray:
-    """Number the tokens between offsets. Some writers pad the offsets with -1."""
+    """Return the number of each token's document. Some writers pad the offsets `ends` with -1."""
     return _from_lengths(np.diff(ends[ends >= 0]))
 
 
-# Functions from a column to a number for each token. The number changes at the first token of a
-# document, and is negative for padding. If there are several columns, the first in this order
-# counts.
+# Map the name of a column to a function that returns a number for each token. The number changes at
+# the first token of a document, and is negative for padding. If there are several columns, only the
+# first one in this order is used.
 BOUNDARIES: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     **dict.fromkeys(("seq_lengths", "seq_lens", "seqlens", "sequence_lengths"), _from_lengths),
     **dict.fromkeys(("document_lengths", "doc_lens"), _from_lengths),
     **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cu_seq_lens_q"), _from_offsets),
     **dict.fromkeys(("sequence_id", "sequence_ids", "seq_idx"), lambda numbers: numbers),
     **dict.fromkeys(("document_ids", "doc_ids"), lambda numbers: numbers),
-    # A position that is not the previous one plus one starts a document.
+    # A document starts where a position is not the previous position plus one.
     **dict.fromkeys(
         ("position_ids", "input_pos"),
         lambda positions: positions + np.arange(len(positions), 0, -1),
     ),
 }
-TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)  # and labels, whose column may have another name
+# All columns except the labels, whose column may have another name.
+TOKEN_COLUMNS = (MASK, *LOSS_MASKS, *BOUNDARIES)
 
 
 def whole_numbers(name: str, values: Any) -> np.ndarray:
-    """Return the values of the column `name` as integers. Booleans and floats such as 1.0 count.
+    """Return the values of the column `name` as an array of integers.
 
-    Raises ValueError if they are no list of whole numbers.
+    Booleans and floats without a fraction, such as 1.0, are accepted. Raises ValueError if `values`
+    is not a list of whole numbers.
     """
     given = np.asarray(values)
     numbers = given
     if given.dtype.kind in "bf":
-        with np.errstate(invalid="ignore"):  # of NaN and infinity
+        with np.errstate(invalid="ignore"):  # NaN and infinity would print a warning.
             numbers = given.astype(np.int64)
     if numbers.ndim != 1 or numbers.dtype.kind not in "iu" or (numbers != given).any():
         raise ValueError(
-            f"column `{name}` holds no list of whole numbers; write one, or leave out the column"
+            f"column `{name}` is not a list of whole numbers; either write whole numbers, or "
+            "remove the column"
         )
     return numbers
 
 
 def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the number of each token's document, -1 for padding: [width] int64.
+    """Return the number of each token's document, or -1 for padding: [width] int64.
 
-    Raises ValueError if the columns do not fit `width` tokens.
+    `width` is the number of tokens. Raises ValueError if `columns` describe another number.
     """
     mask = columns.get(MASK)
     is_real = np.ones(width, bool)
@@ -83,7 +88,10 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
     elif mask is not None:
         numbers = _from_lengths(mask.astype(np.int64))
     if len(numbers) != width:
-        raise ValueError(f"the columns {', '.join(columns)} are those of {len(numbers)} tokens")
+        raise ValueError(
+            f"the columns {', '.join(columns)} are for {len(numbers)} tokens, but the record has "
+            f"{width}"
+        )
     documents = np.cumsum(np.append(0, numbers[1:] != numbers[:-1]))
     return np.where(is_real & (numbers >= 0), documents, -1)
 
@@ -91,10 +99,10 @@ def number_documents(width: int, columns: Mapping[str, np.ndarray]) -> np.ndarra
 def trained_tokens(
     tokens: np.ndarray, columns: Mapping[str, np.ndarray], labels: str = LABELS
 ) -> np.ndarray | None:
-    """Return which tokens have a loss, [tokens] bool, or None if no column decides it.
+    """Return a mask that is True for tokens with a loss: [tokens] bool.
 
-    `labels` is the name of the column of labels. Raises ValueError if a column is neither labels
-    nor a mask of zeros and ones.
+    Returns None if no column determines which tokens have a loss. `labels` is the name of the
+    column of labels. Raises ValueError if a column is neither labels nor a mask of zeros and ones.
     """
     trained = None
     for name in [name for name in (labels, *LOSS_MASKS) if name in columns]:
@@ -103,8 +111,8 @@ def trained_tokens(
         if len(row) != len(tokens) or not ((row == off) | (row == on)).all():
             value = "the token" if name == labels else "1"
             raise ValueError(
-                f"column `{name}` is neither {value} nor {off} everywhere; write it unshifted, or "
-                "leave it out"
+                f"column `{name}` must have {value} or {off} for each token; either write it "
+                "without a shift, or remove it"
             )
         trained = (row != off) if trained is None else trained & (row != off)
     return trained

@@ -1,4 +1,7 @@
-"""Load tokenizers without a model library, and train byte-level BPE, which decodes exactly."""
+"""Load tokenizers without a model library, and train byte-level BPE tokenizers.
+
+A byte-level tokenizer decodes its tokens to exactly the text that was encoded.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +20,30 @@ from foundation.reading import load_object, one_line
 from packing.settings import split_revision
 
 REMEDY = (
-    "make it with `python -m packing tokenizer` (`make demo` makes demo/work), fetch it again, "
-    "or name another"
+    "make a tokenizer with `python -m packing tokenizer` (`make demo` makes one in demo/work), "
+    "fetch the tokenizer again, or choose another tokenizer"
 )
 _CONVERT = (
-    "where vocab.json, merges.txt or a .model file is in its place, write it with transformers' "
-    "`AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
+    "if there are vocab.json, merges.txt or a .model file instead, write tokenizer.json with "
+    "transformers' `AutoTokenizer.from_pretrained('{}').save_pretrained(FOLDER)`"
 )
-# Names of special tokens, for a tokenizer without a tokenizer_config.json that names them.
+# Usual names of special tokens, for a tokenizer without a tokenizer_config.json.
 _USUAL_NAMES = {
     "bos": ("<|begin_of_text|>", "<s>", "<bos>", "[BOS]"),
     "eos": ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[EOS]"),
     "pad": ("<|pad|>", "<pad>", "[PAD]"),
 }
-# These keys may change when a tokenizer is saved. They do not change the ids that
+# Keys that may change when a tokenizer is saved. They do not change the ids that
 # `encode(..., add_special_tokens=False)` returns.
 _NOT_PART_OF_THE_FINGERPRINT = {"version", "truncation", "padding", "post_processor"}
 
 
 @dataclass(frozen=True)
 class TextTokenizer:
-    """A tokenizer and its special ids. It must not be changed: `load_tokenizer` shares it."""
+    """A tokenizer and the ids of its special tokens.
+
+    Do not change it, because `load_tokenizer` returns the same object to all callers.
+    """
 
     name: str
     tokenizer: Tokenizer
@@ -45,7 +51,10 @@ class TextTokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the ids of a text. Formatting and order of keys do not."""
+        """SHA-256 of everything that determines the token ids of a text.
+
+        It does not depend on the formatting of tokenizer.json or on the order of its keys.
+        """
         values = json.loads(self.tokenizer.to_str())
         content = {key: values[key] for key in values.keys() - _NOT_PART_OF_THE_FINGERPRINT}
         canonical = json.dumps(
@@ -55,14 +64,16 @@ class TextTokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The largest id plus one, with added tokens: the least number of a model's embeddings."""
+        """Largest id plus one, with added tokens. A model needs at least this many embeddings."""
         return max(self.tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @cached_property
     def unknown(self) -> int | None:
-        """The id for text that the vocabulary lacks, or None if there is no such id.
+        """Id of the token that replaces text outside of the vocabulary, or None.
 
-        An id that also begins or ends documents does not count. Padding is in no document.
+        It is None if there is no such token, or if the token also begins or ends documents. Such a
+        token does not show that text is missing. A padding token does, because documents have no
+        padding.
         """
         model = json.loads(self.tokenizer.to_str())["model"]
         unknown = model.get("unk_id", self.tokenizer.token_to_id(model.get("unk_token") or ""))
@@ -71,21 +82,21 @@ class TextTokenizer:
 
     @property
     def padding(self) -> int:
-        """The id that fills the rest of a pack."""
+        """Token id that fills the rest of a pack."""
         return self.special.get("eos", self.special.get("pad", 0))
 
     @property
     def end_of_text(self) -> int:
-        """The id that ends a document. Raises InputError if there is none."""
+        """Token id that ends a document. Raises InputError if there is none."""
         if "eos" not in self.special:
             raise InputError(
-                f"data.tokenizer: {self.name} names no EOS token to end texts with; "
+                f"data.tokenizer: {self.name} has no EOS token, with which documents end; "
                 "set `eos_token` in its tokenizer_config.json"
             )
         return self.special["eos"]
 
     def describe(self) -> dict[str, Any]:
-        """Return the values that packs record of their tokenizer."""
+        """Return the description of the tokenizer that packs record in their manifest."""
         return {
             "name": self.name,
             "fingerprint": self.fingerprint,
@@ -94,11 +105,11 @@ class TextTokenizer:
         }
 
 
-# A run loads its tokenizer several times. One of 150,000 tokens takes a second to parse, and
-# another second for its fingerprint.
+# A run loads its tokenizer several times, so two tokenizers are cached. Parsing a tokenizer of
+# 150,000 tokens takes a second, and computing its fingerprint takes another second.
 @lru_cache(maxsize=2)
 def load_tokenizer(name: str) -> TextTokenizer:
-    """Return a tokenizer: a tokenizer.json, a folder with one, or a hub model (`name@revision`).
+    """Load a tokenizer from a tokenizer.json, a folder with one, or a hub model (`name@revision`).
 
     Raises InputError if it cannot be found or read.
     """
@@ -113,9 +124,9 @@ def load_tokenizer(name: str) -> TextTokenizer:
     except Exception as error:
         if type(error) is not Exception:
             raise
-        # The library has no narrower class of error for a file that it cannot use.
+        # The library raises a plain Exception for a file that it cannot use.
         raise InputError(
-            f"data.tokenizer: {file}: no tokenizer that can be read: {one_line(error)}; "
+            f"data.tokenizer: {file}: the tokenizer cannot be read: {one_line(error)}; "
             f"{_CONVERT.format(file.parent)}, or {REMEDY}"
         ) from None
     tokenizer.no_truncation()
@@ -134,10 +145,10 @@ def load_tokenizer(name: str) -> TextTokenizer:
 
 
 def find_file(tokenizer: str, name: str) -> Path | None:
-    """Return the file `name` from a tokenizer's folder, or from its hub repository or the cache.
+    """Return the path of a tokenizer's file, from its folder, its hub repository or the cache.
 
-    Returns None if there is certainly no such file. Raises InputError if the hub cannot be reached:
-    ids must not depend on the network.
+    Returns None if it is certain that the tokenizer has no such file. Raises InputError if the hub
+    cannot be reached, because token ids must not depend on the network.
     """
     path = Path(tokenizer)
     if path.exists():
@@ -154,18 +165,19 @@ def find_file(tokenizer: str, name: str) -> Path | None:
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except (OSError, HFValidationError) as error:
-        # Most repositories have no template file. Without a network, the cache cannot know that.
+        # Most repositories have no template file, and without a network the cache does not show
+        # whether a repository has one. So a template that is not in the cache is treated as absent.
         absent = (RemoteEntryNotFoundError, LocalEntryNotFoundError)
         if isinstance(error, absent if name.endswith(".jinja") else RemoteEntryNotFoundError):
             return None
         raise InputError(
-            f"data.tokenizer: {repository}: not in {Path.cwd()}, and no {name} from the hub: "
-            f"{one_line(error)}; {_CONVERT.format(repository)}, or {REMEDY}"
+            f"data.tokenizer: {repository}: is not in {Path.cwd()}, and {name} cannot be loaded "
+            f"from the hub: {one_line(error)}; {_CONVERT.format(repository)}, or {REMEDY}"
         ) from None
 
 
 def without_nulls(value: Any) -> Any:
-    """Return `value` without null fields, which some versions of a library write."""
+    """Return `value` without null fields. Only some versions of a library write null fields."""
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
@@ -173,7 +185,7 @@ def without_nulls(value: Any) -> Any:
     return value
 
 
-END_OF_TEXT = "<|endoftext|>"  # closes every document, and pads
+END_OF_TEXT = "<|endoftext|>"  # token that ends every document, and fills packs
 
 
 def train_tokenizer(
@@ -181,8 +193,9 @@ def train_tokenizer(
 ) -> Tokenizer:
     """Train a tokenizer of `vocabulary` tokens on `texts`.
 
-    Its tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and merges.
-    The same texts in the same order give the same tokenizer. Few texts may give fewer tokens.
+    Its tokens are the end-of-text token (id 0), the tokens of `special`, the 256 bytes, and merges
+    of bytes. The same texts in the same order give the same tokenizer. If there is little text, the
+    tokenizer may have fewer tokens.
     """
     tokenizer = ByteLevelBPETokenizer()
     special_tokens = [END_OF_TEXT, *special]
@@ -198,7 +211,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
-        # "a , b" must not be decoded as "a, b": code is not prose.
+        # Keep the spaces of "a , b". Otherwise it is decoded as "a, b", which changes code.
         "clean_up_tokenization_spaces": False,
     }
     folder.mkdir(parents=True)

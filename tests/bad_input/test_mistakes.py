@@ -139,10 +139,10 @@ TEXTS = [
     (
         DOCUMENT,
         "data.held_out=0 data.source={here} data.validation.source={here}/text.jsonl",
-        "text.jsonl is also trained on",
+        "text.jsonl is also used for training",
     ),
     (DOCUMENT, "model.config.vocab_size=3", "vocab"),
-    (CHAT, "data.messages=[p]", "`messages` lists 1"),
+    (CHAT, "data.messages=[p]", "`messages` has 1 entries"),
     (CHAT, "data.input_ids=p", "`p`"),
     (CHAT, "data.messages=[p,r]", "data.chat_template"),
     (CHAT, "data.messages=[p,r] data.chat_template={here}/no.jinja", "chat_template"),
@@ -178,7 +178,7 @@ COMMANDS = {
     "flops {here}/folder.yaml": "{here}/folder.yaml: cannot be read as YAML: Is a directory",
     "reprot": "report",
     "tokenizer nowhere --vocabulary 300 --out {here}/out": "nowhere",
-    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: holds no text",
+    "tokenizer {here}/empty.txt --vocabulary 300 --out {here}/out": "empty.txt: contains no text",
     "tokenizer {here}/text.jsonl data.messages=m --vocabulary 300 --out {here}/out": (
         "`data.text`"
     ),

@@ -43,7 +43,7 @@ class Example(Settings):
             {"switch": {"layers": 1, "layer": 1}},
             ["`switch.layer`: unknown key; did you mean `switch.layers`?"],
         ),
-        ({"recompute": 5}, ["a section; its keys: layers"]),
+        ({"recompute": 5}, ["must be a section (its keys: layers), but is 5"]),
         ({"Rate": 1}, ["`Rate`: unknown key; did you mean `rate`?"]),
         ({"layers": 1}, ["`layers`: unknown key; did you mean `recompute.layers`?"]),
         ({"lr": 1}, ["`lr`: unknown key; did you mean `rate`?"]),

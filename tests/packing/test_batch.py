@@ -251,7 +251,7 @@ def test_an_exception_of_the_thread_is_raised_in_its_step():
         next(steps)
     with pytest.raises(
         InputError,
-        match=rf"packs/in_memory: pack {bad} holds token id 1000000, and the model has 50000 ids",
+        match=rf"packs/in_memory: pack {bad} contains the token id 1000000, but the model has only",
     ):
         next(steps)
     assert not prefetch_threads()
@@ -323,8 +323,8 @@ def test_tokens_and_positions_beyond_the_model_are_rejected():
     options = {"microbatch": 1, "rank": 0, "world_size": 1, "mask_boundaries": True}
     assert len(list(Batching(**options, positions=65, vocab_size=6).evaluation(beyond))) == 1
     for limits, message in (
-        ({"positions": 64}, "to position 64"),
-        ({"vocab_size": 5}, "pack 0 holds token id 5"),
+        ({"positions": 64}, "reaches position 64"),
+        ({"vocab_size": 5}, "pack 0 contains the token id 5"),
     ):
         with pytest.raises(InputError, match=message):
             list(Batching(**options, **limits).evaluation(beyond))

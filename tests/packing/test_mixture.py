@@ -146,7 +146,8 @@ def test_another_file_or_split_is_the_validation_data(
     for split in ("train", "held_out"):
         assert open_packs(by_split, split).fingerprint == open_packs(by_file, split).fingerprint
     with pytest.raises(
-        InputError, match=r"data.split: .*saved has no dev; set it to one of train, test"
+        InputError,
+        match=r"data.split: .*saved has no split dev; set data.split to one of train, test",
     ):
         prepare(
             DataSettings(packs=tmp_path / "dev", source=str(saved), split="dev", **common),

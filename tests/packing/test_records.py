@@ -221,16 +221,16 @@ def test_columns_beside_ids_mark_trained_tokens(columns: dict, tokenizer_file: P
     [
         (
             {"labels": [6, 7, 8, 9, -100]},
-            "`labels` is neither the token nor -100 everywhere; write it unshifted",
+            "`labels` must have the token or -100 for each token; .* without a shift",
         ),
-        ({"labels": 1}, "column `labels` holds no list of whole numbers"),
-        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "column `loss_mask` holds no list"),
-        ({"loss_mask": [0, float("nan"), 1, 1, 1]}, "column `loss_mask` holds no list"),
-        ({"loss_mask": [0, 1]}, "`loss_mask` is neither 1 nor 0 everywhere"),
-        ({"completion_mask": [0, 1, 2, 1, 1]}, "`completion_mask` is neither"),
-        ({"seq_lengths": [2, 9]}, "seq_lengths are those of 11 tokens"),
-        ({"position_ids": [0, 1, 2]}, "position_ids are those of 3 tokens"),
-        ({"attention_mask": [1, 1]}, "attention_mask are those of 2 tokens"),
+        ({"labels": 1}, "column `labels` is not a list of whole numbers"),
+        ({"loss_mask": [0, 0.5, 1, 1, 1]}, "column `loss_mask` is not a list"),
+        ({"loss_mask": [0, float("nan"), 1, 1, 1]}, "column `loss_mask` is not a list"),
+        ({"loss_mask": [0, 1]}, "`loss_mask` must have 1 or 0 for each token"),
+        ({"completion_mask": [0, 1, 2, 1, 1]}, "`completion_mask` must have 1 or 0"),
+        ({"seq_lengths": [2, 9]}, "seq_lengths are for 11 tokens, but the record has 5"),
+        ({"position_ids": [0, 1, 2]}, "position_ids are for 3 tokens"),
+        ({"attention_mask": [1, 1]}, "attention_mask are for 2 tokens"),
         ({"attention_mask": [0, 0, 0, -10000, -10000]}, "a length below 0"),
     ],
 )
@@ -242,7 +242,7 @@ def test_columns_that_do_not_fit_the_ids_are_rejected(
 
 
 def test_ids_in_bytes_are_refused() -> None:
-    with pytest.raises(ValueError, match="`ids` holds no list of whole numbers"):
+    with pytest.raises(ValueError, match="`ids` is not a list of whole numbers"):
         TokenColumns(("ids",), (), "labels", 600).fill(
             {"ids": np.arange(5, dtype=np.uint16).tobytes()}
         )
@@ -299,7 +299,7 @@ def test_an_answer_that_the_template_does_not_write_is_not_trained_on(
 ) -> None:
     chat = [USER, CALL, {"role": "tool", "content": "r"}, ANSWER]
     assert answers(tokenizer_file, {"messages": chat}, template)[1] == "so<|im_end|>\n"
-    with pytest.raises(InputError, match="without an answer"):
+    with pytest.raises(InputError, match="the chat has no answer"):
         answers(tokenizer_file, {"messages": chat[:2]}, template)
     keys = {"messages": "messages", "chat_template": template}
     assert tokenized(tokenizer_file, [{"messages": chat}], **keys)[1].unread == (
@@ -359,7 +359,7 @@ def test_a_message_that_the_template_does_not_write_is_refused(
 ) -> None:
     final = {"role": "assistant", "content": "It is 4."}
     message = {"role": role, "content": "Be kind." if role == "system" else "4"}
-    with pytest.raises(InputError, match=f"nothing of message 2, of the role {role}"):
+    with pytest.raises(InputError, match=f"does not write message 2, whose role is {role}"):
         answers(tokenizer_file, {"messages": [USER, message, final]}, TURNS_ALONE)
     chat = [USER, {"role": role, "content": ""}, final]
     assert answers(tokenizer_file, {"messages": chat}, TURNS_ALONE)[1] == "It is 4.\n"
@@ -505,13 +505,15 @@ def test_templates_by_name(tmp_path: Path, tokenizer_file: Path) -> None:
         json.dumps(config | {"chat_template": listed[1:]})
     )
     for given in (None, "rag"):
-        with pytest.raises(InputError, match=r"data\.chat_template: .*set it to chatml, tool_use"):
+        with pytest.raises(
+            InputError, match=r"data\.chat_template: .*set data.chat_template to chatml, tool_use"
+        ):
             chat_template(given, str(folder))
     # transformers 5 writes a file for each template.
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "rag.jinja").write_text("rag")
     assert chat_template("rag", str(folder)) == "rag"
-    with pytest.raises(InputError, match=r"set it to chatml, tool_use, rag or"):
+    with pytest.raises(InputError, match=r"set data.chat_template to chatml, tool_use, rag or"):
         chat_template("cot", str(folder))
     for malformed in ([{"name": "default"}], ["default"], [{"name": "a", "template": 1}], 7):
         stored = config | {"chat_template": malformed}
@@ -531,30 +533,34 @@ LISTS = [{"role": "user", "content": [{"type": "text"}]}, {"role": "assistant", 
         (
             {"m": [{"role": "user", "content": "a"}]},
             {"messages": "m", "chat_template": CHATML},
-            "without an answer",
+            "the chat has no answer",
         ),
         (
             {"m": "text"},
             {"messages": "m", "chat_template": CHATML},
-            "`m` holds no list of messages",
+            "`m` is not a list of messages",
         ),
         ({"m": CHATS[1]}, {"messages": "m", "chat_template": ODD}, "generation"),
-        ({"m": CHATS[0]}, {"messages": "m", "chat_template": IN_PYTHON}, "does not take this chat"),
+        ({"m": CHATS[0]}, {"messages": "m", "chat_template": IN_PYTHON}, "rejects this chat"),
         (
             {"m": LISTS},
             {
                 "messages": "m",
                 "chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}",
             },
-            "content is no text",
+            "content is not a text",
         ),
         (
             {"m": [USER, ANSWER | {"weight": 0.5}]},
             {"messages": "m", "chat_template": CHATML},
             "weight or train or training or loss is neither 0 nor 1",
         ),
-        ({"i": [1, 2], "l": [2, -100]}, {"input_ids": "i", "labels": "l"}, "`l` is neither"),
-        ({"i": [1, -2]}, {"input_ids": "i"}, "`i` holds the id -2"),
+        (
+            {"i": [1, 2], "l": [2, -100]},
+            {"input_ids": "i", "labels": "l"},
+            "`l` must have the token or -100",
+        ),
+        ({"i": [1, -2]}, {"input_ids": "i"}, "`i` has the id -2"),
     ],
 )
 def test_an_unusable_record_raises_one_message(

@@ -152,7 +152,9 @@ def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) 
     with pytest.raises(InputError, match=r"data.source: .*not read \(2 \.csv, 1 \.tsv\)"):
         open_reader(tmp_path)
     (tmp_path / "notes.jsonl").write_text("{}")
-    with pytest.raises(InputError, match=r"1 \.md, 1 \.tsv; jsonl files come before text\)"):
+    with pytest.raises(
+        InputError, match=r"1 \.md, 1 \.tsv; text files are not read beside jsonl files\)"
+    ):
         open_reader(tmp_path)
 
 
@@ -163,10 +165,18 @@ def test_unread_files_are_counted_and_rejected_if_they_are_most(tmp_path: Path) 
         ("utf-16-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-16 -t UTF-8"),
         ("utf-32-le", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
         ("utf-32-be", "\ufeffcafe", "not UTF-8.*iconv -f UTF-32 -t UTF-8"),
-        ("utf-16-le", "cafe", "NUL characters, as UTF-16 and UTF-32 do; convert it from its own"),
-        ("utf-32-be", "cafe", "NUL characters, as UTF-16 and UTF-32 do; convert it from its own"),
-        ("latin-1", "caf\xe9", "not UTF-8.*convert it from its own encoding"),
-        ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert it from its own encoding"),
+        (
+            "utf-16-le",
+            "cafe",
+            "NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8",
+        ),
+        (
+            "utf-32-be",
+            "cafe",
+            "NUL characters, as UTF-16 and UTF-32 have; convert the file to UTF-8",
+        ),
+        ("latin-1", "caf\xe9", "not UTF-8.*convert the file to UTF-8"),
+        ("shift-jis", "\u4e16\u754c", "not UTF-8.*convert the file to UTF-8"),
     ],
 )
 @pytest.mark.parametrize("suffix", ["txt", "jsonl"])
