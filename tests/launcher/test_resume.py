@@ -323,8 +323,14 @@ FAULTS = {
         after_loading(lambda assembly: assembly.context.forget()),
         "amax_history",
     ),
-    "a pack is repeated": (repeat_a_pack, "packs begin at position 15 in the order of packs, not at 16"),
-    "a step is skipped": (skip_a_step, "packs begin at position 24 in the order of packs, not at 16"),
+    "a pack is repeated": (
+        repeat_a_pack,
+        "packs begin at position 15 in the order of packs, not at 16",
+    ),
+    "a step is skipped": (
+        skip_a_step,
+        "packs begin at position 24 in the order of packs, not at 16",
+    ),
 }
 LOW = (
     "precision=delayed",

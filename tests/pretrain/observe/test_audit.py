@@ -139,7 +139,7 @@ def test_unused_linears_and_experts_without_gradient_are_found(
     observe(packed, inputs, FP32)  # A single expert may have no tokens.
     mlp.experts = nn.Module()
     mlp.experts.scale = nn.Parameter(torch.ones(3))
-    assert "mlp.experts.scale among them" in refusal(observe, packed, inputs, FP32)
+    assert "for example mlp.experts.scale" in refusal(observe, packed, inputs, FP32)
     mlp.forward = lambda hidden: hidden
     message = refusal(observe, packed, inputs, FP32)
     assert "3 of 15" in message and "layers.1.mlp.gate_proj (not run)" in message
@@ -217,13 +217,13 @@ def test_a_replaced_linear_and_a_norm_without_gradient_are_found(
     run = small()
     attach_main_gradients(run.packed, main_gradients)
     run.layers[0].input_layernorm.forward = lambda hidden: hidden
-    assert "model.layers.0.input_layernorm.weight among them" in refusal(run.audit)
+    assert "for example model.layers.0.input_layernorm.weight" in refusal(run.audit)
     skipped = run.layers[1].mlp.up_proj
     plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     run.packed.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
     assert (
-        "1 of 15 modules did not compute in it: model.layers.1.mlp.up_proj (forward bf"
+        "1 of 15 modules did not compute in this precision: model.layers.1.mlp.up_proj (forward bf"
         in refusal(run.audit)
     )
 
