@@ -163,7 +163,7 @@ def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
 ) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
     refusal = run("schedule.kind=wsd", "train.steps=10").refusal
-    checkpoint = re.search(r"--resume, which (\S+) is", refusal)[1]
+    checkpoint = re.search(r"--resume, such as (\S+)\.", refusal)[1]
     assert "step-00000004" in checkpoint
     longer = run("schedule.kind=wsd", "train.steps=10", "--resume", checkpoint)
     assert longer.status == 0, longer.output
@@ -271,7 +271,7 @@ def test_a_finished_run_started_again_changes_nothing(
     files = contents(repeated.run_dir)
     for options in ((), ("--accept-changes",), ("--plan",)):
         refusal = start_here(recipe, folder, "train.steps=8", *options).refusal
-        assert "is from step 12, and `train` ends the run at 8; lengthen it" in refusal
+        assert "is from step 12, but `train` ends the run at step 8; raise" in refusal
         assert contents(repeated.run_dir) == files
 
 
