@@ -416,7 +416,8 @@ def roll_back(run: Run, reason: str | None) -> None:
     run.best = best_so_far(run)
     run.console.warning(
         f"step {judged.step}: {reason}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: "
-        f"{notes[0]}; the packs of {plural(judged.step - step, 'step')} after step {step} are skipped"
+        f"{notes[0]}; the packs of {plural(judged.step - step, 'step')} after step {step} are "
+        "skipped"
     )
 
 
