@@ -189,7 +189,7 @@ def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
     message = run(f"train.begin_with={alone.run_dir}").refusal
     newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
     assert message.startswith("`train.begin_with`")
-    assert f"name one, such as {newest}" in message
+    assert f"of a checkpoint, such as {newest}" in message
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
