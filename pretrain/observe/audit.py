@@ -218,7 +218,7 @@ class ProductAudit(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Observe products and histories of the first microbatch of a statistics step."""
+        """Check products and histories in the first microbatch of a statistics step."""
         if not step.measures_operands(self.every):
             yield
             return

@@ -36,7 +36,12 @@ class Step:
     is_new: bool
 
     def measures_operands(self, every: int | None) -> bool:
-        """Return whether statistics of operands are due (`log.fp8_statistics`)."""
+        """Return whether this is a statistics step, in which operands are measured.
+
+        Statistics steps are every n-th quantized step and the first step of each precision.
+
+        every: the number n (`log.fp8_statistics`), or None if there are no statistics steps.
+        """
         if every is None or not self.is_quantized:
             return False
         return self.starts_precision or is_due(self.number, every)
@@ -60,7 +65,7 @@ class Observer:
 
     @contextmanager
     def whole_step(self, step: Step) -> Iterator[None]:
-        """Enclose the step, from waiting for its packs to the end of its update."""
+        """Enclose the whole step, from the wait for its packs until the end of its update."""
         yield
 
     @contextmanager
@@ -96,7 +101,7 @@ class Observer:
         yield
 
     def finish(self) -> None:
-        """Close files at the end of the run."""
+        """Close the files of this observer at the end of the run."""
 
 
 @dataclass(eq=False)

@@ -75,7 +75,7 @@ def sample(
     """
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     height = size if scaling.square else 1
-    # [down, across, height, size]
+    # The blocks as [blocks per column, blocks per row, rows of a block, values of a row].
     blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, height)).transpose(1, 2)
     down, across = blocks.shape[:2]
     most = max(SAMPLED_VALUES // (height * size), 1)
@@ -199,7 +199,8 @@ class ProductObserver(ProductWatcher):
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
         self._examined = examined
-        # A stack, because recomputation runs forwards inside the backward of a product.
+        # The blocks that are entered, innermost last. Recomputation runs a forward inside the
+        # backward of another product.
         self._calls: list[_Call] = []
         # A tuple for each examined operand. The tensor has the two counts that `examine` returns.
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
@@ -374,7 +375,11 @@ class ProductObserver(ProductWatcher):
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, k] and the scale of a Transformer Engine tensor with one scale."""
+    """Return the codes [rows, k] and the scale, a scalar, of a tensor with one scale.
+
+    operand: a quantized tensor of Transformer Engine.
+    by_rows: True for the row-wise codes, False for the codes of the transposed matrix.
+    """
     # GPUs whose GEMMs accept both layouts store no transposed copy.
     transposed = None if by_rows or operand._transpose_invalid else operand._transpose
     data = operand._data if transposed is None else transposed
@@ -382,7 +387,11 @@ def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
 
 
 def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, k] and scales of a Transformer Engine tensor in blocks of 128."""
+    """Return the codes [rows, k] and the scales of a tensor in blocks of 128, for `sample`.
+
+    operand: a quantized tensor of Transformer Engine.
+    by_rows: True for the row-wise codes, False for the codes of the transposed matrix.
+    """
     is_2d = operand._is_2D_scaled
     data = operand._rowwise_data if by_rows else operand._columnwise_data
     scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv

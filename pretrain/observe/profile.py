@@ -47,7 +47,7 @@ class StepProfile(Observer):
             )
 
     def due(self, step: Step) -> bool:
-        """Return True in the recorded step of the main process."""
+        """Return True if this is the main process and `step` is the step to record."""
         return self._records and step.number == self._number
 
     @contextmanager

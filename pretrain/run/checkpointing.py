@@ -343,8 +343,8 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
 def resume_precision(run: Run, source: ResumePoint) -> None:
     """Set the model to the precision in which the checkpoint `source` was saved. Collective.
 
-    `Run.follow_schedule` changes the precision afterwards if the next step has another one. If the
-    checkpoint belongs to another run, or if this run does not use the saved precision, the
+    If the next step has another precision, `Run.follow_schedule` changes the precision afterwards.
+    If the checkpoint belongs to another run, or if this run does not use the saved precision, the
     precision of the next step is set here. If the checkpoint has no suitable histories of delayed
     scaling, they are filled from some packs.
 

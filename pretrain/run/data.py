@@ -87,7 +87,7 @@ class Data:
 
     @property
     def stream(self) -> StreamedPacks | None:
-        """Return the training packs if they are made while the run trains, else None."""
+        """Return the training packs if they are streamed (made while the run trains), else None."""
         return self.train if isinstance(self.train, StreamedPacks) else None
 
     @property

@@ -137,7 +137,7 @@ def row_of(
         engine = "emulation" if lacks else "transformer_engine"
         settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
     if lacks:
-        # Compiling would take minutes, and the speed of emulation does not matter.
+        # Do not compile: it would take minutes, and the speed of emulation does not matter.
         settings["model"] = recipe["model"] | {"compile": "none"}
     try:
         milliseconds, rate = try_training({**recipe, **settings}, folder)

@@ -77,8 +77,8 @@ class ResumePoint:
     def place(self, job: Job) -> int:
         """Return the position in the order of packs after the checkpoint's last pack.
 
-        The position counts packs of the job's length (`data.length`), and not of the checkpoint's
-        if that length was another one.
+        The position counts packs of the job's `data.length`, even if the checkpoint had another
+        `data.length`.
         """
         if self.is_of_another_stream(job):
             return 0
@@ -321,7 +321,10 @@ def require_same_training(
 
 
 def require_same_stream(source: ResumePoint, job: Job) -> None:
-    """Raise InputError if a checkpoint to resume has no place in the run's stream of packs."""
+    """Raise InputError if a checkpoint to resume belongs to another stream of packs than the run's.
+
+    A branch may start another stream.
+    """
     if source.is_of_another_stream(job) and not source.is_branch:
         raise InputError(
             f"{source.path}: the checkpoint belongs to another stream of packs; to start a new run "
