@@ -3,10 +3,11 @@ r"""Train a causal language model on packed documents, in the accelerate configu
     accelerate launch --config_file accelerate_configs/bf16.yaml \
         train_accelerate.py recipes/small_malaysian_lm.yaml weights=bf16_exact
 
-The first argument is the recipe. `key=value` arguments, or `--key=value`, override it, with dots
-for nesting. `--plan` checks every setting and prints what would happen. `--profile` shows where the
-time of a step goes. A run that is started again resumes from its newest checkpoint. `python -m
-pretrain` lists the other commands.
+The first argument is the recipe. Arguments of the form `key=value` or `--key=value` override keys
+of the recipe, with dots between the names of nested keys (`train.steps=100`). `--plan` checks every
+setting and prints the plan of the run without training. `--profile` records the time of each kernel
+in one step. If you start the same command again, the run resumes from its newest checkpoint.
+`python -m pretrain` lists the other commands.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ from foundation.files import replace_file, write_json
 from pretrain.settings import config
 
 if __name__ == "__main__":
-    # Imports take seconds. Until the loop can save, Ctrl-C ends the process without a traceback.
+    # The imports below take seconds. Until the training loop can save a checkpoint, Ctrl-C ends the
+    # process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    gc.disable()  # imports leave no garbage, and looking for it took a fifth of their time
-    # torch reads this when it first uses a GPU. By default its allocator keeps pieces that nothing
-    # else fits: of Llama-3.1-8B in shards, 67.9 GiB beside the 67.2 GiB in use. What the user sets
-    # has precedence, under either of its names.
+    # Imports create no garbage, but garbage collection took a fifth of their time.
+    gc.disable()
+    # torch reads this variable when it first uses a GPU. By default, torch's allocator keeps
+    # fragments of memory that no other tensor fits into. With Llama-3.1-8B in shards, the fragments
+    # took 67.9 GiB in addition to the 67.2 GiB in use. A value that the user has set is kept,
+    # whichever of the two names of the variable it was set under.
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    config.check_arguments(__doc__)  # typos are reported at once
+    # Report mistakes on the command line before the slow imports.
+    config.check_arguments(__doc__)
 
 from accelerate import Accelerator
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -77,9 +82,9 @@ from pretrain.run.run import Run, introduce_job, is_over, recorder_of
 from pretrain.settings.launch import with_precision
 
 
-@record  # torchrun shows the traceback of a bug in its table
+@record  # makes torchrun print the traceback of an unexpected exception
 def main() -> int:
-    """Train, and return the exit status."""
+    """Train as the command line requests, and return the exit status of the process."""
     return run_command(lambda: launch(config.parse_arguments(__doc__)))
 
 
@@ -87,15 +92,15 @@ def main() -> int:
 
 
 def launch(arguments: argparse.Namespace) -> int:
-    """Check everything that needs no weights, before the run folder is touched. Then run.
+    """Check the recipe, packs and model without weights. Then lock the run folder and train.
 
-    Returns the exit status.
+    Nothing is written to the run folder before the checks have passed. Returns the exit status.
     """
     recipe = with_precision(config.load_recipe(arguments.recipe, arguments.overrides), os.environ)
     accelerator, notices = distributed.as_launched(recipe)
     is_main_process = accelerator.is_main_process
     run_dir = config.run_dir_of(recipe)
-    # The folder is checked first, because packs may take hours.
+    # The run folder is checked first, because preparing the packs may take hours.
     if not arguments.plan:
         distributed.refused_together(lambda: check_free(run_dir) if is_main_process else None)
     job = prepare_job(recipe, accelerator, purpose="plan" if arguments.plan else "run")
@@ -104,15 +109,18 @@ def launch(arguments: argparse.Namespace) -> int:
         return plan_command.print_plan(job, console, arguments.resume, arguments.accept_changes)
     with distributed.refused_together(lambda: RunFolder(run_dir, owner=is_main_process)) as folder:
         stopped_by = carry_out(job, accelerator, folder, console, arguments)
-    distributed.end_processes(accelerator)  # nothing refers to the run any more
-    # The status that a shell reports for a process that a signal ended.
+    # The model can be freed now, because the objects of the run went out of scope in `carry_out`.
+    distributed.end_processes(accelerator)
+    # 128 plus the signal's number is the status that shells report after a signal.
     return 128 + stopped_by if stopped_by else 0
 
 
 def carry_out(job: Job, *surroundings: Any) -> int:
-    """Build the run, train it, and finish unless a signal stopped it.
+    """Build the run, train it, and finish it unless a signal has stopped it.
 
-    Returns the signal's number, or 0.
+    surroundings: accelerator, run folder, console and command-line options, see `build`.
+
+    Returns the number of the signal that stopped the run, or 0.
     """
     with startup.explaining_errors():
         run = build(job, *surroundings)
@@ -120,8 +128,9 @@ def carry_out(job: Job, *surroundings: Any) -> int:
             return 0
         with closing(run.checkpoints):
             if run.is_new and job.recipe.model.weights_source is not None:
-                evaluate.evaluate_once(run)  # the loss before the first step
-                run.best = None  # the untrained model is no candidate for the best checkpoint
+                evaluate.evaluate_once(run)  # the held-out loss before the first step
+                # Step 0 must not become the best checkpoint, because this run has not trained it.
+                run.best = None
             stopped_by = train(run)
             if not stopped_by:
                 finish(run)
@@ -134,17 +143,18 @@ def carry_out(job: Job, *surroundings: Any) -> int:
 
 
 def assemble(job: Job, accelerator: Accelerator, console: Console | None = None) -> Assembly:
-    """Return the model of `job`, ready to train, and its optimizer. Collective.
+    """Build the model of `job` and its optimizer, and return both ready to train. Collective.
 
-    Each part changes the input of the next ones. docs/architecture.md explains the order.
+    Each step below needs the result of the previous steps. docs/architecture.md explains the order.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
-    hf, values = build_model(job, accelerator)  # of transformers
+    # `hf` is the Hugging Face model. `values` maps names of parameters to their initial values.
+    hf, values = build_model(job, accelerator)
     model, precision, fused = convert_model(job, hf, accelerator.device)
 
-    # Gradient checkpointing, torch.compile, and BF16 working copies of FP32 weights, around each
-    # layer. FSDP2 makes its copies when it gathers weights.
+    # Wrap each layer in gradient checkpointing, torch.compile and a cast of FP32 weights to BF16
+    # copies. FSDP2 needs no such cast, because it casts weights when it gathers them.
     compiles = recipe.model.compile == "layer" or (
         recipe.model.compile == "auto" and accelerator.device.type == "cuda"
     )
@@ -161,10 +171,11 @@ def assemble(job: Job, accelerator: Accelerator, console: Console | None = None)
         with distributed.sharded_as_planned(
             accelerator, model, optimizer, job.compute_dtype, once_a_step=job.plan.devices.gathered
         ):
-            # accelerate wraps the optimizer too, which only FP16 needs.
+            # accelerate also returns a wrapped optimizer. Only training in FP16 needs the wrapper.
             model, _ = accelerator.prepare(model, optimizer)
-    # Any other model is on its device already. DistributedDataParallel, which accelerate would wrap
-    # it in, sums gradients in the dtype of the parameters, and RankSums sums them in FP32.
+    # Without FSDP2 the model is already on its device, and `prepare` is not called: it would wrap
+    # the model in DistributedDataParallel, which sums gradients in the dtype of the parameters. Our
+    # RankSums sums gradients over ranks in FP32.
     set_weights(hf, values, optimizer, exact=exact)
     allocate_gradient_sums(job, accelerator, model)
     optimizer.materialise()
@@ -183,9 +194,9 @@ def build(
     console: Console,
     arguments: argparse.Namespace,
 ) -> Run | None:
-    """Return the run, ready for its next step, or None if it has ended before. Collective.
+    """Return the run, ready for its next step, or None if it is already finished. Collective.
 
-    Raises TrainingHalted if parity fails.
+    Raises TrainingHalted if the first step differs too much from plain transformers (`parity`).
     """
     require_shared(folder.path)
     job, checkpoints, source = resume_point.where_to_resume(
@@ -193,7 +204,8 @@ def build(
     )
     if source and source.step >= job.plan.steps and is_over(job, folder, console):
         return None
-    streaming.start_stream(job, source, folder, accelerator)  # packs are made while the run trains
+    # With `data.streaming` a separate process makes packs while the run trains.
+    streaming.start_stream(job, source, folder, accelerator)
     assembly = assemble(job, accelerator, console)
     checkpointing.check_disk_space(job, assembly, source)
     health = Health(job.recipe.health)
@@ -203,7 +215,7 @@ def build(
             state, notes = checkpointing.restore(source, checkpoints, job, assembly, health)
     else:
         state = TrainState(steps=job.plan.steps)
-    if job.plan.microbatch is None:  # `auto`
+    if job.plan.microbatch is None:  # the recipe has `batch.microbatch: auto`
         resumed = source.record if source else None
         with console.progress("finding the microbatch"):
             microbatch = startup.choose_microbatch(job, assembly, resumed, accelerator)
@@ -242,27 +254,28 @@ def build(
 
 
 def train(run: Run) -> int:
-    """Train until the horizon and save, or until a signal asks any rank to stop.
+    """Train until the last step of the run and save it, or until a rank receives a stop signal.
 
-    Returns the signal's number, or 0.
+    Returns the signal's number, or 0 if the last step was reached.
     """
     run.assembly.model.train()
     with StopRequest(announced=run.accelerator.is_local_main_process) as stop:
-        while not run.state.finished:  # once, and again after each rollback
+        # The loop repeats after each rollback, which changes the packs of the following steps.
+        while not run.state.finished:
             with run.job.batches(run.accelerator, run.state.shift).steps(
                 *run.state.data_steps
             ) as steps:
                 stopped_by = train_on(run, steps, stop)
             if stopped_by:
                 return stopped_by
-        # Before the last evaluation: if that fails, it must not cost the trained weights.
+        # Save before the last evaluation, so that an error in it does not lose the weights.
         return checkpointing.save_last(run, stop)
 
 
 def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """Train on `steps` until the horizon, a rollback or a signal.
+    """Train on the batches `steps` until the last step of the run, a rollback or a stop signal.
 
-    Returns the signal's number, or 0.
+    Returns the signal's number, or 0 after the last step or a rollback.
     """
     recipe = run.job.recipe
     state = run.state
@@ -280,7 +293,8 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
         needs_sound_weights = (
             is_saved or state.finished or (is_evaluated and recipe.checkpoint.best)
         )
-        # After a skipped step too: the update before it may be to blame.
+        # Check the weights after a skipped step too, because the previous update may have broken
+        # them.
         if decision.action in ("update", "skip") and needs_sound_weights:
             decision = checkpointing.check_weights(run)
         if decision.action == "stop":
@@ -303,7 +317,11 @@ def train_on(run: Run, steps: Prefetch[StepBatches], stop: StopRequest) -> int:
 def train_step(
     run: Run, batches: StepBatches, watch: StepWatch
 ) -> tuple[dict[str, Any], StepDecision]:
-    """Make one optimizer step. Return its part of the metrics and the decision about its update."""
+    """Train one step. Return the metrics of the step, and the decision whether to update weights.
+
+    batches: the microbatches of the step on this rank.
+    watch: the observers that are due in this step.
+    """
     recipe, state, accelerator = run.job.recipe, run.state, run.accelerator
     model, optimizer = run.assembly.model, run.assembly.optimizer
     run.follow_schedule()
@@ -324,7 +342,7 @@ def train_step(
         )
     norm = adamw.gradient_norm(model.parameters())
     means = model.mean_losses(accelerator, batches.valid_tokens, mean_loss)
-    # Waits for the device.
+    # This call waits for the device.
     gradient_norm, *values = same_on_all_ranks(accelerator, norm, *means.values())
     losses = dict(zip(means, values, strict=True))
 
@@ -342,7 +360,9 @@ def train_step(
             optimizer.step(clip_coefficient=adamw.clip_coefficient(norm, recipe.optimizer.clip))
     elif decision.action == "skip":
         model.context.go_back(histories)
-    adamw.clear_gradients(optimizer, model)  # queued before the host waits for the update
+    # Clear gradients here, so that the device has this work queued when the host waits for the
+    # update.
+    adamw.clear_gradients(optimizer, model)
     state.advance(
         tokens=batches.tokens,
         valid_tokens=batches.valid_tokens,
@@ -352,14 +372,15 @@ def train_step(
     return run.record_of_step(batches, decision, losses, figures), decision
 
 
-# ── 4: what remains of the run ────────────────────────────────────────────────────────────────────
+# ── 4: the final evaluation and the export ────────────────────────────────────────────────────────
 
 
 def finish(run: Run) -> None:
-    """Evaluate once more, export, and print where everything is."""
+    """Evaluate the last step, export the model, and print the results and where the files are."""
     evaluate.evaluate_once(run)
     if run.is_best and run.state.step > run.resumed_step:
-        checkpointing.save(run)  # unless `checkpoint.at_end` has saved it
+        # This writes nothing if the last step is already saved (`checkpoint.at_end`).
+        checkpointing.save(run)
     if not run.accelerator.is_main_process:
         return
     finished = read_run(run.folder.path)
@@ -367,15 +388,16 @@ def finish(run: Run) -> None:
     if run.job.recipe.checkpoint.at_end:
         with run.console.progress("writing final/", "tensors", total=len(run.assembly.tensors)):
             export.export_trained(run, finished)
-    # The last file: a summary of the last step means that all others exist.
+    # The summary is written last: if it describes the last step, all other files are complete.
     write_json(run.folder.summary, finished.summary)
     run.console.panel(*last_screen(finished, run.folder))
 
 
 if __name__ == "__main__":
-    # Imported objects stay. Without this, each collection would look through them, which took a
-    # third of a second.
+    # Exclude imported objects from garbage collection, because they live as long as the process.
+    # Otherwise each collection would traverse them, which took a third of a second.
     gc.freeze()
-    atexit.register(gc.unfreeze)  # or Triton's library reports its objects as leaked
+    # Without `unfreeze` at exit, Triton's library reports its objects as leaked.
+    atexit.register(gc.unfreeze)
     gc.enable()
     sys.exit(main())

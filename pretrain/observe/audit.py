@@ -1,10 +1,12 @@
-"""Audit the precision of every matrix product: observed in training, not read from settings.
+"""Audit the precision of every matrix product, by observing the products and not from the settings.
 
-Low precision fails without a message. A library that skips one of several equal layers, enters its
-context in forward but not in recomputation, or never starts at all, trains on in BF16 and a little
-slower. So before the first step one pack runs through the model under observation
-(`audit_products`). In the first steps and at statistics steps the products are observed again, as
-they run in training (`ProductAudit`). The run stops if a product does not compute as requested.
+Low precision fails without a message. A library may skip one of several equal layers, enter its
+low-precision context in forward but not in recomputation, or never enter the context. Then training
+continues in BF16 and is only a little slower. Therefore one pack runs through the model before the
+first step, and all its products are observed (`audit_products`). The products of training are
+observed in the first two steps of a process, of a phase and after a rollback, and every
+`log.fp8_statistics` steps (`ProductAudit`). The run stops if a product does not compute in the
+requested precision.
 """
 
 from __future__ import annotations
@@ -41,8 +43,9 @@ from pretrain.precision.settings import UNQUANTIZED, ActivePrecision
 # An entry of `products` in audit.json: the requested and the effective precision of a module.
 Entry = dict[str, Any]
 
-# Linears whose operands are examined again at a statistics step, drawn anew each time. All of them
-# would cost 0.8 % of a run of 1.7 B parameters on an H200, these cost less than 0.1 %
+# The number of linears whose operands are examined in a statistics step. Each statistics step draws
+# other linears at random. To examine all linears would take 0.8 % of the time of a run of 1.7 B
+# parameters on an H200, and this number takes less than 0.1 %
 # (benchmarks/results/kernels/h200_audit_cost.json).
 EXAMINED_AGAIN = 13
 
@@ -50,8 +53,9 @@ EXAMINED_AGAIN = 13
 # ── Before the first step ─────────────────────────────────────────────────────────────────────────
 
 
-# A module, a matrix that it multiplies with, and whether all three products must be observed under
-# the matrix's name, because they run inside of another module.
+# (module, weight, all_three): a module, its weight matrix, and a flag. The flag is True if the
+# products run inside another module (fused layers, experts). Then forward, dgrad and wgrad must all
+# be observed under the name of the matrix.
 _Matrix = tuple[nn.Module, Tensor, bool]
 
 
@@ -62,14 +66,18 @@ def audit_products(
     decisions: Mapping[str, Decision],
     optimizer: torch.optim.Optimizer,
 ) -> list[Entry]:
-    """Return an entry for each linear and each other module with matrices.
+    """Observe the products of one forward and backward. Return an entry of audit.json per module.
 
-    compute_loss: computes the loss of a small batch. It runs once, uncompiled, and is
-        differentiated. The caller clears the gradients.
-    decisions: the precision of each linear. Empty if nothing is quantized.
+    There is an entry for each linear, and for each other module that multiplies with a matrix.
 
-    Raises InputError if a product computed in another precision than decided, or not at all, and if
-    a parameter would not be trained.
+    compute_loss: computes the loss of a small batch. It is called once, without torch.compile, and
+        its result is differentiated. The caller clears the gradients.
+    active: the precision that the model computes in.
+    decisions: map the name of each linear to its precision. Empty if nothing is quantized.
+    optimizer: the run's optimizer, which must contain every trained parameter.
+
+    Raises InputError if a product computed in another precision than decided, if a product did not
+    run, or if a parameter would not be trained.
     """
     matrices = _matrices(packed)
     low = {
@@ -77,8 +85,9 @@ def audit_products(
         for name, decision in decisions.items()
         if active.precision.quantized and decision.requested == active.precision.name
     }
-    # A linear must multiply nothing beside its product. The forward of a head transforms operands
-    # of its backward too, so it is not watched.
+    # Observe everything that torch multiplies in the forward of a module, because a low-precision
+    # linear must multiply nothing outside of its product. A low-precision LM head is an exception:
+    # its forward also transforms operands of its backward, by multiplications.
     watched = {
         name: module
         for name, (module, _, _) in matrices.items()
@@ -117,11 +126,12 @@ def audit_products(
             entry["backend"] = active.backend
         is_linear = isinstance(module, (*LINEARS, LowPrecisionLinear, GroupedExperts))
         if module in in_routers or not is_linear:
-            # Routers of a mixture and experts that are not stacked compute as transformers wrote
-            # them (routers on a CPU in FP32). Nothing was requested of them.
+            # Low precision does not replace the routers of a mixture, or experts that are not
+            # stacked. They compute as transformers implements them (on a CPU, routers in FP32). So
+            # the observed precision is reported as the requested one.
             entry["requested"] = entry["effective"]
             if active.precision.quantized and not decision.reason:
-                entry["reason"] = "no linear, which is what low precision takes"
+                entry["reason"] = "not a linear layer; low precision replaces only linear layers"
         entries.append(entry)
     _require_requested(entries, active)
     _check_trained(packed.hf, optimizer)
@@ -129,14 +139,14 @@ def audit_products(
 
 
 def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
-    """Return the model's matrices by the name of their module, or of their stack of experts."""
+    """Map the name of each module with a matrix, or of each stack of experts, to its `_Matrix`."""
     fused = packed.fused.members if packed.fused else {}
     matrices: dict[str, _Matrix] = {}
     for name, module in packed.hf.named_modules():
         if isinstance(module, GroupedExperts):
             for key, stack in module.stacks.items():
                 matrices[stack.name] = (module, module.get_parameter(key), True)
-        elif not isinstance(module, nn.Embedding):  # which multiplies nothing
+        elif not isinstance(module, nn.Embedding):  # an embedding only looks up rows
             for parameter in module._parameters.values():
                 if parameter is not None and parameter.dim() > 1:
                     matrices.setdefault(name, (module, parameter, name in fused))
@@ -147,11 +157,15 @@ def _matrices(packed: PackedLanguageModel) -> dict[str, _Matrix]:
 def _watching_forwards(
     modules: Mapping[str, nn.Module], observer: ProductObserver
 ) -> Iterator[None]:
-    """Observe what torch multiplies in the forward of each module, under its name.
+    """Observe the products that torch computes in the forward of each module in the block.
 
-    So a cast that was added to a forward is observed too.
+    modules: map names to modules. Products are recorded under the name of their module.
+
+    The whole forward is observed, so a product in another precision that somebody has added to a
+    forward is found too.
     """
-    names: dict[nn.Module, list[str]] = defaultdict(list)  # grouped experts have two
+    # Map each module to its names. A module of grouped experts has two names.
+    names: dict[nn.Module, list[str]] = defaultdict(list)
     for name, module in modules.items():
         names[module].append(name)
     replaced = {module: vars(module)["forward"] for module in names if "forward" in vars(module)}
@@ -171,25 +185,29 @@ def _watching_forwards(
 
 @dataclass(eq=False)
 class ProductAudit(Observer):
-    """Compare low-precision products of training with the audit before the first step.
+    """Compare the low-precision products of training with the audit before the first step.
 
-    New steps are observed as a whole, with all their microbatches. In a statistics step the first
-    microbatch is observed, some of its operands are examined, and histories of delayed scaling must
-    move on. Raises InputError before the step's update.
+    In a step with `Step.is_new` all microbatches are observed. In a statistics step
+    (`log.fp8_statistics`) the first microbatch is observed, the operands of some linears are
+    examined, and every history of delayed scaling must have one more entry. Raises InputError
+    before the step's update if a product or a history is wrong.
+
+    every: `log.fp8_statistics`, or None if there are no statistics steps.
+    write: writes audit.json.
     """
 
     packed: PackedLanguageModel
     precision: ModelPrecision
-    every: int | None  # `log.fp8_statistics`
-    write: Callable[[], None]  # writes audit.json
+    every: int | None
+    write: Callable[[], None]
 
     def due(self, step: Step) -> bool:
-        """Return True in new steps and in statistics steps, if products are quantized."""
+        """Return True if products are quantized and the step is new or a statistics step."""
         return step.is_quantized and (step.is_new or step.measures_operands(self.every))
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Observe all microbatches of a new step, and record in audit.json that they passed."""
+        """Observe all microbatches of a new step, and record in audit.json that it has passed."""
         if not step.is_new:
             yield
             return
@@ -200,7 +218,7 @@ class ProductAudit(Observer):
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Observe products and histories of the first microbatch of a statistics step."""
+        """Check products and histories in the first microbatch of a statistics step."""
         if not step.measures_operands(self.every):
             yield
             return
@@ -208,21 +226,22 @@ class ProductAudit(Observer):
             wrong = watching.enter_context(
                 watching_histories(self.packed.context, self.precision.current.active)
             )
-            if not step.is_new:  # then `passes` observes the products
+            # In a new step `passes` already observes the products.
+            if not step.is_new:
                 watching.enter_context(self._confirming(step, most=EXAMINED_AGAIN))
             yield
         if wrong:
             raise InputError(
-                f"step {step.number}: {len(wrong)} histories or scales do not follow from the "
-                f"operands: {', '.join(wrong[:5])}"
+                f"step {step.number}: {len(wrong)} amax histories or scales of delayed scaling do "
+                f"not match the observed operands: {', '.join(wrong[:5])}"
             )
 
     @contextmanager
     def _confirming(self, step: Step, *, most: int | None = None) -> Iterator[None]:
-        """Raise InputError unless the block computes the products of the audit.
+        """Raise InputError unless the block computes the products that the audit has recorded.
 
-        most: examine the operands of this number of linears, or of all. The step's number draws the
-            linears and the blocks of their operands.
+        most: the number of linears whose operands are examined, or None for all. The number of the
+            step seeds the choice of the linears and of the examined blocks.
         """
         current = self.precision.current
         low = {entry["name"]: entry for entry in current.audit["products"] if entry["products"]}
@@ -247,8 +266,10 @@ def describe(
 ) -> dict[str, Any]:
     """Return the part of audit.json about one precision.
 
-    backend: None if nothing is quantized.
-    products: of `audit_products`.
+    active: the precision.
+    backend: the engine of the low-precision products, or None if nothing is quantized.
+    hf: the Hugging Face model.
+    products: the result of `audit_products`.
     """
     head = hf.get_output_embeddings()
     return {
@@ -265,7 +286,10 @@ def describe(
 
 
 def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
-    """Return two rows for people: the products of an audit, and what surrounds them."""
+    """Return two rows for the console: "products" with counts by precision, and "settings".
+
+    audited: the contents of audit.json.
+    """
     kinds = Counter(
         (
             entry["effective"],
@@ -293,9 +317,12 @@ def in_short(audited: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
-    """Return the precision of products that torch multiplied, or else the dtypes of their operands.
+    """Return the precision of products that torch computed, for example "bf16".
 
-    all_three: a gemm of backward that did not run is reported too.
+    If their operands have different dtypes, or a dtype of no precision, return the dtypes.
+
+    observed: the products of one linear.
+    all_three: also report each of forward, dgrad and wgrad that did not run.
     """
     if not observed:
         return "not run"
@@ -308,10 +335,10 @@ def _multiplied(observed: Sequence[ObservedProduct], *, all_three: bool) -> str:
 def _effective_in(
     active: ActivePrecision, observer: ProductObserver, names: Iterable[str]
 ) -> dict[str, str]:
-    """Return the effective precision of each of the low-precision linears `names`.
+    """Map the name of each low-precision linear in `names` to its effective precision.
 
-    It is the name of the precision if all three products ran on sound operands of its formats, and
-    otherwise a list of the faults.
+    This is the name of the active precision if all three products ran and their operands had its
+    formats without faults. Otherwise it is a list of the faults, as text.
     """
     effective = {}
     faults = observer.faults()
@@ -328,16 +355,16 @@ def _effective_in(
 
 
 def _not_run(observed: Sequence[ObservedProduct]) -> list[str]:
-    """Return a text for each of the three gemms that was not observed."""
+    """Return texts such as "dgrad not run" for those of the three gemms that were not observed."""
     return sorted(
         f"{gemm} not run" for gemm in OPERANDS.keys() - {product.gemm for product in observed}
     )
 
 
 def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
-    """Return whether both operands have the kind that the precision makes.
+    """Return whether both operands have the kind (format and scaling) that the precision requires.
 
-    Whether an emulated operand really has its kind is found by examining its blocks.
+    The kind of an emulated operand is only claimed. `ProductObserver` examines its blocks.
     """
     precision = cast(QuantizedPrecision, active.precision)
     return [product.left, product.right] == [
@@ -347,22 +374,28 @@ def is_expected(product: ObservedProduct, active: ActivePrecision) -> bool:
 
 
 def _require_requested(entries: Sequence[Entry], active: ActivePrecision, where: str = "") -> None:
-    """Raise InputError if a module did not compute in the requested precision."""
+    """Raise InputError if a module did not compute in its requested precision.
+
+    entries: entries of audit.json.
+    where: text that names the step in the message, or "".
+    """
     wrong = [entry for entry in entries if entry["effective"] != entry["requested"]]
     if wrong:
         listed = ", ".join(f"{entry['name']} ({entry['effective']})" for entry in wrong[:5])
         raise InputError(
             f"precision {active.precision.name!r}: {len(wrong)} of {len(entries)} modules did not "
-            f"compute in it{where}: {listed}"
+            f"compute in this precision{where}: {listed}"
         )
 
 
 def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise InputError if a parameter would not be trained.
 
-    The optimizer may not have it, because it was made later. Or it has no gradient: it was copied
-    or untied and no longer computes, or packed attention does not use it. An expert that no token
-    of the pack has chosen has no gradient either, and is no fault.
+    A parameter is not trained if the optimizer does not contain it, because the parameter was
+    created after the optimizer. It is not trained either if it has no gradient, because the model
+    computes with a copy of it, because it was untied from the tensor that the model computes with,
+    or because packed attention does not use it. Experts are not required to have a gradient: the
+    gradient is missing if no token of the pack has chosen the expert.
     """
     optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     lost = [
@@ -376,7 +409,7 @@ def _check_trained(hf: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ]
     if lost:
         raise InputError(
-            f"model: {len(lost)} parameters get no gradient, or are unknown to the optimizer, "
-            f"{lost[0]} among them; they would never be trained. If {type(hf).__name__} attends "
-            "with them in a way of its own, name another model"
+            f"model: {len(lost)} parameters would not be trained, for example {lost[0]}, because "
+            "they have no gradient or the optimizer does not contain them. If the attention of "
+            f"{type(hf).__name__} uses them in its own way, choose another model"
         )

@@ -1,8 +1,9 @@
-"""Measure the cost of low precision: compute a step's first microbatch in BF16 too, and compare.
+"""Compare the loss and gradient of a step's first microbatch in low precision with those in BF16.
 
-The pass in BF16 comes first and leaves nothing behind, so the run has the numbers of a run without
-the measurement. Each process compares its own first microbatch before gradients are exchanged.
-Under FSDP2 with gradients already reduced it compares its shards of the gradients of all processes.
+The microbatch is first computed in BF16, and then in low precision as part of the step. The BF16
+pass changes no state of the run, so the training has the same bits as without the measurement. Each
+process compares the gradient of its own first microbatch before gradients are exchanged. Only if
+FSDP2 has already reduced the gradients, each process compares its shard of the reduced gradients.
 Dot products and losses are summed over processes. docs/verification.md defines the figures.
 """
 
@@ -35,14 +36,15 @@ from pretrain.optimizer.adamw import ExactAdamW, clear_gradients
 from pretrain.precision.model_precision import ModelPrecision
 from pretrain.settings.recipe import Recipe
 
-PIECE = 2**24  # values of a gradient that are compared at once, in FP32
+# The number of gradient values that are copied to FP32 and compared at once.
+PIECE = 2**24
 
 
 class GapMeter(Observer):
     """Compare the first microbatch's loss and gradient with BF16, every `log.gap` steps.
 
-    The health check judges the comparison (`health.on_gap`). If the run shall go on in BF16, the
-    schedule switches after the step.
+    The health check judges the comparison. If it finds too large a gap and `health.on_gap` is
+    `switch`, the precision schedule switches to BF16 after the step.
     """
 
     separates_first_microbatch = True
@@ -69,27 +71,28 @@ class GapMeter(Observer):
         }
         self._layers = tuple(decoder_layers(packed.hf))
         self._figures: dict[str, Any] = {}
-        # Where the gradient of each matrix lies beside that in BF16, see `_place`. Rounding moves
-        # it, in a deep model in FP4 as far as the gradient is long, but about as far each time,
-        # until something breaks.
+        # Map the name of each matrix to the position of its gradient relative to the BF16 gradient
+        # (see `_place`). Rounding moves the gradient: in a deep model in FP4 the distance is as
+        # large as the norm of the gradient. But the distance is about the same in every
+        # measurement, until training breaks.
         self.places: dict[str, tuple[float, float]] = {}
 
     def due(self, step: Step) -> bool:
-        """Return True in every n-th step that computes in low precision."""
+        """Return True in every `log.gap`-th step if the step computes in low precision."""
         return step.is_quantized and is_due(step.number, self._recipe.log.gap)
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Compute the first microbatch in BF16 before the step, and the figures after it."""
+        """Compute the first microbatch in BF16 before the block, and the figures after it."""
         self._compute_in_bf16(batches)
-        # The step draws the random numbers that it would draw without this pass.
+        # Seed again, so that the step draws the same random numbers as without the BF16 pass.
         seed_step(self._recipe.seed, step.number - 1, self._accelerator.process_index)
         yield
         self._measure()
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Compare the microbatch with the one in BF16."""
+        """Record loss, routing and gradients of the block, and compare them with the BF16 pass."""
 
         def after_forward(module: nn.Module, inputs: Any, loss: Tensor) -> None:
             self._losses[0] = loss.detach()
@@ -99,7 +102,7 @@ class GapMeter(Observer):
             recording_choices(self._packed) as choices,
         ):
             yield
-        # A layer that is recomputed makes the same choices a second time.
+        # Use only the first choices of each layer. A recomputed layer repeats the same choices.
         for (low, *_), (in_bf16,) in zip(choices, self._chosen_in_bf16, strict=False):
             differs = (low[:, :, None] != in_bf16[:, None]).all(2)
             self._choices[0] += differs.sum()
@@ -113,7 +116,10 @@ class GapMeter(Observer):
         self._chosen_in_bf16.clear()
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Let the health check judge the gap if it would update without it."""
+        """Return `decision`, or a decision of the health check about the gap.
+
+        The gap is judged only if `decision` is to update the weights.
+        """
         if not decision.proceed:
             return decision
         judged, figures = self._health.judge_gap(
@@ -128,21 +134,23 @@ class GapMeter(Observer):
     def metrics(self, step: Step) -> dict[str, Any]:
         """Return the step's figures.
 
-        gap/loss: nats a token, positive if the loss is higher in low precision.
-        gap/cosine, gap/norm_ratio: of the gradients in low precision and BF16, and of each layer's.
-        gap/routing: share of tokens' choices of experts that BF16 has not made, in a mixture.
-        gap/moved, gap/worst: of the health check.
+        gap/loss: the loss in low precision minus the loss in BF16, in nats per token.
+        gap/cosine, gap/norm_ratio: the cosine of the gradients in low precision and BF16, and the
+            ratio of their norms. Keys that end in /LAYER have the figures of one layer.
+        gap/routing: in a mixture of experts, the share of the experts chosen in low precision that
+            BF16 did not choose for the same token.
+        gap/moved, gap/worst: figures of the health check, see `Health.judge_gap`.
         """
         return self._figures
 
     def _compute_in_bf16(self, batches: StepBatches) -> None:
-        """Run forward and backward of the first microbatch in BF16, and keep loss and gradient."""
+        """Compute the loss and gradients of the first microbatch in BF16, and store them."""
         device = self._accelerator.device
-        self._in_bf16: dict[str, Tensor] = {}  # gradients
-        self._products = {}  # of gradients, see `_products`
-        # The loss in low precision, in BF16, and the number of labels.
+        self._in_bf16: dict[str, Tensor] = {}  # maps names of parameters to BF16 gradients
+        self._products = {}  # maps names of parameters to the result of `_products`
+        # Three values: the loss in low precision, the loss in BF16, and the number of labels.
         self._losses: Tensor = torch.zeros(3, dtype=torch.float64, device=device)
-        # Choices of experts that BF16 has not made, and all choices.
+        # Two counts: choices of experts that BF16 did not make, and all choices of experts.
         self._choices: Tensor = torch.zeros(2, dtype=torch.float64, device=device)
         self._chosen_in_bf16: list[list[Tensor]] = []
         if not batches.microbatches:
@@ -158,20 +166,23 @@ class GapMeter(Observer):
             self._accelerator.backward(loss * (1 / max(batches.valid_tokens, 1)))
         self._losses[1] = loss.detach()
         self._losses[2] = (inputs["labels"] != IGNORE).sum()
-        # Clearing drops `.grad`, and overwrites sums in place.
+        # `clear_gradients` overwrites gradient sums in place, so sums are cloned. It drops `.grad`
+        # without overwriting it, so `.grad` needs no clone.
         self._in_bf16 = {
             name: part.clone() if is_sum else part for name, part, is_sum in self._gradients()
         }
         clear_gradients(self._optimizer, packed)
         for product in packed.fused.products if packed.fused else ():
-            # The unquantized path has cached it, and training may not use it.
+            # Drop the unquantized weight that the BF16 pass has cached. The step may not use it.
             product.plain.weight = None
 
     def _gradients(self) -> Iterator[tuple[str, Tensor, bool]]:
-        """Yield name and this process's part of each trained gradient, and whether it is a sum.
+        """Yield one tuple (parameter name, gradient, is_sum) for each trained parameter.
 
-        Under FSDP2 gathering replaces the parameters. Then these are the rank's own sums, otherwise
-        its shard of the gradient that was reduced.
+        The gradient is this process's part of it. `is_sum` is True if the gradient is stored in a
+        buffer of sums, and False if it is the parameter's `.grad`. Under FSDP2 the gradient is
+        either this process's sum over microbatches, while parameters are gathered, or else its
+        shard of the reduced gradient.
         """
         for name, parameter in self._packed.hf.named_parameters():
             gradient = gradient_of(parameter)
@@ -179,8 +190,9 @@ class GapMeter(Observer):
                 yield name, local_part(gradient), gradient is not parameter.grad
 
     def _measure(self) -> None:
-        """Compute the figures of the step. Waits for the device. Collective."""
-        nothing = torch.zeros_like(self._losses)  # of a parameter without a gradient
+        """Compute the figures of the step, and wait for the device. Collective."""
+        # The row of a parameter that has no gradient.
+        nothing = torch.zeros_like(self._losses)
         rows = [self._products.get(name, nothing) for name in self._is_matrix]
         *products, low, bf16, labels, differing, choices = self._accelerator.reduce(
             torch.cat([*rows, self._losses, self._choices]), reduction="sum"
@@ -200,9 +212,10 @@ class GapMeter(Observer):
 
 
 def _likeness(suffix: str, sums: Any) -> dict[str, float]:
-    """Return cosine and norm ratio of gradients, from their `_products`.
+    """Return the figures gap/cosine and gap/norm_ratio. Return {} if a gradient is zero.
 
-    Empty without a gradient.
+    suffix: the end of the keys, for example "/model.layers.0".
+    sums: a result of `_products`, or a sum of several results.
     """
     dot, low, bf16 = sums.tolist()
     if not (low and bf16):
@@ -214,9 +227,9 @@ def _likeness(suffix: str, sums: Any) -> dict[str, float]:
 
 
 def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
-    """Return the dot product of two gradients, and that of each with itself: FP64 [3].
+    """Return low·in_bf16, low·low and in_bf16·in_bf16 of two gradients, FP64 [3].
 
-    Pieces are summed in FP32.
+    Pieces of PIECE values are summed in FP32.
     """
     total = torch.zeros(3, dtype=torch.float64, device=low.device)
     pieces = zip(low.reshape(-1).split(PIECE), in_bf16.reshape(-1).split(PIECE), strict=True)
@@ -226,9 +239,12 @@ def _products(low: Tensor, in_bf16: Tensor) -> Tensor:
 
 
 def _place(dot: float, low: float, bf16: float) -> tuple[float, float]:
-    """Return where a gradient lies beside that in BF16, as shares of its norm.
+    """Return the position of a low-precision gradient relative to the BF16 gradient.
 
-    The first value is the part along the gradient in BF16, the second the norm of the part across.
+    dot, low, bf16: the three dot products that `_products` returns.
+
+    The first value is the component parallel to the BF16 gradient, the second value is the norm of
+    the perpendicular component. Both are divided by the norm of the BF16 gradient.
     """
     along = dot / bf16
     return along, math.sqrt(max(low / bf16 - along**2, 0.0))

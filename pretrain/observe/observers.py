@@ -1,7 +1,8 @@
-"""Observe training steps: one interface for everything that looks at a step.
+"""Observe training steps: the base class of observers, and the objects that call their hooks.
 
-A run has a list of observers. Each decides when it is due, and overrides the hooks that it
-needs. On other steps the list is empty, and a step costs nothing more.
+A run has a list of observers. Each observer chooses the steps that it observes (`Observer.due`),
+and overrides the hooks that it needs. In a step that no observer has chosen, no hook is called, and
+the step costs no additional time.
 """
 
 from __future__ import annotations
@@ -17,24 +18,30 @@ from pretrain.precision.model_precision import ModelPrecision
 
 
 def is_due(step: int, every: int | None) -> bool:
-    """Return whether `step` is a multiple of `every`. None means never."""
+    """Return whether `step` is a multiple of `every`. Return False if `every` is None."""
     return every is not None and step % every == 0
 
 
 @dataclass(frozen=True)
 class Step:
-    """A training step, as far as observers decide by it whether they are due."""
+    """The properties of a training step from which observers choose the steps that they observe."""
 
-    number: int  # counted from 1
-    is_quantized: bool  # products compute in low precision
-    # The run's first step, or its first one in another precision.
+    number: int  # the first step of a run has number 1
+    is_quantized: bool  # True if matrix products compute in low precision
+    # True in the run's first step, and in the first step after each change of the precision.
     starts_precision: bool
-    # The first or second step of this process, after a rollback, or of a phase. The second one is
-    # the first that uses updated weights.
+    # True in the first two steps of this process, the first two steps after a rollback, and the
+    # first two steps of each phase of precision. Two steps, because the second step is the first
+    # one that uses updated weights.
     is_new: bool
 
     def measures_operands(self, every: int | None) -> bool:
-        """Return whether statistics of operands are due (`log.fp8_statistics`)."""
+        """Return whether this is a statistics step, in which operands are measured.
+
+        Statistics steps are every n-th quantized step and the first step of each precision.
+
+        every: the number n (`log.fp8_statistics`), or None if there are no statistics steps.
+        """
         if every is None or not self.is_quantized:
             return False
         return self.starts_precision or is_due(self.number, every)
@@ -43,27 +50,29 @@ class Step:
 class Observer:
     """Base class of observers. Each hook does nothing unless a subclass overrides it.
 
-    The hooks of a step are called in the order of their definition. Those that are context managers
-    may raise when they end. All hooks but `whole_step` may be collective.
+    The hooks of a step are called in the order of their definition. Hooks that are context managers
+    may raise an exception when their block ends. All hooks except `whole_step` may communicate
+    between ranks, so all ranks must enter them.
     """
 
-    # The gradients of the first microbatch must not be exchanged yet when its hook ends.
+    # True if the observer needs each rank's own gradients after the first microbatch. Then ranks
+    # exchange gradients only after `first_microbatch` has ended.
     separates_first_microbatch = False
 
     def due(self, step: Step) -> bool:
-        """Return whether this observer looks at `step`."""
+        """Return whether the hooks of this observer are called in `step`."""
         raise NotImplementedError
 
     @contextmanager
     def whole_step(self, step: Step) -> Iterator[None]:
-        """Enclose the step, from waiting for its packs to the end of its update."""
+        """Enclose the whole step, from the wait for its packs until the end of its update."""
         yield
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
         """Enclose forward and backward of all microbatches.
 
-        place: the place in the stream where the step's packs must begin.
+        place: the position in the order of packs at which the step's packs must begin.
         """
         yield
 
@@ -73,85 +82,96 @@ class Observer:
         yield
 
     def judge(self, step: Step, decision: StepDecision) -> StepDecision:
-        """Return `decision`, or another one, about a step whose gradients are complete."""
+        """Return the decision whether to update the weights: `decision`, or one that replaces it.
+
+        The gradients of the step are complete when this hook is called.
+        """
         return decision
 
     def metrics(self, step: Step) -> dict[str, Any]:
-        """Return figures for the step's line of metrics. Gradients are still complete."""
+        """Return figures for the step's line in metrics.jsonl.
+
+        The gradients of the step are complete and not yet cleared when this hook is called.
+        """
         return {}
 
     @contextmanager
     def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
-        """Enclose the optimizer's step. `updates` is the number of updates before it."""
+        """Enclose the optimizer's step. `updates` is the number of earlier updates of the run."""
         yield
 
     def finish(self) -> None:
-        """Close files at the end of the run."""
+        """Close the files of this observer at the end of the run."""
 
 
 @dataclass(eq=False)
 class PeriodicFigures(Observer):
-    """Compute figures for metrics.jsonl every n steps."""
+    """Call `compute` in every n-th step, and add the returned figures to metrics.jsonl.
+
+    every: the number n. None means never.
+    """
 
     every: int | None
     compute: Callable[[], dict[str, Any]]
 
     def due(self, step: Step) -> bool:
-        """Return True in every n-th step. Never if `every` is None."""
+        """Return whether the step's number is a multiple of `every`."""
         return is_due(step.number, self.every)
 
     def metrics(self, step: Step) -> dict[str, Any]:
-        """Return the figures."""
+        """Return the result of `compute`."""
         return self.compute()
 
 
 @dataclass
 class StepWatch:
-    """One step, with the observers that are due in it."""
+    """A step and its due observers. Each method calls one hook of all these observers."""
 
     step: Step
     due: Sequence[Observer]
 
     @property
     def separates_first_microbatch(self) -> bool:
-        """Return whether any observer needs the gradients of the first microbatch alone."""
+        """Return whether a due observer sets `Observer.separates_first_microbatch`."""
         return any(observer.separates_first_microbatch for observer in self.due)
 
     def whole_step(self) -> AbstractContextManager[None]:
-        """Enclose the step in `Observer.whole_step` of each observer."""
+        """Return a context manager that enters `Observer.whole_step` of each due observer."""
         return _all_of(observer.whole_step(self.step) for observer in self.due)
 
     def passes(self, batches: StepBatches, place: int) -> AbstractContextManager[None]:
-        """Enclose forward and backward in `Observer.passes` of each observer."""
+        """Return a context manager that enters `Observer.passes` of each due observer."""
         return _all_of(observer.passes(self.step, batches, place) for observer in self.due)
 
     def first_microbatch(self) -> AbstractContextManager[None]:
-        """Enclose the first microbatch in `Observer.first_microbatch` of each observer."""
+        """Return a context manager that enters `Observer.first_microbatch` of each due observer."""
         return _all_of(observer.first_microbatch(self.step) for observer in self.due)
 
     def judge(self, decision: StepDecision) -> StepDecision:
-        """Return the decision of health after each observer has judged it."""
+        """Pass the health check's decision through `Observer.judge` of each due observer."""
         for observer in self.due:
             decision = observer.judge(self.step, decision)
         return decision
 
     def metrics(self) -> dict[str, Any]:
-        """Return the figures of all observers."""
+        """Return the figures of all due observers in one dict."""
         figures: dict[str, Any] = {}
         for observer in self.due:
             figures |= observer.metrics(self.step)
         return figures
 
     def update(self, learning_rate: float, updates: int) -> AbstractContextManager[None]:
-        """Enclose the optimizer's step in `Observer.update` of each observer."""
+        """Return a context manager that enters `Observer.update` of each due observer."""
         return _all_of(observer.update(self.step, learning_rate, updates) for observer in self.due)
 
 
 @dataclass
 class Observers:
-    """The observers of a run. Their hooks are entered in this order.
+    """All observers of a run.
 
-    They see the steps after `resumed_step`.
+    observers: the observers, in the order in which their hooks are called.
+    precision: the model's precision, whose schedule determines the phases.
+    resumed_step: the step of the loaded checkpoint, or 0. The first observed step is the next one.
     """
 
     observers: Sequence[Observer]
@@ -160,7 +180,7 @@ class Observers:
 
     @contextmanager
     def step(self, number: int) -> Iterator[StepWatch]:
-        """Enclose step `number`, counted from 1. Return the watch over it."""
+        """Enclose step `number` of the run, and yield the StepWatch with its due observers."""
         schedule = self.precision.schedule
         starts = [self.resumed_step + 1, *(span.first for span in schedule.spans)]
         step = Step(
@@ -181,7 +201,7 @@ class Observers:
 
 @contextmanager
 def _all_of(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter the contexts in order."""
+    """Enter the contexts in order, and exit them in reverse order when the block ends."""
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -1,12 +1,14 @@
-"""Measure what low precision does to the operands of a step, record it, and warn.
+"""Measure how many values quantization loses in the operands of a step. Record them, and warn.
 
-A sample of each operand is quantized once more, as its product along features takes it. Values are
-rounded to nearest: a random number drawn here would change the run.
+A sample of each operand is quantized once more, in the layout of the product that sums over the
+operand's features. The values are rounded to nearest even if training rounds stochastically,
+because random numbers drawn here would change the run.
 
-There is one warning in a process, and again after a rollback, when operands of a precision lose
-more than the precision usually does. It names the operand and a remedy. It does not stop the run:
-whether much underflow is worth a restart is not for a threshold to decide. docs/verification.md has
-the limits and the measurements behind them.
+A warning is printed if an operand loses a larger share of its values than its precision usually
+does. It names the worst operand and a remedy. Each kind of loss is warned about once in a process,
+and once more after a rollback or a change of precision. The run continues, because no threshold can
+show whether a restart is worth its cost. docs/verification.md has the limits and the measurements
+behind them.
 """
 
 from __future__ import annotations
@@ -36,9 +38,10 @@ from pretrain.precision.settings import ActivePrecision
 
 Record = Mapping[str, Any]
 
-# Share of values that scales from earlier steps may cut. Other scales cut none.
+# The share of values that delayed scaling may saturate without a warning. Its scales are computed
+# from the amaxes of earlier steps. Scales that are computed from the operand saturate no value.
 LOST_TO_LATE_SCALES = 1e-3
-# For each share: the loss, and remedies.
+# Map each kind of loss to two texts for the warning: what happens to the values, and the remedies.
 LOSSES = {
     "underflow": (
         "becomes zero",
@@ -46,11 +49,12 @@ LOSSES = {
         "(`fp8_config.keep_bf16_layers`)",
     ),
     "saturation": (
-        "is cut to the format's maximum",
+        "is saturated at the format's maximum",
         "`precision=current`, `fp8_config.amax_compute_algo: max` or a larger `fp8_config.margin`",
     ),
 }
-# The delayed scale of an operand that no step has quantized yet. The next step has a better one.
+# The initial delayed scale of an operand, which no step has quantized before. It is not judged,
+# because the scale of the next step is computed from an observed amax.
 NEVER_SCALED = 1.0
 
 
@@ -58,24 +62,24 @@ NEVER_SCALED = 1.0
 class OperandWatch(Observer):
     """Write the statistics of operands to fp8_statistics.jsonl, and warn if they lose too much.
 
-    The file has a line for each step that is due, with an object for each operand. Every rank
-    measures, because all of them must take the same time.
+    The file has a line for each measured step, with an object for each operand. All ranks measure,
+    so that no rank waits for a slower one. Only the main process writes.
     """
 
     precision: ModelPrecision
     every: int  # `log.fp8_statistics`
-    file: JsonlTracker  # open
+    file: JsonlTracker  # fp8_statistics.jsonl, opened by the caller
     console: Console
-    # Kinds of loss that were warned about.
+    # The kinds of loss, keys of LOSSES, that were warned about in the present precision.
     warned: set[str] = field(default_factory=set, init=False)
 
     def due(self, step: Step) -> bool:
-        """Return True in every n-th step, and in the first one of each precision."""
+        """Return True in every n-th step and in the first step of each precision."""
         return step.measures_operands(self.every)
 
     @contextmanager
     def first_microbatch(self, step: Step) -> Iterator[None]:
-        """Measure the operands of the first microbatch."""
+        """Measure the operands of the first microbatch, which runs inside the block."""
         context = self.precision.context
         self._statistics = OperandStatistics(
             self.precision.current.active, context.state(), context.groups
@@ -84,7 +88,10 @@ class OperandWatch(Observer):
             yield
 
     def metrics(self, step: Step) -> dict[str, float]:
-        """Write the line of the step, and return its summary for metrics.jsonl."""
+        """Write the statistics of the step to the file, and return their summary as metrics.
+
+        Prints a warning if operands lose too many values.
+        """
         records = self._statistics.records()
         self.file.log({"step": step.number, "operands": records})
         if step.starts_precision:
@@ -102,9 +109,12 @@ class OperandWatch(Observer):
 def warning_of(
     number: int, precision: QuantizedPrecision, records: Sequence[Record], given: set[str]
 ) -> str | None:
-    """Return a warning about losses that have begun in step `number`, or None.
+    """Return a warning if operands lose more values than `precision` usually does, or None.
 
-    given: the kinds of loss that were warned about. New ones are added.
+    number: the number of the step.
+    records: the result of `OperandStatistics.records`.
+    given: the kinds of loss, keys of LOSSES, that are not warned about again. The kinds that the
+        returned warning reports are added.
     """
     scales_are_late = precision.keeps_history
     limits = {
@@ -131,11 +141,12 @@ def warning_of(
 
 
 class OperandStatistics:
-    """Statistics of the operands of one microbatch, forward and backward.
+    """Statistics of all low-precision operands in forward and backward of one microbatch.
 
-    An instance is an observer of a PrecisionContext. The microbatch must be the first of a step,
-    which alone quantizes weights. Measuring changes nothing that training can see.
-    docs/verification.md ("Statistics and health") has the keys of `records`.
+    Add an instance to `PrecisionContext.observers`, which calls it for each operand. The microbatch
+    must be the first one of a step, because only the first microbatch quantizes weights. The
+    measurement does not change the training. docs/verification.md ("Statistics and health")
+    explains the keys of `records`.
     """
 
     def __init__(
@@ -144,19 +155,21 @@ class OperandStatistics:
         state: Mapping[str, Tensor],
         groups: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Begin the statistics of a microbatch.
+        """Create empty statistics before the microbatch runs.
 
-        active: a quantized precision.
-        state: of the context, with the delayed scales.
-        groups: of the context, with the rows of each expert.
+        active: the precision of the microbatch, which must be quantized.
+        state: `PrecisionContext.state()`: the histories and scales of delayed scaling, or {}.
+        groups: `PrecisionContext.groups`: map the name of each linear with experts to the ends of
+            the experts' rows.
         """
         self.precision = cast(QuantizedPrecision, active.precision)
         has_stochastic = "disable_stochastic_rounding" in self.precision.options
         to_nearest = {"disable_stochastic_rounding": True} if has_stochastic else {}
         self.settings = active.settings.model_copy(update=to_nearest)
-        # A recomputed layer uses the scales of its forward. By then the backend has newer ones.
+        # Copy the scales before the forward pass. A recomputed layer uses them again, and by then
+        # the engine has replaced them by the scales of the next microbatch.
         self._state = {name: tensor.clone() for name, tensor in state.items()}
-        # Not copied: each forward stores where its rows end.
+        # Do not copy `groups`, because each forward stores the ends of its experts' rows there.
         self._groups = {} if groups is None else groups
         self._figures: dict[tuple[str, Role], list[Tensor]] = defaultdict(list)
         self._of_experts: dict[tuple[str, Role], Tensor] = {}
@@ -164,11 +177,12 @@ class OperandStatistics:
 
     @torch.no_grad()
     def __call__(self, name: str, role: Role, x: Tensor) -> None:
-        """Measure an operand [rows, features] of the linear `name`.
+        """Measure the operand x [rows, features] of the linear `name`.
 
-        Further calls for the same operand add up: the LM head takes its tokens in chunks.
+        Several calls for one operand are added up, because the LM head computes in chunks of
+        tokens.
         """
-        # A maximum of magnitudes that makes no copy of x.
+        # The infinity norm is the largest magnitude. It makes no copy of x.
         amax = torch.linalg.vector_norm(x, math.inf).float()
         is_late = self.precision.keeps_history
         scale = of_operand(self._state, name, role, "scale") if is_late else None
@@ -189,7 +203,10 @@ class OperandStatistics:
         self._of_experts[name, role] = self._of_experts.get((name, role), 0) + of_experts
 
     def records(self) -> list[dict[str, Any]]:
-        """Return an object for each operand, in the order seen. Waits for the device once."""
+        """Return a dict of statistics for each operand, in the order of the first calls.
+
+        Waits for the device once.
+        """
         if not self._figures:
             return []
         figures = map(torch.stack, self._figures.values())
@@ -218,28 +235,41 @@ class OperandStatistics:
 
 
 def nonzero_and_lost(x: Tensor, quantized: Quantized) -> tuple[Tensor, Tensor]:
-    """Return which values of `x` are not zero, and which of these become zero: bool, x's shape."""
+    """Return two bool tensors of the shape of `x`, for nonzero values and for lost values.
+
+    The first tensor is True where `x` is not zero. The second one is True where `x` is not zero and
+    its quantized value is zero.
+    """
     is_nonzero = x.abs() > 0  # False for NaN
     return is_nonzero, is_nonzero & (quantized.operand == 0)
 
 
 def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
-    """Return seven figures of x [rows, features] FP32, an FP64 vector on its device.
+    """Return seven figures of a sample of an operand, FP64 [7], on the sample's device.
 
-    quantized: x after quantization.
-    amax: of the whole operand.
+    x: the sample, FP32 [rows, features].
+    quantized: `x` after quantization.
+    amax: the largest magnitude in the whole operand, a scalar.
 
-    The figures are `amax`, the sum of log2(scale), and counts of values: not zero and with a scale,
-    not zero, becoming zero, finite, and too large for the format.
+    The figures are:
+        1. `amax`,
+        2. the sum of log2(scale) over nonzero values whose scale is not zero,
+        3. the number of these values,
+        4. the number of nonzero values,
+        5. the number of nonzero values that become zero,
+        6. the number of finite values,
+        7. the number of finite values that are too large for the format under their scale.
     """
     magnitude = x.abs()
     decode = (quantized.block_scale * quantized.tensor_scale).expand_as(x)
     grid = quantized.grid
     is_nonzero, is_lost = nonzero_and_lost(x, quantized)
     is_finite = magnitude < math.inf  # False for NaN
-    # The scale of an NVFP4 block can be zero. Then its values are lost, whatever their codes are.
+    # The scale of an NVFP4 block can be zero. Then all values of the block become zero, whatever
+    # their codes are.
     is_scaled = is_nonzero & (decode > 0)
-    # The largest magnitude that rounds to the largest code: half a step above it.
+    # Values up to half a step above the largest code round to the largest code, and are not counted
+    # as too large.
     step = 2.0 ** (math.floor(math.log2(grid.maximum)) - grid.mantissa_bits)
     largest_held = grid.maximum + step / 2
     figures = (
@@ -257,8 +287,11 @@ def measure(x: Tensor, quantized: Quantized, amax: Tensor) -> Tensor:
 def summary(records: Sequence[Record]) -> dict[str, float]:
     """Return the figures of a step for metrics.jsonl.
 
-    These are geometric means of the scales of operands that are not all zeros, and the largest
-    shares of lost values.
+    records: the result of `OperandStatistics.records`.
+
+    fp8/fwd_scale, fp8/bwd_scale: the geometric mean of the scales of inputs and weights, and of
+        output gradients. Operands that contain only zeros are ignored.
+    fp8/underflow, fp8/saturation: the largest share of lost values among all operands.
     """
     result = {}
     for key, roles in (("fp8/fwd_scale", ("input", "weight")), ("fp8/bwd_scale", ("grad_output",))):

@@ -1,13 +1,14 @@
-"""Compare the low-precision products of a microbatch with the exact ones and with our quantizers.
+"""Compare the low-precision products of a microbatch with exact products and with our quantizers.
 
-A sample of a product's result, some rows times some columns, is computed twice more: exactly, from
-the operands before they were quantized, and from these operands after the precision's own
-quantizer. The distance of the run's result from the exact one must be that of the format, in size
-and in direction (docs/verification.md). There is also an absolute bound, which follows from the
-mantissa bits of the format: a quantizer that is wrong everywhere would otherwise confirm itself.
+A sample of each product's result, some rows and some columns, is computed in two more ways: exactly
+from the unquantized operands, and from the same operands after our own plain quantizer. The error
+of the run's result, its difference from the exact result, must have about the size and direction of
+our quantizer's error (docs/verification.md). It must also stay below an absolute bound, which is
+computed from the mantissa bits of the format. Without the bound, a mistake in a quantizer that both
+the run and the check use would stay hidden.
 
-Under delayed scaling the histories must have the amaxes that were observed, and the next scales
-must follow from them.
+Under delayed scaling, the amax histories must contain the observed amaxes, and the next scales must
+be computed from these histories.
 """
 
 from __future__ import annotations
@@ -37,50 +38,60 @@ from pretrain.precision.product import PrecisionContext
 from pretrain.precision.quantizers.tensor import update_scale
 from pretrain.precision.settings import ActivePrecision
 
-# Rows and columns of a result that are sampled: a multiple of every format's block.
+# The number of rows and of columns in a sample: a multiple of every format's block size.
 ROWS = 128
-DRAWS = 3  # of stochastic rounding
-# Tolerance of an error's size beyond that of the draws. One mantissa bit, or truncation, gives 1.4.
+# The number of times that a sample is quantized with stochastic rounding.
+DRAWS = 3
+# The size of an error may be this factor times the error of our quantizer. A missing mantissa bit
+# or truncation gives a factor of 1.4.
 LEEWAY = 1.2
-# Tolerance of an error's size beyond the format's bound. Healthy errors reach 0.8 of it, and one
-# mantissa bit less gives 1.5.
+# The size of an error may be this factor times the format's bound. Correct products reach 0.8, and
+# a missing mantissa bit gives 1.5.
 BOUND_LEEWAY = 1.1
-# Tolerance relative to the result's norm: BF16 results are summed in another order than ours.
+# Tolerance relative to the norm of the result. The run's BF16 results are summed in another order
+# than our results.
 ORDER_OF_SUMS = 2.0**-10
-# Cosine of the directions of two errors. The same scales give 0.8 or more, other ones about zero.
+# The cosine of the run's error and our quantizer's error must reach this value. It is 0.8 or more
+# if both used the same scales, and about zero otherwise.
 LEAST_LIKENESS = 0.5
-# Below this cosine among draws of stochastic rounding, the likeness has no meaning.
+# The cosine is not judged if the errors of two stochastic roundings have a lower cosine than this.
 KNOWN_LIKENESS = 0.1
-# Relative tolerance of an amax, which may be that of a norm's output before it is rounded to BF16.
+# Relative tolerance of an amax. A library may compute it from the output of a normalization before
+# this output is rounded to BF16.
 AMAX_TOLERANCE = 2.0**-6
-# Relative tolerance of a scale. We divide where the library may multiply by the reciprocal.
+# Relative tolerance of a scale. We divide, and a library may multiply by the reciprocal instead.
 SCALE_TOLERANCE = 2.0**-20
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The comparison of one gradient, or of one product's result."""
+    """The comparison of a gradient, or of a product's result, with a reference."""
 
     name: str
-    error: float  # norm, relative to that of the reference
-    # The error in multiples of the tolerance. Above 1 is a mismatch. NaN counts as infinity.
+    error: float  # the norm of the difference, divided by the norm of the reference
+    # The error divided by the tolerance. A value above 1 is a mismatch. `of` replaces NaN by
+    # infinity.
     excess: float
 
     @classmethod
     def of(cls, name: str, error: float, excess: float) -> Compared:
-        """Return the comparison, with infinity in place of an excess that is not finite."""
+        """Return the comparison. An excess that is not finite becomes infinity."""
         return cls(name, error, excess if math.isfinite(excess) else math.inf)
 
 
 def judge_product(
     name: str, exact: Tensor, error: Tensor, plain: Sequence[Tensor], bound: float
 ) -> Compared | None:
-    """Compare a product's error with the plain quantizer's. Return None if everything is zero.
+    """Compare the error of the run's product with the error of our plain quantizer.
 
-    exact: a sample of the unquantized product.
-    error: of the run's result.
-    plain: errors of the plain quantizer, several if it rounds stochastically.
-    bound: the largest norm of the format's error.
+    name: the name of the product, for the message.
+    exact: a sample of the exact product.
+    error: the run's result minus `exact`, of the same shape.
+    plain: the errors of the plain quantizer, each of the same shape. There are several errors if
+        the quantizer rounds stochastically, otherwise one.
+    bound: the largest norm that the format's rounding error can have.
+
+    Returns None if `exact` and `error` are zero.
     """
     norm = exact.norm(dtype=torch.float64)
     if norm == 0 and not error.any():
@@ -90,7 +101,8 @@ def judge_product(
     sizes = [values.norm().item() for values in plain]
     allowed = min(LEEWAY * max(sizes), BOUND_LEEWAY * bound / norm.item()) if norm else 0.0
     excess = size / (allowed + ORDER_OF_SUMS)
-    # If the order of sums is not small beside the quantization, it hides the likeness of errors.
+    # Judge the direction only if quantization errors are much larger than ORDER_OF_SUMS. Otherwise
+    # differences in the order of sums make the directions differ.
     if min(sizes) > 8 * ORDER_OF_SUMS:
         too_small = (min(sizes) - ORDER_OF_SUMS) / LEEWAY / size if size else math.inf
         excess = max(excess, too_small)
@@ -106,10 +118,10 @@ def judge_product(
 def watching_products(
     packed: PackedLanguageModel, active: ActivePrecision
 ) -> Iterator[tuple[list[Compared], list[str]]]:
-    """Observe the products of one microbatch. Return the comparisons and the wrong histories.
+    """Check the products of the microbatch that runs inside the block. Collective.
 
-    Both lists are filled when the block ends. Comparisons are of every product, the worst first.
-    `watching_histories` finds the wrong histories. Collective.
+    Yields two lists, which are filled when the block ends: a comparison for each product, with the
+    largest excess first, and the operands with wrong histories (see `watching_histories`).
     """
     check = _ProductCheck(packed, active)
     context = packed.context
@@ -123,25 +135,28 @@ def watching_products(
 
 
 class _Sample(NamedTuple):
-    """Rows of an operand, with the axis of the product's sum last."""
+    """Some rows of an operand, as [rows, k]. The product sums over the last axis, k."""
 
     values: Tensor
-    to_quantize: Tensor  # `values`, transformed if the precision transforms them first
-    amax: Tensor  # FP32, of the whole operand
+    # `values` after the precision's transform (for example a Hadamard transform), or `values` if
+    # the precision has no transform.
+    to_quantize: Tensor
+    amax: Tensor  # FP32 scalar, the largest magnitude in the whole operand
 
 
 class _ProductCheck:
-    """The operands and results of one microbatch."""
+    """Sample the operands and results of one microbatch, and compare each result."""
 
     def __init__(self, packed: PackedLanguageModel, active: ActivePrecision) -> None:
-        self.products: dict[tuple[str, str], Compared | None] = {}  # by name and gemm
+        # Map (name of the linear, gemm) to the comparison, or to None if everything was zero.
+        self.products: dict[tuple[str, str], Compared | None] = {}
         self._precision = cast(QuantizedPrecision, active.precision)
         self._settings = active.settings
         self._groups = packed.context.groups
         self._before = {name: tensor.clone() for name, tensor in packed.context.state().items()}
-        # The head's products run once for each chunk of tokens.
+        # The name of the LM head, whose products run once for each chunk of tokens.
         self._head = packed.hf.get_output_embeddings().state.name
-        # One quantizer for all products, because samples have the axis of the sum last.
+        # One quantizer for each role is enough, because all samples have the summed axis last.
         self._quantize = {
             role: self._precision.along_features(active.settings, role) for role in get_args(Role)
         }
@@ -153,16 +168,17 @@ class _ProductCheck:
         """Sample an operand [rows, features] before it is quantized."""
         is_repeated = (name, role, "features") in self._samples
         if role != "input" and name != self._head and is_repeated:
-            # A recomputed layer. Of the head the last tokens count, because documents at the end of
-            # a microbatch are compared. If a forward calls a layer several times, its last input
-            # counts, because backward starts with the last call.
+            # Ignore the weight and gradient of a layer that were sampled before: the layer is
+            # recomputed. The LM head is always sampled again, so its last chunk of tokens is used:
+            # the check compares documents at the end of a microbatch. An input is also sampled
+            # again: if a forward calls a layer several times, backward starts with the last call.
             return
         amax = tensor.abs().amax().float()
         is_weight = role == "weight"
         part = _of_largest_expert(tensor, self._groups.get(name), is_weight=is_weight)
         rows = _sampled(name, len(part)) if is_weight else _token_rows(part)
         self._rows[name, role] = rows
-        # Copies: a view would keep the whole operand alive.
+        # Copy the rows and columns, because a view would keep the whole operand in memory.
         of_rows = part[rows].clone()
         of_columns = part[:, _sampled(name, part.shape[1])].clone().t()
         self._samples[name, role, "features"] = _Sample(of_rows, of_rows, amax)
@@ -174,7 +190,7 @@ class _ProductCheck:
 
     @torch.no_grad()
     def see_result(self, name: str, gemm: str, result: Tensor, bias: Tensor | None) -> None:
-        """Compare a sample of a product's result, which includes `bias`."""
+        """Compare a sample of a product's result. If `bias` is given, `result` includes it."""
         roles = OPERANDS[gemm]
         keys = [(name, *key) for key in zip(roles, ALONG[gemm], strict=True)]
         is_repeated = name != self._head and (name, gemm) in self.products
@@ -201,9 +217,13 @@ class _ProductCheck:
         added: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the exact product of the samples, and errors of the plain quantizer.
+        """Return the exact product of the samples, and the errors of the plain quantizer.
 
-        added: the bias, which is added before the result is rounded to `dtype`.
+        operands: the two samples by role, in the order of the product's factors.
+        added: the bias, or 0. It is added before the plain result is rounded to `dtype`.
+        dtype: the dtype of the run's result.
+
+        There are DRAWS errors if a factor is rounded stochastically, otherwise one error.
         """
         is_stochastic = self._settings.disable_stochastic_rounding is False
         draws = DRAWS if is_stochastic and "grad_output" in operands else 1
@@ -224,15 +244,21 @@ class _ProductCheck:
         return exact, plain
 
     def _scale_of(self, name: str, role: Role) -> Tensor | None:
-        """Return the delayed scale of an operand, or None in precisions without histories."""
+        """Return the delayed scale of an operand, or None if the precision has no histories."""
         has_history = self._precision.keeps_history
         return of_operand(self._before, name, role, "scale") if has_history else None
 
     def _error_bound(self, name: str, operands: Mapping[Role, _Sample], exact: Tensor) -> float:
-        """Return the norm that the rounding error of the product `exact` stays within.
+        """Return an upper bound on the norm of the product's rounding error.
 
-        The errors of different values are independent, except that equal rows of an operand err
-        alike: then the product's error is the same share of it as the operands' errors are of them.
+        name: the name of the linear.
+        operands: the two samples by role, in the order of the product's factors.
+        exact: the exact product of the samples.
+
+        The bound is the larger of two estimates. The first one assumes that the rounding errors of
+        all values are independent. The second one assumes that all rows of an operand are equal and
+        so have equal errors. Then the relative error of the product is as large as the relative
+        errors of both operands together.
         """
         left, right = (operand.to_quantize.float().square() for operand in operands.values())
         of_left, of_right = (
@@ -244,11 +270,17 @@ class _ProductCheck:
         return torch.maximum(independent.sum(), shares * exact.square().sum()).sqrt().item()
 
     def _rounding_variance(self, role: Role, operand: _Sample, scale: Tensor | None) -> Tensor:
-        """Return a bound on the mean squared rounding error of each value of an operand.
+        """Return an upper bound on the mean squared rounding error of each value, [rows, k].
 
-        A value's quantum is at most 2^-mantissa_bits of it, or the format's smallest one, under the
-        largest scale that its block may have. Errors are spread evenly over a quantum, and over two
-        under stochastic rounding. Infinite where a delayed scale cuts the operand.
+        role: the role of the operand, which determines its format.
+        operand: a sample of the operand.
+        scale: the delayed scale, or None if the scale is computed from the operand.
+
+        The step q between representable values around a value x is at most |x| 2^-mantissa_bits.
+        Below the format's smallest normal value, q is that of the smallest normal value, under the
+        largest decoding scale that the block may have. Rounding to nearest has a uniformly
+        distributed error of variance q²/12. Stochastic rounding has a triangularly distributed
+        error of variance q²/6. The bound is infinite if a delayed scale saturates the operand.
         """
         grid = self._precision.grid(self._settings, role)
         scaling = self._precision.scaling(role)
@@ -259,20 +291,20 @@ class _ProductCheck:
             blocks = magnitude.unflatten(1, (-1, scaling.block)).unflatten(0, (-1, height))
             amax = blocks.amax((1, 3), keepdim=True).expand_as(blocks).reshape(magnitude.shape)
         if scale is None:
-            smallest = amax / (scaling.least * grid.maximum)
+            largest_scale = amax / (scaling.least * grid.maximum)
         else:
-            smallest = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
-        least = smallest * 2.0**grid.min_exponent
-        quantum = torch.maximum(magnitude, least) * 2.0**-grid.mantissa_bits
+            largest_scale = torch.where(amax * scale <= grid.maximum, 1 / scale, math.inf)
+        smallest_normal = largest_scale * 2.0**grid.min_exponent
+        quantum = torch.maximum(magnitude, smallest_normal) * 2.0**-grid.mantissa_bits
         return quantum.square() / (6 if self._precision.is_stochastic(self._settings, role) else 12)
 
 
 def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) -> Tensor:
-    """Return the rows of the expert with the most tokens, or all rows of an ungrouped product.
+    """Return the rows of the expert with the most tokens. Return all rows without experts.
 
-    rows: a grouped weight [experts x out, in], or another operand or a result [rows, features] in
-        the order of experts.
-    ends: the end of each expert's rows, or None for an ungrouped product.
+    rows: if `is_weight`, the weights of all experts or their gradient [experts x out, in].
+        Otherwise an input, gradient or result [tokens, features], sorted by expert.
+    ends: the end of each expert's tokens int32 [experts], or None if the linear has no experts.
     """
     if ends is None:
         return rows
@@ -284,19 +316,21 @@ def _of_largest_expert(rows: Tensor, ends: Tensor | None, *, is_weight: bool) ->
 
 
 def _token_rows(tensor: Tensor) -> Tensor:
-    """Return indices of some rows, spread over the tensor.
+    """Return the indices of at most ROWS rows, spread over the tensor.
 
-    Rows that are not zero come first. Gradients of masked labels are zero.
+    Rows of zeros are chosen only if there are too few other rows. The gradients of tokens with a
+    masked label are such rows.
     """
     scattered = torch.arange(1, len(tensor) + 1, device=tensor.device) * 2654435761 % 2**31
     return (scattered + (tensor != 0).any(dim=1) * 2**31).topk(min(ROWS, len(tensor))).indices
 
 
 def _sampled(name: str, size: int) -> slice:
-    """Return rows of a matrix of the product `name` that hold whole squares of every format.
+    """Return a slice of at most ROWS consecutive indices below `size`, for the product `name`.
 
-    The name draws a block of 128, so that products of a model's layers are sampled in all places,
-    also at their ends.
+    The slice starts at a multiple of ROWS, so it contains whole blocks of every format. A hash of
+    the name chooses the start. So the layers of a model are sampled at different positions,
+    including the end of the matrix.
     """
     blocks = -(-size // ROWS)
     first = ROWS * (zlib.crc32(name.encode()) % blocks)
@@ -308,11 +342,13 @@ def _sampled(name: str, size: int) -> slice:
 
 @contextmanager
 def watching_histories(context: PrecisionContext, active: ActivePrecision) -> Iterator[list[str]]:
-    """Observe the operands of one microbatch, and return the list of wrong histories.
+    """Check the amax histories and scales after the microbatch that runs inside the block.
 
-    The list is filled when the block ends. A history must have moved on by one entry, the largest
-    value of the operand over all ranks, and its scale must follow from it by the rule. An operand
-    of zeros changes nothing. Collective. The list stays empty in precisions without histories.
+    Yields a list, which is filled when the block ends with the names and roles of operands whose
+    history or scale is wrong. The block must add one entry to each history: the largest magnitude
+    of the operand over all ranks. The scale must be computed from the history by the rule of
+    delayed scaling. Operands of zeros are not checked. The list stays empty if the precision has no
+    histories. Collective.
     """
     wrong: list[str] = []
     before = {name: tensor.clone() for name, tensor in context.state().items()}
@@ -322,13 +358,14 @@ def watching_histories(context: PrecisionContext, active: ActivePrecision) -> It
     amaxes: dict[Role, dict[str, Tensor]] = defaultdict(dict)
 
     def see_operand(name: str, role: Role, tensor: Tensor) -> None:
-        # A maximum of magnitudes that makes no copy.
+        # The infinity norm is the largest magnitude. It makes no copy of the tensor.
         amax = torch.linalg.vector_norm(tensor, math.inf).float()
         amaxes[role][name] = torch.maximum(amax, amaxes[role].get(name, amax))
 
     with overridden(context, observers=[*context.observers, see_operand]):
         yield wrong
-    for role, by_name in sorted(amaxes.items()):  # all ranks need the same order
+    # Sort the roles, because all ranks must communicate in the same order.
+    for role, by_name in sorted(amaxes.items()):
         wrong += _wrong_histories(role, by_name, before, context.state(), active)
 
 
@@ -339,7 +376,11 @@ def _wrong_histories(
     after: Mapping[str, Tensor],
     active: ActivePrecision,
 ) -> list[str]:
-    """Return the operands of `role` whose history or scale is wrong after a microbatch."""
+    """Return the names of linears whose operand `role` has a wrong history or scale.
+
+    amaxes: map the name of each linear to the amax that this rank observed in the microbatch.
+    before, after: the state of delayed scaling before and after the microbatch.
+    """
     names = sorted(amaxes)
     amax = torch.stack([amaxes[name] for name in names])
     if dist.is_initialized():
@@ -361,8 +402,8 @@ def _wrong_histories(
     is_right = (history == expected_history).all(0)
     is_right &= torch.isclose(history[-1], amax, rtol=AMAX_TOLERANCE, atol=0)
     is_right &= torch.isclose(scale, expected_scale, rtol=SCALE_TOLERANCE, atol=0)
-    # Overflows are left to the health check, because NaN is no amax. A history of one microbatch
-    # keeps nothing that could be checked.
+    # Amaxes that are not finite are not judged, because the health check reports overflows. A
+    # history of length 1 is not judged, because it stores no past amax that could be compared.
     is_judged = history.isfinite().all(0) & amax.isfinite() & (amax > 0) & (len(history) > 1)
     return [
         f"{name} ({role})"

@@ -1,11 +1,13 @@
-"""Observe the operands that matrix products really multiply.
+"""Observe the matrix products of linears, with the operands that the kernels receive.
 
-Products of torch are observed underneath autograd, products of Transformer Engine at the one
-function of its extension that multiplies, and products of cublasLt where `searched` calls it.
+Products of torch are observed below autograd, by a dispatch mode. Products of Transformer Engine
+are observed at the one function of its C++ extension that computes GEMMs. Products of cublasLt are
+observed where pretrain/precision calls cublasLt (`searched`).
 
-Operands are examined too if they are emulated or FP8 operands of Transformer Engine: each value
-must be a code times its scale, and each scale must be one of the format that fits its values. A
-sample of whole blocks is examined. The host waits for the device only when `faults` is read.
+Emulated operands and FP8 operands of Transformer Engine are also examined: each value must be a
+code of the format times the scale of its block, and each scale must be a scale of the format and
+fit the values. A sample of whole blocks is examined. The host waits for the device only when
+`faults` is called.
 """
 
 from __future__ import annotations
@@ -36,19 +38,22 @@ from pretrain.precision.quantizers import E4M3, Grid
 from pretrain.precision.quantizers.tensor import FP32_MANTISSA_BITS, round_to_grid
 from pretrain.precision.settings import ActivePrecision
 
-# Products of torch and the positions of their two factors. The tensor that addmm adds the product
-# to is no factor, and may be an FP32 sum.
+# Map torch's operations to the positions of the two factors in their arguments. The first argument
+# of addmm is not a factor: the product is added to it, and it may be an FP32 sum.
 _aten = torch.ops.aten
 FACTORS = dict.fromkeys((_aten.mm, _aten.bmm, _aten.linear, _aten._grouped_mm), slice(0, 2))
 FACTORS |= dict.fromkeys((_aten.addmm, _aten.addmm_, _aten.baddbmm), slice(1, 3))
 
-SAMPLED_VALUES = 2**15  # of an operand, at most, in whole blocks
-PIECE = 128  # values that are sampled together if the whole tensor has one scale
-# Below this scale, a code times its scale leaves the exponents of FP32.
+# The largest number of values of an operand that are examined. They are sampled in whole blocks.
+SAMPLED_VALUES = 2**15
+# The number of consecutive values in a sampled block if the whole tensor has one scale.
+PIECE = 128
+# Blocks with a smaller scale are not judged: a code times the scale may be too small for FP32.
 SMALLEST_SCALE = 2.0**-100
-# A code times an FP32 scale was rounded to FP32, and is divided by the scale again.
+# Relative tolerance of an emulated code. The code times its scale was rounded to FP32, and is
+# divided by the scale to recover the code.
 ROUNDING = 2.0**-20
-MAGNITUDE = 0x7F  # the bits of an FP8 code without its sign
+MAGNITUDE = 0x7F  # mask of the bits of an FP8 code without its sign
 
 
 # ── A sample of an operand ────────────────────────────────────────────────────────────────────────
@@ -57,17 +62,20 @@ MAGNITUDE = 0x7F  # the bits of an FP8 code without its sign
 def sample(
     matrix: Tensor, scales: Tensor | None, scaling: Scaling, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return some blocks of `matrix`.
+    """Sample blocks of values of `matrix` at random, or return all blocks if there are few.
 
-    matrix: [rows, k] with the axis of the product's sum last, of any dtype and strides.
+    matrix: [rows, k], of any dtype and strides. The product sums over the last axis.
     scales: FP32 [rows or rows / block, k / block], or a scalar if the tensor has one scale.
+    scaling: the shape of the format's blocks.
+    generator: draws the blocks.
 
-    Returns the values of each block [n, values], its scale FP32 [n], and its first row int64 [n].
-    Scales are 0, which fits no value, if `scales` is None or has another shape.
+    Returns the values of n sampled blocks [n, values], their scales FP32 [n], and the index of each
+    block's first row int64 [n]. The returned scales are 0, which fits no value, if `scales` is None
+    or its shape does not match the blocks.
     """
     size = scaling.block or math.gcd(matrix.shape[1], PIECE)
     height = size if scaling.square else 1
-    # [down, across, height, size]
+    # The blocks as [blocks per column, blocks per row, rows of a block, values of a row].
     blocks = matrix.unflatten(1, (-1, size)).unflatten(0, (-1, height)).transpose(1, 2)
     down, across = blocks.shape[:2]
     most = max(SAMPLED_VALUES // (height * size), 1)
@@ -86,9 +94,10 @@ def sample(
 
 
 def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
-    """Return a function from a device to its generator.
+    """Return a function that returns a generator for a device, always the same one.
 
-    Numbers drawn from torch's own generators would change the run.
+    Each generator is seeded with `seed`. torch's default generators are not used, because drawing
+    from them would change the random numbers of the training.
     """
     return functools.cache(lambda device: torch.Generator(device).manual_seed(seed))
 
@@ -99,21 +108,24 @@ def generators(seed: int) -> Callable[[torch.device], torch.Generator]:
 def examine(
     codes: Tensor, scale: Tensor, grid: Grid, scaling: Scaling, largest: Tensor | None = None
 ) -> Tensor:
-    """Count blocks and bad blocks, FP64 [2].
+    """Return the number of blocks and the number of bad blocks, FP64 [2].
 
-    codes: values divided by their block's scale, FP32 [n, values].
-    scale: of each block, FP32 [n].
-    largest: the largest code of the whole operand, if it has one scale.
+    codes: the values of each block divided by the block's scale, FP32 [n, values].
+    scale: the scale of each block, FP32 [n].
+    grid: the number format of the codes.
+    scaling: the allowed scales.
+    largest: the magnitude of the largest code in the whole operand, a scalar. None if every block
+        has its own scale.
 
-    A block is bad if one of its values is no code of `grid`, or if its scale is none of the format
-    or too large for its values. Blocks with NaN or infinities and blocks with tiny scales are not
-    judged.
+    A block is bad if one of its codes is not a value of `grid`, if its scale is not a scale of the
+    format, or if its scale is too large for its values. Blocks with NaN, with infinities or with
+    tiny scales are not judged.
     """
     is_off_grid = (round_to_grid(codes, grid) - codes).abs() > ROUNDING * codes.abs()
     is_foreign = (is_off_grid & codes.isfinite()).any(1)
     amax = codes.abs().amax(1)
     is_judged = scale.isfinite() & (scale.abs() >= SMALLEST_SCALE) & amax.isfinite()
-    # NVFP4 has scales of zero, which make every value zero.
+    # NVFP4 allows scales of zero if all values of the block are zero.
     is_lost = (scale == 0) & (codes != 0).any(1)
     is_foreign = (is_foreign & is_judged) | is_lost
 
@@ -121,18 +133,20 @@ def examine(
     if largest is not None:
         amax = largest.expand_as(amax)
         is_judged = is_judged & largest.isfinite()
-    least = torch.full_like(amax, scaling.least * grid.maximum)
+    # The smallest value that the largest code of a block may have.
+    least_amax = torch.full_like(amax, scaling.least * grid.maximum)
     if scaling.kind == "E4M3":
-        # A subnormal scale may be half as large as required, or a third too small.
-        least = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least, least)
-    is_loose = is_judged & (amax > 0) & (amax < least)
+        # Subnormal E4M3 scales are rounded with a larger relative error, so the largest code may be
+        # smaller.
+        least_amax = torch.where(scale < 2.0**E4M3.min_exponent, 0.75 * least_amax, least_amax)
+    is_loose = is_judged & (amax > 0) & (amax < least_amax)
     return torch.stack([torch.ones_like(is_foreign), is_foreign | is_unfit | is_loose]).sum(
         1, dtype=torch.float64
     )
 
 
 def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
-    """Return which scales are scales of the format."""
+    """Return a bool tensor of the shape of `scale`: True for each scale that the format has."""
     if scaling.kind == "E4M3":
         return (scale >= 0) & (round_to_grid(scale, E4M3) == scale)
     if scaling.kind == "FP32":
@@ -143,11 +157,14 @@ def _is_scale(scale: Tensor, scaling: Scaling) -> Tensor:
     return (bits > 0) & ((mantissa == 0) | (bits == smallest))
 
 
-# ── Which products there are ──────────────────────────────────────────────────────────────────────
+# ── The observed products ─────────────────────────────────────────────────────────────────────────
 
 
 class ObservedProduct(NamedTuple):
-    """A product of a linear: forward, dgrad or wgrad, and the kinds of its operands."""
+    """A product of a linear: `gemm` is "forward", "dgrad" or "wgrad", and its operands' kinds.
+
+    A kind is a text such as "e4m3 in blocks of 128" or "bfloat16".
+    """
 
     gemm: str
     left: str
@@ -155,47 +172,53 @@ class ObservedProduct(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A product that is under way."""
+    """A block that announces its products, see `watched` in pretrain/precision/observed.py."""
 
-    names: Sequence[str]
+    names: Sequence[str]  # the linears, several if a product is fused
     gemm: str
-    scales: Sequence[Scales] | None  # of the operands of an emulated product
+    scales: Sequence[Scales] | None  # the scales of both operands of an emulated product
 
 
 class ProductObserver(ProductWatcher):
-    """Record the products of each linear, in order.
+    """Record the products of each linear, and examine their operands.
 
-    `products` has them by the name of the linear. A recomputed forward is noted twice.
+    `products` maps the name of each linear to its products, in the order in which they ran. The
+    forward product of a recomputed layer appears twice.
     """
 
     def __init__(
         self, active: ActivePrecision, seed: int = 0, examined: Set[str] | None = None
     ) -> None:
-        """Make an observer.
+        """Create an observer that observes nothing until `observing` is entered.
 
-        active: the precision whose operands are examined if it is quantized.
-        seed: draws the blocks that are examined.
-        examined: the linears whose operands are examined. None examines all.
+        active: the precision that the products compute in. Operands are examined only if this
+            precision is quantized.
+        seed: the seed of the random choice of blocks that are examined.
+        examined: the names of the linears whose operands are examined, or None for all linears.
         """
         self.products: dict[str, list[ObservedProduct]] = {}
         self._active = active
         self._examined = examined
-        # A stack, because recomputation runs forwards inside the backward of a product.
+        # The blocks that are entered, innermost last. Recomputation runs a forward inside the
+        # backward of another product.
         self._calls: list[_Call] = []
-        # Examined operands, and their counts by `examine`.
+        # A tuple for each examined operand. The tensor has the two counts that `examine` returns.
         self._findings: list[tuple[_Call, Role, Grid, Tensor]] = []
         self._generator = generators(seed)
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Observe `watched` products inside the block, and GEMMs of Transformer Engine in them."""
+        """Observe the products inside the block that are announced by `watched`.
+
+        Products inside the `watched` block may be computed by torch or by Transformer Engine.
+        """
         extension: Any = sys.modules.get("transformer_engine_torch")
         multiply: Any = getattr(extension, "generic_gemm", None)
 
         def gemm(
             a: Any, transposes_a: bool, b: Any, transposes_b: bool, *rest: Any, **options: Any
         ) -> Any:
-            # cuBLAS stores columns first, so the library names the operands the other way round.
+            # cuBLAS stores matrices by columns, so Transformer Engine swaps the two operands.
             self.library_product((b, not transposes_b), (a, bool(transposes_a)))
             return multiply(a, transposes_a, b, transposes_b, *rest, **options)
 
@@ -209,10 +232,11 @@ class ProductObserver(ProductWatcher):
     def during(
         self, names: Sequence[str], gemm: str, scales: Sequence[Scales] | None = None
     ) -> Iterator[None]:
-        """Observe the products inside the block, see `watched`. This decorates functions too.
+        """Observe the products inside the block. The arguments are the arguments of `watched`.
 
-        Products of torch are observed only here: a dispatch mode around a whole step would keep it
-        from being compiled.
+        The returned context manager can also decorate a function. Products of torch are observed
+        only inside this block, because a dispatch mode around a whole step would prevent
+        torch.compile from compiling the step.
         """
         self._calls.append(_Call(names, gemm, scales))
         try:
@@ -222,7 +246,10 @@ class ProductObserver(ProductWatcher):
             self._calls.pop()
 
     def faults(self) -> dict[str, list[str]]:
-        """Return the faults of operands by the linear's name. Waits for the device once."""
+        """Map the name of each linear with bad operands to texts about the faults.
+
+        Waits for the device once.
+        """
         if not self._findings:
             return {}
         faults: dict[str, list[str]] = {}
@@ -230,14 +257,17 @@ class ProductObserver(ProductWatcher):
         for (call, role, grid, _), (blocks, bad) in zip(self._findings, all_counts, strict=True):
             for name in call.names if bad else ():
                 faults.setdefault(name, []).append(
-                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are no {grid.name} "
-                    "codes under a scale that fits them"
+                    f"{call.gemm} {role}: {bad:.0f} of {blocks:.0f} blocks are not {grid.name} "
+                    "codes times a scale that fits them"
                 )
         return faults
 
     @torch.no_grad()
     def torch_product(self, left: Tensor, right: Tensor) -> None:
-        """Observe left [m, k] times right [k, n] or [experts, k, n], as the kernel gets them."""
+        """Observe a product of torch: left [m, k] times right [k, n] or [experts, k, n].
+
+        The dispatch mode calls this with the tensors that the kernel receives.
+        """
         call = self._calls[-1]
         precision = self._active.precision
         if call.scales is None or not isinstance(precision, QuantizedPrecision):
@@ -257,10 +287,11 @@ class ProductObserver(ProductWatcher):
 
     @torch.no_grad()
     def scaled_product(self, *factors: tuple[Tensor, Tensor]) -> None:
-        """Observe the factors of torch's grouped product in FP8.
+        """Observe a grouped product of torch in FP8.
 
-        Each is a pair: codes with the axis of the sum last, and a scale for each row. All scales of
-        a tensor with one scale must be the same.
+        factors: two pairs (codes, scales). The last axis of the codes is the axis that the product
+            sums over. There is a scale for each row. All scales of a factor must be equal, because
+            the precision has one scale per tensor. Every different scale counts as a bad block.
         """
         call = self._calls[-1]
         grids = dict(FP8_FORMATS.values())
@@ -274,10 +305,14 @@ class ProductObserver(ProductWatcher):
 
     @torch.no_grad()
     def library_product(self, *operands: tuple[Any, bool]) -> None:
-        """Observe the operands of a GEMM, each with whether it is read by rows.
+        """Observe a GEMM of Transformer Engine or cublasLt.
 
-        Any byte is an FP8 code, so only scales are examined. Those of MXFP8 and NVFP4 lie in an
-        order of the kernel's own, and are not.
+        operands: two pairs (operand, by_rows). `by_rows` is True if the GEMM reads the operand's
+            row-wise data, and False if it reads the column-wise (transposed) data.
+
+        The operands are FP8 codes. Every byte is a valid code, so only the scales can be wrong. The
+        scales of MXFP8 and NVFP4 are not examined, because they are stored in a layout that only
+        the kernels use.
         """
         if not self._calls:
             return
@@ -305,10 +340,13 @@ class ProductObserver(ProductWatcher):
         grid: Grid,
         bad: Tensor | int = 0,
     ) -> None:
-        """Examine some blocks of an operand.
+        """Examine a sample of the blocks of an operand, and store the counts for `faults`.
 
-        matrix: [rows, k]: FP8 codes, emulated values in blocks, or emulated codes under one scale.
-        bad: the number of blocks that are known to be bad.
+        matrix: [rows, k], with one of three contents: FP8 codes; emulated values, which are codes
+            times the scales of their blocks; or emulated codes of an operand with one scale.
+        scales: the scales, as `sample` accepts them.
+        grid: the number format of the codes.
+        bad: the number of bad blocks that the caller has found.
         """
         scaling = cast(QuantizedPrecision, self._active.precision).scaling(role)
         is_fp8 = matrix.dtype.itemsize == 1
@@ -319,7 +357,7 @@ class ProductObserver(ProductWatcher):
             codes = torch.where(scale[:, None] == 0, codes, codes / scale[:, None])
         largest = None
         if scaling.block is None and is_fp8:
-            # FP8 codes order as their bits do.
+            # The magnitudes of FP8 codes are ordered like their bits, so take the maximum of bits.
             bits = (data & MAGNITUDE).amax().reshape(1)
             largest = bits.view(matrix.dtype).float().reshape(())
         elif scaling.block is None:
@@ -329,7 +367,7 @@ class ProductObserver(ProductWatcher):
         self._findings.append((call, role, grid, counts))
 
     def _note(self, call: _Call, left: str, right: str) -> bool:
-        """Record the kinds of a product's operands. Return whether to examine the operands."""
+        """Record a product with the kinds of its operands. Return whether to examine them."""
         for name in call.names:
             self.products.setdefault(name, []).append(ObservedProduct(call.gemm, left, right))
         is_examined = self._examined is None or not self._examined.isdisjoint(call.names)
@@ -337,26 +375,34 @@ class ProductObserver(ProductWatcher):
 
 
 def _tensor_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, k] and the scale of a Transformer Engine tensor with one scale."""
-    # GPUs whose products read operands either way have no transposes.
+    """Return the codes [rows, k] and the scale, a scalar, of a tensor with one scale.
+
+    operand: a quantized tensor of Transformer Engine.
+    by_rows: True for the row-wise codes, False for the codes of the transposed matrix.
+    """
+    # GPUs whose GEMMs accept both layouts store no transposed copy.
     transposed = None if by_rows or operand._transpose_invalid else operand._transpose
     data = operand._data if transposed is None else transposed
     return data.reshape(-1, data.shape[-1]), operand._scale_inv.reshape(())
 
 
 def _block_scaled(operand: Any, by_rows: bool) -> tuple[Tensor, Tensor]:
-    """Return codes [rows, k] and scales of a Transformer Engine tensor in blocks of 128."""
+    """Return the codes [rows, k] and the scales of a tensor in blocks of 128, for `sample`.
+
+    operand: a quantized tensor of Transformer Engine.
+    by_rows: True for the row-wise codes, False for the codes of the transposed matrix.
+    """
     is_2d = operand._is_2D_scaled
     data = operand._rowwise_data if by_rows else operand._columnwise_data
     scales = operand._rowwise_scale_inv if by_rows else operand._columnwise_scale_inv
     codes = data.reshape(-1, data.shape[-1]) if by_rows else data.reshape(data.shape[0], -1)
     down = -(-codes.shape[0] // 128) if is_2d else codes.shape[0]
-    # Scales are padded.
+    # Transformer Engine pads the scales. Return only the scales of existing blocks.
     return codes, (scales if is_2d else scales.t())[:down, : -(-codes.shape[1] // 128)]
 
 
 class _TorchProducts(TorchDispatchMode):
-    """Show an observer each product of two matrices inside the block."""
+    """Dispatch mode that passes each matrix product of torch in the block to an observer."""
 
     def __init__(self, observer: ProductObserver) -> None:
         super().__init__()
@@ -377,7 +423,9 @@ class _TorchProducts(TorchDispatchMode):
 def operand_kind(te: ModuleType | None, operand: Any) -> str:
     """Return the number format and scaling of an operand, such as "e4m3 tensor-scaled".
 
-    An unquantized tensor has the name of its dtype.
+    For an unquantized tensor, return the name of its dtype.
+
+    te: the module transformer_engine.pytorch, or None if it is not imported.
     """
     if te is None or not isinstance(operand, te.QuantizedTensorStorage):
         return dtype_name(operand.dtype)

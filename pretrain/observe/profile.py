@@ -1,4 +1,4 @@
-"""`--profile`: record one step with torch's profiler, as a trace and a table of its kernels."""
+"""`--profile`: record one step with torch's profiler, and write a trace and a table of kernels."""
 
 from __future__ import annotations
 
@@ -15,20 +15,26 @@ from pretrain.checkpoint.state import TrainState
 from pretrain.metrics.console import Console
 from pretrain.observe.observers import Observer, Step
 
-# The step of this process that is recorded. By then everything is compiled and caches are warm.
+# The fifth step of the process is recorded. The steps before it compile all functions and fill all
+# caches.
 PROFILED = 5
-ROWS = 40  # of the table
+ROWS = 40  # the number of kernels in the table
 TRACE_FILE = "profile.json.gz"
 TABLE_FILE = "profile.md"
 
 
 class StepProfile(Observer):
-    """Record one step of the main process into the run folder."""
+    """Record one step of the main process, and write its profile to the run folder."""
 
     def __init__(
         self, folder: Path, accelerator: Accelerator, state: TrainState, console: Console
     ) -> None:
-        """Make the observer of a run that begins now. InputError if it ends before that step."""
+        """Choose the step to record: step PROFILED after the present step of `state`.
+
+        folder: the run folder.
+
+        Raises InputError if the run ends before that step.
+        """
         self._number = state.step + PROFILED
         self._folder = folder
         self._device = accelerator.device
@@ -36,17 +42,17 @@ class StepProfile(Observer):
         self._console = console
         if self._number > state.steps:
             raise InputError(
-                f"`--profile` records step {self._number}, and the run ends with step "
-                f"{state.steps}; train longer"
+                f"`--profile` records step {self._number}, but the run ends with step "
+                f"{state.steps}; raise `train.steps`, `train.tokens` or `train.epochs`"
             )
 
     def due(self, step: Step) -> bool:
-        """Return True in the recorded step of the main process."""
+        """Return True if this is the main process and `step` is the step to record."""
         return self._records and step.number == self._number
 
     @contextmanager
     def whole_step(self, step: Step) -> Iterator[None]:
-        """Record everything that is computed. The profiler waits for the device before it ends."""
+        """Record the step. The profiler waits until the device has finished the step."""
         with profile() as recorded:
             yield
         recorded.export_chrome_trace(str(self._folder / TRACE_FILE))

@@ -1,9 +1,10 @@
-"""Check a step: its counts and gradients, and its update against torch's own AdamW.
+"""Check the token counts and gradients of a step, and compare its update with torch's own AdamW.
 
-Parity checks forward and backward, and the audit checks products. This checks how one step follows
-from another, in the first two steps of a process and in every statistics step. AdamW treats each
-value alone, so some values stand for all. Only the norm of the gradients is of all values, and is
-computed again. docs/verification.md has the whole list.
+Parity checks forward and backward, and the audit checks matrix products. This check covers the rest
+of a step. It runs in the first two steps of a process and in every n-th step
+(`log.fp8_statistics`). AdamW updates each value independently of all others, so it is enough to
+check a sample of the values. Only clipping depends on all gradients: their norm is recomputed from
+all values. docs/verification.md lists everything that is checked.
 """
 
 from __future__ import annotations
@@ -32,19 +33,23 @@ from pretrain.precision.observed import dtype_name
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.settings.recipe import Recipe
 
-VALUES = 1024  # of each parameter, at most
-# Tolerance relative to a value's change, or to the usual change in its tensor. Norms that are
-# summed in another order differ by 1e-6.
+VALUES = 1024  # the largest number of values that are checked in each parameter
+# Tolerance of an updated value, relative to the change of the value, or to the root mean square of
+# the changes in its tensor if that is larger. Gradient norms that are summed in different orders
+# differ by 1e-6.
 RELATIVE = 1e-4
-ROUNDING = 2.0**-22  # of the value itself: FP32 rounds to 2^-24, a few times
-# The largest share of FP32 sums over several microbatches that BF16 could hold without rounding.
+# Additional tolerance, relative to the value itself. FP32 rounds to 2^-24, and an update rounds a
+# few times.
+ROUNDING = 2.0**-22
+# Gradient sums over several microbatches are wrong if more than this share of the FP32 values could
+# be stored in BF16 without rounding.
 BF16_VALUED = 0.9
 
 
 def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
     """Return at most VALUES evenly spaced values of this process's part of a tensor.
 
-    Which values these are changes with the number of `updates`.
+    The first value is at index `updates` modulo the spacing, so each update checks other values.
     """
     values = local_part(tensor).reshape(-1)
     stride = -(-values.numel() // VALUES) or 1
@@ -52,7 +57,10 @@ def some_values(tensor: Tensor, updates: int = 0) -> Tensor:
 
 
 class StepCheck(Observer):
-    """Check the passes and the update of a step. Raises TrainingHalted after a wrong update."""
+    """Check the forward and backward passes and the update of a step.
+
+    Raises TrainingHalted after the update if the step or the update is wrong.
+    """
 
     def __init__(
         self,
@@ -66,20 +74,27 @@ class StepCheck(Observer):
         self._recipe = recipe
         self._accelerator = accelerator
         self._wrong: list[str] = []
-        # Whether a cached weight is stale, a bool tensor by product and copy.
+        # Map (name of the product, id of the cached weight) to a bool scalar: True if the cached
+        # weight differs from the present weight.
         self._are_stale: dict[tuple[str, int], Tensor] = {}
 
     def due(self, step: Step) -> bool:
-        """Return True in new steps and in every n-th (`log.fp8_statistics`)."""
+        """Return True if `Step.is_new` is set, and in every n-th step (`log.fp8_statistics`)."""
         return step.is_new or is_due(step.number, self._recipe.log.fp8_statistics)
 
     @contextmanager
     def passes(self, step: Step, batches: StepBatches, place: int) -> Iterator[None]:
-        """Observe the microbatches, whose packs must begin at `place` in the stream. Collective."""
-        # For each microbatch whose backward has begun: labels, and the factor of its summed loss.
+        """Observe all microbatches of the step. Collective.
+
+        place: the position in the order of packs at which the step's packs must begin.
+        """
+        # One FP64 [2] for each microbatch whose backward has begun: the number of its labels, and
+        # the factor by which backward multiplies its summed loss.
         seen: list[Tensor] = []
-        sums_fit_bf16: list[Tensor] = []  # after two microbatches, a bool tensor
-        # Nothing here waits for the device. Sums of magnitudes, because squares may underflow.
+        # Becomes one bool scalar, the result of `_fit_bf16` after the second microbatch.
+        sums_fit_bf16: list[Tensor] = []
+        # The code before the block does not wait for the device. It computes sums of magnitudes,
+        # because squares of gradients may underflow.
         left_over = torch.stack(
             torch._foreach_norm(self._gradients(), 1, dtype=torch.float32)
         ).count_nonzero()
@@ -92,7 +107,9 @@ class StepCheck(Observer):
             loss.register_hook(
                 lambda gradient: seen.append(torch.stack([labels, gradient.detach().double()]))
             )
-            if len(seen) == 2:  # the third microbatch's bits would hide that a sum was rounded
+            # Look at the sums before the third microbatch adds to them. Its additional bits would
+            # hide that the sum of the first two was rounded to BF16.
+            if len(seen) == 2:
                 sums_fit_bf16.append(self._fit_bf16())
 
         with (
@@ -109,20 +126,20 @@ class StepCheck(Observer):
         factors = factors * max(counted, 1)
         stale = sorted({name for (name, _), is_stale in self._are_stale.items() if is_stale})
         evaluating = [name for name, module in self._packed.named_modules() if not module.training]
-        faults = {  # lines of the message, and whether they are true
-            f"its packs begin at place {batches.places.start:,}, not {place:,}": (
-                batches.places.start != place  # in the stream
-            ),
+        # Map each line of the message to True if it applies.
+        faults = {
+            f"the step's packs begin at position {batches.places.start:,} in the order of packs, "
+            f"not at {place:,}": batches.places.start != place,
             f"{int(left_over)} gradients were not cleared before the step": left_over,
             f"{len(evaluating)} modules are in evaluation mode: {some_of(evaluating)}": evaluating,
             f"{len(stale)} products use weights from before the last update: {some_of(stale)}": (
                 stale
             ),
-            f"{total:,} labels were trained on, and the step counts {counted:,}": total != counted,
+            f"{total:,} labels were trained on, but the step counts {counted:,}": total != counted,
             f"a token's loss is not divided by the step's {counted:,} labels": not torch.allclose(
                 factors, torch.ones_like(factors), rtol=1e-5, atol=0
             ),
-            "gradients add up in BF16, not in FP32: their sums have no more bits": (
+            "gradients are added up in BF16, not in FP32: their sums fit into BF16": (
                 any(sums_fit_bf16)
             ),
         }
@@ -130,9 +147,10 @@ class StepCheck(Observer):
 
     @contextmanager
     def update(self, step: Step, learning_rate: float, updates: int) -> Iterator[None]:
-        """Compare the update with torch's. Collective.
+        """Compare the update with the update by torch.optim.AdamW. Collective.
 
-        Raises TrainingHalted on all processes if one of them has found anything wrong.
+        Raises TrainingHalted on all processes if any process has found a fault in the step or in
+        the update.
         """
         by_torch = TorchUpdate(
             self._packed.hf, self._optimizer, self._recipe, learning_rate, updates
@@ -151,16 +169,22 @@ class StepCheck(Observer):
             )
 
     def _gradients(self) -> list[Tensor]:
-        """Return this process's parts of all gradients, and first an empty tensor."""
+        """Return a list of an empty tensor, followed by this process's part of each gradient.
+
+        The empty tensor keeps the list from being empty if no parameter has a gradient.
+        """
         parts = [
             local_part(gradient)
             for gradient in map(gradient_of, self._packed.parameters())
             if gradient is not None
         ]
-        return [torch.zeros(0, device=self._packed.hf.device), *parts]  # there may be no gradient
+        return [torch.zeros(0, device=self._packed.hf.device), *parts]
 
     def _fit_bf16(self) -> Tensor:
-        """Return whether some values of each FP32 sum of gradients fit BF16: a bool tensor."""
+        """Return a bool scalar: True if BF16 can store almost all sampled gradient sums exactly.
+
+        The samples are `some_values` of each FP32 sum. Zeros are not counted.
+        """
         values = torch.cat(
             [some_values(sums) for sums in self._gradients() if sums.dtype == torch.float32]
         )
@@ -169,20 +193,27 @@ class StepCheck(Observer):
 
     @torch.no_grad()
     def _see_weight(self, gemm: Gemm, operand: Operand, matrix: Tensor) -> None:
-        """Compare a cached weight with the weight `matrix`, quantized or cast anew.
+        """Compare a cached quantized weight with the present weight, quantized again.
 
-        A copy that serves several microbatches is compared in the first, whose scale it has under
-        delayed scaling.
+        gemm: the product that caches the weight.
+        operand: the cached weight.
+        matrix: the present unquantized weight.
+
+        A cached weight that several microbatches use is compared only in the first microbatch.
+        Under delayed scaling it has the scale of that microbatch.
         """
         codes = gemm.codes(operand)
         key = (gemm.name, id(codes))
         if key not in self._are_stale:
-            new = gemm.quantize("weight", matrix, both=False)
-            self._are_stale[key] = (codes != gemm.codes(new)).any()
+            requantized = gemm.quantize("weight", matrix, both=False)
+            self._are_stale[key] = (codes != gemm.codes(requantized)).any()
 
 
 class TorchUpdate:
-    """The update that torch.optim.AdamW makes of some values, from the complete gradients."""
+    """The expected result of a step's update: torch.optim.AdamW on a sample of the values.
+
+    Create it when the gradients are complete, and call `differences` after the optimizer's step.
+    """
 
     def __init__(
         self,
@@ -194,8 +225,9 @@ class TorchUpdate:
     ) -> None:
         """Compute the expected values before the optimizer's step.
 
-        learning_rate: of the schedule.
-        updates: the number of updates before this one.
+        optimizer: the run's optimizer, whose update is checked.
+        learning_rate: the learning rate that the schedule gives this step.
+        updates: the number of updates that the run has made before this step.
 
         Collective if gradients are sharded.
         """
@@ -216,7 +248,7 @@ class TorchUpdate:
         }
         picked = [some_values(gradient, updates) for gradient in self._gradients]
         self._sizes = torch.tensor([len(values) for values in picked], device=self._device)
-        # The number of the parameter of each value.
+        # The index of the parameter that each sampled value belongs to.
         self._parameter_of = torch.arange(len(picked), device=self._device).repeat_interleave(
             self._sizes
         )
@@ -225,7 +257,7 @@ class TorchUpdate:
         self._expected = self._updated_by_torch(gradient, learning_rate)
 
     def differences(self) -> list[str]:
-        """Return a line for each kind of difference after the optimizer's step."""
+        """Return one line of a message for each kind of fault that the optimizer's step shows."""
         lines = sorted(self._wrong_settings)
         after = self._values()
         in_bf16 = {
@@ -243,15 +275,16 @@ class TorchUpdate:
         counted = {int(self._optimizer.state[parameter]["step"]) for parameter in self._parameters}
         if counted != {self._updates + 1}:
             lines.append(
-                f"updates are counted as {', '.join(map(str, sorted(counted)))}, and this was "
-                f"number {self._updates + 1}"
+                f"the optimizer has counted {', '.join(map(str, sorted(counted)))} updates, but "
+                f"this is update {self._updates + 1}"
             )
         return lines
 
     def _clip_coefficient(self) -> Tensor | float:
-        """Return the factor of gradients by clipping.
+        """Return the factor by which clipping multiplies the gradients.
 
-        It is not computed by the function that training uses, which is checked by it.
+        It is computed independently of the function that training uses, because the check covers
+        that function.
         """
         limit = self._recipe.optimizer.clip
         norms = [torch.linalg.vector_norm(g.detach(), dtype=torch.float32) for g in self._gradients]
@@ -260,9 +293,9 @@ class TorchUpdate:
         return 1.0 if limit is None else torch.clamp(limit / (norm + 1e-6), max=1.0)
 
     def _settings(self, learning_rate: float) -> Iterator[tuple[str, Any, Any]]:
-        """Yield settings of the optimizer: name, present value, and the recipe's value.
+        """Yield tuples (setting with its verb, present value, expected value) of the optimizer.
 
-        These are numbers, and dtypes of stored tensors.
+        The settings are the numbers of each parameter group and the dtypes of stored tensors.
         """
         recipe = self._recipe
         for group in self._optimizer.param_groups:
@@ -283,9 +316,10 @@ class TorchUpdate:
                 yield f"{kind} are", dtype_name(tensor.dtype), WEIGHT_DTYPES[mode]
 
     def _values(self) -> dict[str, Tensor]:
-        """Return the picked values of all parameters in FP32, concatenated.
+        """Return the sampled values of all parameters, concatenated, FP32.
 
-        These are weights as updates apply to them, and moments.
+        Map "weights" to the sampled weights, and the name of each moment of AdamW to its sampled
+        values. Exact BF16 weights include their lower 16 bits.
         """
         states = [self._optimizer.state[parameter] for parameter in self._parameters]
 
@@ -300,7 +334,12 @@ class TorchUpdate:
         }
 
     def _updated_by_torch(self, gradient: Tensor, learning_rate: float) -> dict[str, Tensor]:
-        """Return the values of `_values` after torch's update."""
+        """Return the values that torch.optim.AdamW computes from the values before the update.
+
+        gradient: the sampled gradients after clipping, FP32.
+
+        The result has the keys and shapes of `_values`.
+        """
         settings = self._recipe.optimizer
         decays = torch.tensor(
             [parameter.dim() >= 2 for parameter in self._parameters], device=self._device
@@ -320,7 +359,13 @@ class TorchUpdate:
         return expected
 
     def _is_off(self, actual: Tensor, expected: Tensor, before: Tensor, *, in_bf16: bool) -> Tensor:
-        """Return which values differ from `expected`, as FP32 or BF16 holds it. NaN differs."""
+        """Return a bool tensor: True for each value that differs from its expected value.
+
+        before: the values before the update, from which the tolerance is computed.
+        in_bf16: `actual` is stored in BF16, so the limits of the tolerance are rounded to BF16.
+
+        NaN always differs.
+        """
         change = (expected - before).abs()
         mean_square = self._by_parameter(change.square()) / self._sizes.clamp(min=1)
         usual = mean_square.sqrt()[self._parameter_of]
@@ -330,7 +375,7 @@ class TorchUpdate:
         return ~((lowest <= actual) & (actual <= highest))
 
     def _by_parameter(self, values: Tensor) -> Tensor:
-        """Return the sum over the picked values of each parameter."""
+        """Return the sum of the sampled `values` of each parameter, [parameters]."""
         return torch.zeros(len(self._names), device=self._device).index_add_(
             0, self._parameter_of, values
         )

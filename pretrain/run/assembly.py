@@ -1,6 +1,6 @@
-"""Put a model together: on its devices, in its precisions, with its optimizer and its audit.
+"""Functions that build a model on its devices, convert it to the run's precisions, and audit it.
 
-`assemble` of train_accelerate.py calls these functions in order. docs/architecture.md explains the
+`assemble` in train_accelerate.py calls these functions in order. docs/architecture.md explains the
 order.
 """
 
@@ -43,28 +43,30 @@ from pretrain.precision.selection import make_engines
 from pretrain.precision.settings import WEIGHT_DTYPES
 from pretrain.run.job import Job
 
-# Packs that delayed scaling sees before the first step. The first two give it the gradients of all
-# layers. More come closer to the largest values of a microbatch: after one pack alone, the first
-# gradient of a 1.7 B model was cut to 82 % of its norm.
+# The number of packs from which delayed scaling fills its histories before the first step. Two
+# packs are needed to record the gradients of all layers. More packs bring the recorded amaxes
+# closer to the amax of a microbatch. After one pack, the first gradient of a 1.7 B model was
+# saturated so much that its norm was 82 % of the correct norm.
 REHEARSALS = 8
-# Tokens of the audit's pack if nothing is quantized or fused. All linears multiply in so few, and a
-# whole pack may not fit uncompiled.
+# The number of tokens in the audit's microbatch if nothing is quantized or fused. This number is
+# enough to observe every linear. A whole pack may not fit into memory without torch.compile.
 UNQUANTIZED_TOKENS = 128
 
 
 @dataclass
 class Assembly:
-    """One model, its optimizer and its precision."""
+    """A model that is ready to train, its optimizer and its precision."""
 
-    hf: PreTrainedModel  # under its Hugging Face names
-    model: PackedLanguageModel  # maps packed batches to losses; sharded if the topology shards
+    hf: PreTrainedModel  # the Hugging Face model, with its original names of parameters
+    # The wrapper of `hf` that maps packed batches to losses. It is sharded under FSDP2.
+    model: PackedLanguageModel
     optimizer: ExactAdamW
     precision: ModelPrecision
-    surroundings: dict[str, Any]  # the part of audit.json about all precisions
+    surroundings: dict[str, Any]  # the part of audit.json that is the same in all precisions
 
     @property
     def context(self) -> PrecisionContext:
-        """Return the state that all products of the model share."""
+        """Return the context that all matrix products of the model share."""
         return self.precision.context
 
     @property
@@ -84,24 +86,26 @@ class Assembly:
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        """Return the model's live tensors by Hugging Face name."""
+        """Map Hugging Face names to the model's live tensors."""
         return named_tensors(self.hf)
 
     @cached_property
     def optimizer_tensors(self) -> dict[str, Tensor]:
-        """Return the optimizer's live tensors by name."""
+        """Map names to the optimizer's live tensors, as a checkpoint stores them."""
         return named_state(self.optimizer, self.hf)
 
     def start_precision(self, name: str, job: Job, accelerator: Accelerator) -> None:
-        """Compute in the precision `name` as if the model had been assembled in it.
+        """Change to the precision `name`, with the same state as after a new assembly.
 
-        Cached weights are dropped, histories begin with the present weights, and the model is
-        audited again. Raises InputError if a product does not compute in the precision. Collective.
+        Cached weights are dropped. The histories of delayed scaling are filled by passes with the
+        present weights. The model is audited again. Raises InputError if a product does not compute
+        in the precision. Collective.
         """
         self.context.forget()
         self.precision.use(name)
-        # Histories must not depend on numbers drawn before, which differ in a run that is resumed
-        # at this step: dropout shows in them.
+        # Set a seed, because dropout changes the amaxes in the histories. The histories must not
+        # depend on random numbers that were drawn earlier, because a run that is resumed at this
+        # step has drawn other numbers.
         seed_step(job.recipe.seed, 0, accelerator.process_index)
         record = self.precision.current.audit
         record["products"] = rehearse(job, accelerator, self)
@@ -109,11 +113,12 @@ class Assembly:
 
 
 def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, dict[str, Tensor]]:
-    """Build the model, the same on all ranks.
+    """Build the Hugging Face model, with the same weights on all ranks. Collective.
 
-    The second value has, by parameter, the values that `set_weights` loads once the model is on its
-    devices: under `bf16_exact` the FP32 values, under FSDP2 all values, on the first rank alone.
-    Collective.
+    The second value maps names of parameters to values. `set_weights` loads these values when the
+    model is on its devices. With `weights: bf16_exact` they are the FP32 values of the parameters.
+    Under FSDP2 they are the values of all parameters, on the first rank only, because the model has
+    no values yet. Otherwise the dict is empty.
     """
     recipe = job.recipe
     exact = recipe.weights == "bf16_exact"
@@ -143,10 +148,10 @@ def build_model(job: Job, accelerator: Accelerator) -> tuple[PreTrainedModel, di
 def convert_model(
     job: Job, hf: PreTrainedModel, device: torch.device
 ) -> tuple[PackedLanguageModel, ModelPrecision, str]:
-    """Prepare `hf` for packed batches in the precisions of the run.
+    """Wrap `hf` for packed batches, fuse its layers, and convert its linears to low precision.
 
-    Layers are fused if they can be, and linears get products in low precision. Return the model,
-    its precision, and a description of the fused layers for the audit.
+    Layers that do not support fusing are not fused. Returns the wrapped model, its precision, and a
+    text about the fused layers for the audit.
     """
     first = job.plan.schedule.at(1)
     engines = make_engines(job.plan.precisions, device)
@@ -179,8 +184,15 @@ def _fuse(
     context: PrecisionContext,
     device_type: str,
 ) -> tuple[FusedLayers | None, str]:
-    """Fuse the layers that can be. Return them, or None without any, and a text for the audit."""
-    # The quantized precision comes first: its arithmetic serves all, and its reason is reported.
+    """Fuse the layers that support it. Return the fused layers and a text for the audit.
+
+    layers: map names to the decoder layers.
+    precisions: the precisions of the run.
+
+    The first value is None if no layer was fused. Then the text says why.
+    """
+    # Sort quantized precisions first. The arithmetic of the first precision is used for all, and if
+    # several precisions do not support fusing, the reason of the first one is returned.
     quantized_first = sorted(
         job.plan.precisions, key=lambda active: active.precision.quantized, reverse=True
     )
@@ -198,7 +210,10 @@ def _fuse(
 
 
 def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLanguageModel) -> None:
-    """Allocate the sums of the placed model's gradients, and let ranks exchange them."""
+    """Allocate buffers for sums of gradients, and set up the exchange of gradients between ranks.
+
+    Call this when the model is on its devices.
+    """
     dtype = getattr(torch, WEIGHT_DTYPES[job.recipe.gradients_kept_in])
     stacks = packed.fused.stacks if packed.fused else ()
     if accelerator.is_fsdp2:
@@ -210,14 +225,16 @@ def allocate_gradient_sums(job: Job, accelerator: Accelerator, packed: PackedLan
 
 
 def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers | None) -> bool:
-    """Return whether gradients are summed in buffers.
+    """Return whether gradients must be summed in buffers of our own.
 
-    Autograd sums in the dtype of the parameters. Another dtype needs buffers, and so do products
-    that add to them, and ranks that exchange them.
+    Autograd adds up gradients in the dtype of the parameters. Buffers are needed if the sums have
+    another dtype, if matrix products add their results to the sums (emulation and fused layers), or
+    if ranks exchange gradients.
     """
     stored_in = job.recipe.gradients_kept_in
     other_dtype = WEIGHT_DTYPES[stored_in] != WEIGHT_DTYPES[job.recipe.weights]
-    # A phase that never runs counts too: a start before it and one after it must sum alike.
+    # `plan.emulated` is True if any phase is emulated, even a phase that does not run in this
+    # process. A run must sum gradients in the same way wherever it is resumed.
     emulates = job.plan.emulated and stored_in == "fp32"
     return other_dtype or emulates or fused is not None or accelerator.num_processes > 1
 
@@ -225,9 +242,13 @@ def _needs_gradient_sums(job: Job, accelerator: Accelerator, fused: FusedLayers 
 def set_weights(
     hf: PreTrainedModel, values: dict[str, Tensor], optimizer: ExactAdamW, *, exact: bool
 ) -> None:
-    """Give the placed parameters their `values`, which `build_model` has returned.
+    """Load `values`, which `build_model` has returned, into parameters that are on their devices.
 
-    Values are taken out one by one, so that FP32 weights are freed while remainders are allocated.
+    hf: the model.
+    values: map names of parameters to values. Each value is removed from the dict when it is
+        loaded, so that its memory is free before the next parameter needs memory.
+    exact: True for `weights: bf16_exact`. Then the optimizer stores the lower 16 bits of each FP32
+        value as a remainder.
     """
     dtype = torch.float32 if exact else hf.dtype
     for name, parameter in hf.named_parameters():
@@ -245,13 +266,14 @@ def set_weights(
 def audit_precisions(
     job: Job, accelerator: Accelerator, assembly: Assembly, console: Console
 ) -> None:
-    """Run packs through the model in each precision, and fill the audit. Collective.
+    """Run packs through the model in each precision, and record the audit. Collective.
 
-    This comes last, because it must see the model as it will train.
+    Call this last in the assembly, because the audit must observe the model exactly as it trains.
+    Raises InputError if a product does not compute in its precision.
     """
     precision = assembly.precision
-    # The present precision comes last: a phase with a BF16 forward shares its histories, which must
-    # begin anew after that phase.
+    # Audit the present precision last. It may share histories of delayed scaling with a phase whose
+    # forward computes in BF16, and these histories must be filled in the present precision.
     for entry in sorted(precision.in_model.values(), key=lambda entry: entry is precision.current):
         with precision.using(entry.name):
             if entry.backend is not None:
@@ -266,11 +288,13 @@ def audit_precisions(
 
 
 def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Entry]:
-    """Run packs through the model in its present precision. Return the audit of the first.
+    """Run packs through the model in its present precision. Return the audit of the first pack.
 
-    The loss is scaled as in training, so delayed scaling begins with a history of real packs. Its
-    first scales are one, and with them gradients round to zero. So the first backward records only
-    the gradients of a layer's last products, and the second one the others.
+    With delayed scaling, REHEARSALS packs fill the histories. Otherwise only one pack runs. The
+    loss is scaled as in training, so the amaxes in the histories are those of training. Two packs
+    are needed at least: the initial scales are 1, with which quantized gradients round to zero. So
+    in the first backward only the last products of a layer receive a gradient that is not zero. The
+    second backward records the gradients of all other products.
     """
     packed = assembly.model
     packed.train()
@@ -296,7 +320,7 @@ def rehearse(job: Job, accelerator: Accelerator, assembly: Assembly) -> list[Ent
 
 
 def first_tokens(batch: Microbatch, tokens: int) -> Microbatch:
-    """Return a microbatch of one pack, cut to its first `tokens` tokens."""
+    """Return a microbatch with the first `tokens` tokens of `batch`, which has one pack."""
     length = min(tokens, batch.max_seqlen)
     cut = {
         name: getattr(batch, name)[:, :length] for name in ("input_ids", "position_ids", "labels")
@@ -307,10 +331,10 @@ def first_tokens(batch: Microbatch, tokens: int) -> Microbatch:
 def describe_surroundings(
     job: Job, packed: PackedLanguageModel, fused: str, *, compiles: bool
 ) -> dict[str, Any]:
-    """Return the part of audit.json about all precisions.
+    """Return the part of audit.json that is the same in all precisions.
 
-    fused: the fused layers, or the reason why there are none.
-    compiles: torch.compile compiles the layers that are not fused.
+    fused: a text about the fused layers, or the reason why no layers are fused.
+    compiles: True if torch.compile compiles the layers that are not fused.
     """
     compiled = "each layer"
     if not compiles or (packed.fused and not packed.fused.left_out):

@@ -1,4 +1,4 @@
-"""Save the state of a run, and restore it: at its start, and after a bad step."""
+"""Save the state of a run. Restore it when the run resumes and when a bad step is rolled back."""
 
 from __future__ import annotations
 
@@ -37,23 +37,31 @@ from pretrain.run.startup import make_observers
 from pretrain.run.streaming import continue_stream
 from pretrain.settings.config import resolved
 
-# Stop code of a failure. Ranks agree on the largest code, so it exceeds every signal number.
+# The stop code of a failure. All ranks use the largest code of any rank, so this code exceeds every
+# signal number.
 FAILED = 999
-# Settings that scales of gradients depend on: the largest code, the loss, and its divisor.
+# The settings that determine the scales of gradients under delayed scaling, or the beginnings of
+# their keys: the divisor of the loss, the loss function, and the number format.
 SCALES_FOLLOW = ("batch.tokens", "loss.", "fp8_config.fp8_format")
 
 # ── Save ──────────────────────────────────────────────────────────────────────────────────────────
 
 
 def tensors_to_save(assembly: Assembly) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the model's tensors, and the optimizer's tensors with the state of delayed scaling."""
+    """Return the tensors that a checkpoint stores, in two dicts by name.
+
+    The first dict has the tensors of the model. The second dict has the tensors of the optimizer
+    and the histories and scales of delayed scaling.
+    """
     return assembly.tensors, assembly.optimizer_tensors | assembly.context.saved_state()
 
 
 def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -> None:
-    """Raise InputError if the disk cannot hold the checkpoints that are still to be written.
+    """Raise InputError if the disk has too little free space for the checkpoints of the run.
 
-    A resumed run has its older checkpoints on the disk already, and needs room for one more.
+    A new run and a branch need space for all checkpoints that are stored at the same time. A run
+    that resumes from its own folder has checkpoints on the disk already, and needs space for one
+    more.
     """
     new_checkpoints = job.plan.checkpoints_at_once
     if source is not None and source.in_run_folder:
@@ -63,15 +71,18 @@ def check_disk_space(job: Job, assembly: Assembly, source: ResumePoint | None) -
 
 
 def save(run: Run, *, in_background: bool = False) -> None:
-    """Save a checkpoint of the current step and delete checkpoints that are no longer kept.
+    """Save a checkpoint of the present step, and delete old checkpoints (`checkpoint.keep`).
 
-    With `in_background`, return as soon as the tensors are copied. A thread writes them.
+    in_background: return as soon as the tensors are copied to host memory, while a thread writes
+        the copies to the disk.
+
+    Collective.
     """
     with run.console.progress(f"saving step {run.state.step}"):
-        # A user may have removed the file. The weights are saved all the same.
+        # A user may have deleted metrics.jsonl. Then save the checkpoint without it.
         if run.accelerator.is_main_process and run.folder.metrics.exists():
-            # Metrics first: a run that resumes from this checkpoint does not repeat the steps
-            # before it, so their metrics must already be on the disk.
+            # Write metrics.jsonl to the disk before the checkpoint. A run that resumes from the
+            # checkpoint does not repeat the steps before it, and so cannot log them again.
             fsync(run.folder.metrics)
         state = {
             "progress": asdict(run.state),
@@ -98,21 +109,26 @@ def save(run: Run, *, in_background: bool = False) -> None:
 
 
 def stop_code(run: Run, batches: Prefetch[StepBatches], stop: StopRequest) -> int:
-    """Return why this rank should stop: a signal's number, FAILED, or 0 to go on.
+    """Return the stop code of this rank: a signal's number, FAILED, or 0 to continue.
 
-    FAILED means that a checkpoint could not be written, or that the next packs could not be read or
-    will not come. A rank knows only its own files and packs.
+    FAILED means that this rank could not write its part of a checkpoint, that it could not read its
+    next packs, or that the packer has ended before it made them. The caller combines the codes of
+    all ranks.
     """
     return FAILED if run.checkpoints.failed or batches.failure else stop.requested or 0
 
 
 def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
-    """Save after a signal or a failure. Return the signal's number, or raise the failure.
+    """Save a checkpoint after a signal or a failure. Return the signal's number.
 
-    Collective. Raises TrainingHalted if a weight is not finite, and InputError if a checkpoint
-    could not be written or packs could not be read.
+    code: the largest stop code of all ranks, see `stop_code`.
+    batches: the prefetched batches of this rank, which store the failure to read packs.
+
+    Collective. Raises TrainingHalted if a weight is not finite. Raises InputError if a checkpoint
+    could not be written, and after saving if packs could not be read.
     """
-    run.checkpoints.wait()  # raises if a save in the background has failed
+    # `wait` raises InputError if a save in the background has failed.
+    run.checkpoints.wait()
     decision = check_weights(run)
     if not decision.proceed:
         raise training_halted(run, decision)
@@ -130,7 +146,7 @@ def save_and_stop(run: Run, code: int, batches: Prefetch[StepBatches]) -> int:
 
 
 def report_stop(run: Run, signal_number: int) -> int:
-    """Report the signal that stopped the run, and the next start's action. Return its number."""
+    """Print which signal stopped the run and how to continue it. Return the signal's number."""
     next_start = "evaluate and export it" if run.state.finished else "resume from here"
     run.console.notice(
         f"stopped by {signal.Signals(signal_number).name} after step {run.state.step}; "
@@ -140,9 +156,9 @@ def report_stop(run: Run, signal_number: int) -> int:
 
 
 def save_last(run: Run, stop: StopRequest) -> int:
-    """Save the last step if this process trained it and `checkpoint.at_end` is set.
+    """Save the last step if this process has trained it and `checkpoint.at_end` is set.
 
-    Collective. Returns the number of a signal that arrived meanwhile, else 0.
+    Collective. Returns the number of a signal that arrived while the step was saved, else 0.
     """
     if not run.job.recipe.checkpoint.at_end or run.state.step <= run.resumed_step:
         return 0
@@ -153,15 +169,16 @@ def save_last(run: Run, stop: StopRequest) -> int:
 
 @torch.no_grad()
 def check_weights(run: Run) -> StepDecision:
-    """Decide whether the weights may be saved: every weight must be finite.
+    """Return the health check's decision about the weights, which must all be finite.
 
-    The last update may have overflowed a weight. Its loss and gradient norm cannot show that,
-    because they were computed before the update. A stop is recorded in metrics.jsonl. Collective.
+    The last update may have overflowed a weight. The loss and gradient norm of the step do not show
+    an overflow, because they were computed before the update. If the decision is to stop, it is
+    recorded in metrics.jsonl. Collective.
     """
     overflowed = {}
     for name, parameter in run.assembly.hf.named_parameters():
         weight = local_part(parameter)
-        # The infinity norm allocates nothing of the weight's size.
+        # The infinity norm needs no temporary tensor of the weight's size.
         largest = torch.linalg.vector_norm(weight, math.inf) if weight.numel() else torch.zeros(())
         overflowed[name] = ~largest.to(run.accelerator.device).isfinite()
     on_ranks = run.accelerator.reduce(torch.stack(list(overflowed.values())).float(), "sum")
@@ -177,7 +194,7 @@ def check_weights(run: Run) -> StepDecision:
 def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
     """Return the exception that ends a run at a bad step, with its reason and remedy.
 
-    Waits for the save in the background, and raises InputError if that failed. Collective.
+    Waits for a save in the background, and raises InputError if this save has failed. Collective.
     """
     run.checkpoints.wait()
     return TrainingHalted(run.state.step, f"{decision.reason}. {decision.remedy}.")
@@ -189,10 +206,10 @@ def training_halted(run: Run, decision: StepDecision) -> TrainingHalted:
 def restore(
     source: ResumePoint, checkpoints: Checkpoints, job: Job, assembly: Assembly, health: Health
 ) -> tuple[TrainState, list[str]]:
-    """Restore the run's memory to the state of `source`.
+    """Load the checkpoint `source` into the model, the optimizer and `health`.
 
-    Return the counters and notes for the user. Collective. The caller still has to call
-    `Checkpoints.abandon_newer`.
+    Returns the counters of the run, and notes for the user. Collective. The caller must call
+    `Checkpoints.abandon_newer` afterwards.
     """
     place = {"shift": source.shift(job), "place": source.place(job)}
     state = TrainState(**source.record["progress"] | {"steps": job.plan.steps} | place)
@@ -207,10 +224,11 @@ def load_weights(
 ) -> list[str]:
     """Load weights, moments and histories, and return notes for the user.
 
-    mode: `weights` of the recipe. The checkpoint may have another one. Then its weights are read as
-        they were stored, become FP32 masters, and are stored in `mode`.
+    mode: the setting `weights` of the recipe. If the checkpoint was saved with another setting, its
+        weights are read in their stored dtype, converted to FP32, and stored as `mode` requires.
 
-    Histories of other layers or precisions are not loaded.
+    Histories of delayed scaling are loaded only if the checkpoint has exactly the histories that
+    the run has.
     """
     saved: Weights = source.record["identity"]["weights"]
     parameters = dict(assembly.hf.named_parameters())
@@ -222,8 +240,8 @@ def load_weights(
         targets = {
             name: tensor for name, tensor in targets.items() if not name.startswith("remainder/")
         }
-        # Plain BF16 keeps the stored weight: a master between two BF16 values would round to the
-        # other one.
+        # Restore the exact FP32 value only for `fp32`. For plain BF16 the stored BF16 weight is
+        # kept, because it may differ from the exact value rounded to BF16.
         if (saved, mode) == ("bf16_exact", "fp32"):
             targets |= {
                 f"remainder/{name}": torch.empty_like(p, dtype=torch.int16)
@@ -246,15 +264,20 @@ def load_weights(
             ),
         )
     if mode == "bf16":
-        return [f"weights: {saved} became {mode}; the lower 16 bits of each weight are LOST"]
-    return [f"weights: {saved} became {mode}; nothing is lost, and updates are exact from now on"]
+        return [
+            f"weights: converted from {saved} to {mode}; the lower 16 bits of each weight are LOST"
+        ]
+    return [
+        f"weights: converted from {saved} to {mode} without loss; all further updates are exact"
+    ]
 
 
 def require_restored(source: ResumePoint, assembly: Assembly) -> None:
-    """Raise TrainingHalted unless the live tensors have the checkpoint's bits. Collective.
+    """Raise TrainingHalted if tensors of the run differ from the checkpoint. Collective.
 
-    Compared are weights, moments, remainders and histories that have the checkpoint's dtype.
-    Checkpoints of earlier versions have no checksums.
+    The checksums of weights, moments, remainders and histories are compared. Tensors that were
+    converted to another dtype are not compared. Checkpoints of earlier versions have no checksums
+    and are not compared.
     """
     manifest = read_manifest(source.path)
     saved = manifest.model | manifest.optimizer
@@ -266,21 +289,24 @@ def require_restored(source: ResumePoint, assembly: Assembly) -> None:
     comparable = {
         name: tensor
         for name, tensor in live.items()
-        if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]  # and not converted
+        if name in saved and saved[name].dtype == DTYPE_NAMES[tensor.dtype]
     }
     present = checksums(comparable)
     wrong = [name for name in present if saved[name].weighted_sum not in (None, present[name])]
     if wrong:
         raise TrainingHalted(
             source.step,
-            f"{source.path}: {len(wrong)} tensors in memory differ from what was saved: "
+            f"{source.path}: after loading, {len(wrong)} tensors differ from the checkpoint: "
             f"{some_of(wrong)}. No step was trained. The fault lies in the code or in the device, "
             "not in the recipe",
         )
 
 
 def histories_in(source: ResumePoint, assembly: Assembly) -> dict[str, Tensor]:
-    """Return the live histories and scales of delayed scaling if the checkpoint holds them."""
+    """Return the run's histories and scales of delayed scaling if the checkpoint has them, else {}.
+
+    They are the live tensors of the run, into which the checkpoint can be loaded.
+    """
     return assembly.context.saved_state() if holds_histories(source, assembly) else {}
 
 
@@ -297,11 +323,12 @@ def holds_histories(source: ResumePoint, assembly: Assembly) -> bool:
 
 
 def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bool:
-    """Return whether the present precision has histories that the checkpoint's cannot continue.
+    """Return whether the histories of the present precision must be filled again after loading.
 
-    The saved histories may belong to other products, or to gradients of another size. Then call
-    `Assembly.start_precision` after the checkpoint's weights are loaded. Before that, histories are
-    those of the weights that the model was built with, whose gradients are many times as large.
+    This is necessary if the saved histories belong to other products, or to gradients of another
+    size. Then the caller must call `Assembly.start_precision` after it has loaded the weights.
+    Until then the histories belong to the initial weights of the model, whose gradients are many
+    times as large. Return False if the present precision has no histories.
     """
     if not assembly.context.state():
         return False
@@ -314,10 +341,14 @@ def needs_new_histories(source: ResumePoint, assembly: Assembly, job: Job) -> bo
 
 
 def resume_precision(run: Run, source: ResumePoint) -> None:
-    """Compute in the precision of the run's last step before `source`. Collective.
+    """Set the model to the precision in which the checkpoint `source` was saved. Collective.
 
-    If the checkpoint is another run's, compute in the precision of the next step. The next step may
-    change the precision. Delayed scaling fills histories that the checkpoint lacks.
+    If the next step has another precision, `Run.follow_schedule` changes the precision afterwards.
+    If the checkpoint belongs to another run, or if this run does not use the saved precision, the
+    precision of the next step is set here. If the checkpoint has no suitable histories of delayed
+    scaling, they are filled from some packs.
+
+    Raises TrainingHalted if loaded tensors differ from the checkpoint.
     """
     require_restored(source, run.assembly)
     name = run.precision.schedule.at(run.state.step + 1).precision.name
@@ -328,8 +359,8 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
     if needs_new_histories(source, run.assembly, run.job):
         run.assembly.start_precision(name, run.job, run.accelerator)
         run.console.notice(
-            f"delayed scaling fills its histories again, from {REHEARSALS} packs under the "
-            "checkpoint's weights"
+            f"delayed scaling: the histories were filled again from {REHEARSALS} packs with the "
+            "weights of the checkpoint"
         )
 
 
@@ -337,14 +368,18 @@ def resume_precision(run: Run, source: ResumePoint) -> None:
 
 
 def roll_back(run: Run, reason: str | None) -> None:
-    """Restore the newest good checkpoint, and continue after the packs of the judged step.
+    """Restore an earlier checkpoint, and continue with the packs that follow the bad step's packs.
 
-    All ranks call this after that step. If the run has gone back to that checkpoint before, and has
-    failed again on other packs, it takes the checkpoint before it if that still exists.
+    reason: the reason of the health check, for the message.
 
-    The lines of abandoned steps are removed from metrics.jsonl and kept inside one line of event
-    `rollback`. Its step is the next one: a run that is resumed from the checkpoint drops that line,
-    meets the same step, and goes back by itself.
+    All ranks call this after the bad step. The newest intact checkpoint is restored. If the run was
+    already rolled back to this checkpoint and failed again on other packs, the next older
+    checkpoint is restored, if there is one.
+
+    The lines of discarded steps in metrics.jsonl are replaced by one line with the event
+    `rollback`, which contains them. The `step` of this line is the checkpoint's step plus 1. If the
+    run is later resumed from the same checkpoint, the line is removed like those of all steps after
+    the checkpoint. Then the run trains the bad step again, and rolls back again.
     """
     judged = run.state
     rollbacks = run.health.state.rollbacks + 1
@@ -356,10 +391,11 @@ def roll_back(run: Run, reason: str | None) -> None:
     run.state, notes = restore(source, checkpoints, run.job, run.assembly, run.health)
     step = run.state.step
     checkpoints.abandon_newer(step)
-    # Steps trained from here on are in no checkpoint yet.
+    # Steps after `resumed_step` are trained by this process. After a rollback to an earlier step,
+    # these include the steps after it.
     run.resumed_step = min(run.resumed_step, step)
     run.health.state.rollbacks = rollbacks
-    # The next packs are those after the judged step's, whatever place the checkpoint has.
+    # Continue after the packs of the bad step, and not at the checkpoint's position in the packs.
     run.state = replace(
         run.state,
         left_out=judged.left_out + judged.step - step,
@@ -371,7 +407,7 @@ def roll_back(run: Run, reason: str | None) -> None:
         run.health.state.switched_after
     )
     resume_precision(run, source)
-    # New observers check the next two steps, as after a start.
+    # The new observers check the next two steps, as at the start of a process.
     run.observers.finish()
     run.observers = make_observers(run)
     run.write_audit()
@@ -379,14 +415,18 @@ def roll_back(run: Run, reason: str | None) -> None:
         _record_rollback(run, f"step {judged.step}: {reason}")
     run.best = best_so_far(run)
     run.console.warning(
-        f"step {judged.step}: {reason}. Rollback {rollbacks} of {MOST_ROLLBACKS} at most: "
-        f"{notes[0]}; the packs of {plural(judged.step - step, 'step')} since are passed over"
+        f"step {judged.step}: {reason}. Rollback {rollbacks} of at most {MOST_ROLLBACKS}: "
+        f"{notes[0]}; the packs of {plural(judged.step - step, 'step')} after step {step} are "
+        "skipped"
     )
 
 
 def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint:
-    """Return the checkpoint that a rollback from `judged` restores."""
-    # Without a checkpoint of its own, the run goes back to the one that it was resumed from.
+    """Return the checkpoint that a rollback restores.
+
+    judged: the counters after the bad step.
+    """
+    # If the run folder has no checkpoint, use the checkpoint that the run was resumed from.
     path = cast(Path, checkpoints.newest() or checkpoints.latest)
     record = checkpoints.read_state(path)
     if record["progress"]["left_out"] != judged.left_out:
@@ -396,7 +436,7 @@ def _rollback_point(checkpoints: Checkpoints, judged: TrainState) -> ResumePoint
 
 
 def _record_rollback(run: Run, reason: str) -> None:
-    """Replace the lines of abandoned steps in metrics.jsonl by one event."""
+    """Replace the lines of discarded steps in metrics.jsonl by one line with event `rollback`."""
     step = run.state.step
     event = {
         "step": step + 1,
@@ -407,8 +447,8 @@ def _record_rollback(run: Run, reason: str) -> None:
         "left_out": run.state.left_out,
         "abandoned": [line for line in read_metrics(run.folder.path) if line["step"] > step],
     }
-    # To a tracker this is a resume: the file is cut back, and a hosted service keeps the abandoned
-    # steps.
+    # Start new trackers, as when a run is resumed from `step`. They remove the later lines from
+    # metrics.jsonl. A hosted service keeps the discarded steps.
     run.trackers.finish()
     run.trackers = Trackers(run.job.recipe.log, run.folder.path, step)
     run.trackers.start(resolved(run.job.recipe))

@@ -1,4 +1,4 @@
-"""The packs of a run: open them, prepare missing ones first, and check them against the model."""
+"""Open the packs of a run, prepare missing packs, and check that packs and model fit together."""
 
 from __future__ import annotations
 
@@ -27,40 +27,50 @@ from packing.store import check_model, open_packs
 from packing.stream import StreamedPacks
 from pretrain.model.attention import longest_rotated
 
+# The number of packs from which the attention cost is estimated, and of first packs that are always
+# checked.
 _SAMPLED_PACKS = 1000
-# Token ids of 1 GiB at 4,096 a pack. Scanning them takes under a second, because opening the packs
-# has just hashed the same files.
+# The largest number of evenly spaced packs that are checked. With 4,096 tokens a pack they have
+# 1 GiB of token ids. Reading them takes less than a second, because the files are in the page cache
+# after their hashes were checked.
 _SCANNED_PACKS = 2**16
 
 
 @dataclass(frozen=True)
 class Data:
-    """The packs that a run reads while it trains. They are open and checked, but not in memory."""
+    """The training packs and the held-out packs of a run. They are read from the disk when needed.
+
+    held_out: None if no packs are held out.
+    """
 
     train: Packs
     held_out: Packs | None
 
     @property
     def tokenizer(self) -> dict[str, Any]:
-        """Return the tokenizer's description, as the packs record it.
+        """Return the description of the tokenizer that the packs were prepared with.
 
-        The keys are name, fingerprint, vocab_size, bos_id, eos_id and pad_id, or some of these.
+        The possible keys are name, fingerprint, vocab_size, bos_id, eos_id and pad_id. Each of them
+        may be missing.
         """
         return self.train.tokenizer or {}
 
     def beside(self, name: str) -> Path | None:
-        """Return the file `name` in the folder of the packs, or None if no folder has it.
+        """Return the path of the file `name` in the folder of the packs, or None if it is missing.
 
-        The packs come with tokenizer.json, and packs of chats with the chat template.
+        With several sources, return the file of the first source that has it. Such files are
+        tokenizer.json, and the chat template if the documents are chats.
         """
         files = [packs.path / name for packs in parts_of(self.train)]
         return next((file for file in files if file.is_file()), None)
 
     @property
     def mean_squared(self) -> float:
-        """Return the attention cost of a token, estimated from evenly spaced packs of each source.
+        """Return the mean over tokens of the length of the token's document, in tokens.
 
-        It is the mean over packs of the sum of squared document lengths divided by the pack length.
+        The attention cost of a token is proportional to this length. In one pack, the mean is the
+        sum of squared document lengths divided by the pack length. It is estimated from evenly
+        spaced packs of each source.
         """
         means = [
             np.mean([sum_of_squares(packs[i].lengths) for i in evenly(len(packs), _SAMPLED_PACKS)])
@@ -72,36 +82,39 @@ class Data:
 
     @cached_property
     def has_masks(self) -> bool:
-        """Return whether the packs record which of their tokens are labels."""
+        """Return whether a source's packs store a mask of the tokens that are trained on."""
         return any(packs[0].trained is not None for packs in parts_of(self.train))
 
     @property
     def stream(self) -> StreamedPacks | None:
-        """Return the training packs if they are made while the run trains, else None."""
+        """Return the training packs if they are streamed (made while the run trains), else None."""
         return self.train if isinstance(self.train, StreamedPacks) else None
 
     @property
     def _readable(self) -> Packs:
-        """Return training packs that can be read at any time.
+        """Return training packs that can be read at any time: all packs if they are prepared.
 
-        These are all packs, or the first part of a stream, which stays on the disk.
+        For a stream, return its first part, which is not deleted while the run trains.
         """
         if self.stream is None:
             return self.train
         return MixedPacks(self.stream.path, self.stream.samples, self.stream.weights)
 
     def one_pack(self, index: int, vocab_size: int) -> Microbatch:
-        """Return a microbatch of one training pack. Its index wraps around behind the last pack."""
+        """Return a microbatch of one training pack.
+
+        index: the index of the pack, modulo the number of packs.
+        """
         packs = self._readable
         return build_microbatch(
             [read_pack(packs, index % len(packs), vocab_size)], mask_boundaries=True
         )
 
     def trial_batch(self, packs: int) -> Microbatch:
-        """Return a microbatch for a trial of memory: the documents of the first `packs` packs.
+        """Return a microbatch for a trial of memory, with the documents of the first `packs` packs.
 
-        All token ids are 0, because ids change neither dtypes nor memory. Packs repeat if there
-        are fewer.
+        All token ids are 0, because ids change neither dtypes nor memory. If there are fewer than
+        `packs` packs, they are repeated.
         """
         readable = self._readable
         tokens = np.zeros(self.train.length, dtype=np.uint32)
@@ -112,7 +125,10 @@ class Data:
 
 
 def parts_of(packs: Packs | None) -> list[Packs]:
-    """Return the packs of each source. A stream returns the part of each that stays on the disk."""
+    """Return a list of the packs of each source. Return [] for None.
+
+    For a stream, return the part of each source that is not deleted while the run trains.
+    """
     if isinstance(packs, StreamedPacks):
         return list(packs.samples.values())
     if isinstance(packs, MixedPacks):
@@ -121,10 +137,11 @@ def parts_of(packs: Packs | None) -> list[Packs]:
 
 
 def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
-    """Open the packs at `data.packs`. Prepare them first if they are missing and have a source.
+    """Open the packs at `data.packs`. First prepare them if they are missing and have a source.
 
-    Every process may call this. Preparing takes a lock, and the second process finds the work
-    done, or the same mistake. Only the first part of a stream is made here.
+    All processes may call this function at the same time. One process prepares the packs while the
+    others wait for its lock. Then the other processes find the packs, or raise the same InputError.
+    For a stream, only the first part is prepared here.
     """
     if settings.prepares:
         prepare(settings, progress=is_main_process)
@@ -132,10 +149,11 @@ def open_data(settings: DataSettings, *, is_main_process: bool) -> Data:
 
 
 def most_positions(config: PretrainedConfig) -> int | None:
-    """Return the largest number of positions that a document may have, or None for any number.
+    """Return the largest number of tokens that a document may have, or None if there is no limit.
 
-    The limit is the number of position embeddings. With rotary embeddings it is the length beyond
-    which the model rotates all documents of a batch differently.
+    The limit is the number of position embeddings. Some models with rotary embeddings change the
+    rotation of a whole batch if it contains a document longer than a certain length. Then this
+    length is the limit, because documents must not influence each other.
     """
     text = config.get_text_config()
     if getattr(text, "rope_parameters", None):
@@ -146,14 +164,15 @@ def most_positions(config: PretrainedConfig) -> int | None:
 def check_tokens(
     data: Data, vocab_size: int, fingerprint: str | None, most: int | None = None
 ) -> None:
-    """Raise InputError if the model cannot read tokens or positions of the packs.
+    """Raise InputError if packs contain token ids or documents that the model does not support.
 
-    vocab_size: the number of the model's embeddings.
-    fingerprint: of the model's own tokenizer, or None if it is not known.
-    most: the largest number of positions of a document.
+    vocab_size: the number of token embeddings of the model.
+    fingerprint: the fingerprint of the model's own tokenizer, or None if it is not known.
+    most: the largest number of tokens in a document, or None if there is no limit.
 
-    Packs are read if they do not record their vocabulary, or if positions are limited: at most
-    65,536 evenly spaced packs. The rest is checked as batches are made.
+    Packs are read and checked if `most` is set or if the packs do not record the size of their
+    vocabulary: the first 1,000 packs and 65,536 evenly spaced packs of each source. All other packs
+    are checked when batches are made from them.
     """
     check_model(data.train, vocab_size, fingerprint)
     for packs in [*parts_of(data.train), *parts_of(data.held_out)]:
@@ -164,22 +183,25 @@ def check_tokens(
 
 
 def packs_evaluated(part: int, held_out: int, limit: int | None) -> int:
-    """Return how many packs of one source an evaluation reads.
+    """Return the number of packs of one source on which the model is evaluated.
 
-    part: the number of held-out packs of the source.
-    held_out: the number of held-out packs of all sources.
-    limit: the number of packs that an evaluation reads, or None for all. Every source gives the
-        same share of its packs, and at least one.
+    part: the number of held-out packs of this source.
+    held_out: the number of held-out packs of all sources together.
+    limit: the number of packs that an evaluation reads from all sources together
+        (`evaluate.packs`), or None for all packs. The same share of packs is read from every
+        source, but at least one pack.
     """
     return part if limit is None else min(part, max(1, round(limit * part / held_out)))
 
 
 def check_labels(data: Data, settings: DataSettings, evaluated: int | None = None) -> None:
-    """Raise InputError if a source has no label to train or to evaluate on.
+    """Raise InputError if a source has no label to train on or to evaluate on.
 
-    Its loss would be 0. The first token of a pack is never a label. With `data.mask_boundaries`
-    the first token of a document is none either. `evaluated` is the number of held-out packs that
-    an evaluation reads, or None for all.
+    evaluated: the number of held-out packs that an evaluation reads (`evaluate.packs`), or None for
+        all packs.
+
+    Without labels the loss of the source would be 0. The first token of a pack is never a label.
+    With `data.mask_boundaries`, the first token of each document is not a label either.
     """
     for use, split, limit in (
         ("trained on", data.train, None),
@@ -197,6 +219,7 @@ def check_labels(data: Data, settings: DataSettings, evaluated: int | None = Non
             if not any(labels):
                 raise InputError(
                     f"{packs.path}: no token {use} in the first {plural(count, 'pack')} has a "
-                    "loss: each is masked, or the first of a document or pack; prepare longer "
-                    "packs (`data.length`) or other labels, or raise `evaluate.packs`"
+                    "loss, because each token is masked or is the first one of a document or pack; "
+                    "either prepare longer packs (`data.length`), or prepare packs with other "
+                    "labels, or raise `evaluate.packs`"
                 )

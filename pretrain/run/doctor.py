@@ -1,8 +1,9 @@
-"""`python -m pretrain doctor`: the precisions that work on this machine, and their speed.
+"""`python -m pretrain doctor`: print which precisions work on this machine, and their speed.
 
-Libraries may report that a device has a precision whose products then fail. So the launcher trains
-a model of one layer for a few steps in each precision, in a process of its own, which a CUDA error
-may end. Before its first step parity compares it with plain transformers.
+A library may report that a device supports a precision although its products fail there. So the
+doctor trains a model of one layer for a few steps in each precision (a trial). Each trial is a
+separate process, because a CUDA error may end it. Before the first step, parity compares the model
+with plain transformers.
 """
 
 from __future__ import annotations
@@ -50,18 +51,26 @@ SMALL = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-VOCABULARY = 512  # small, because embedding and head are not tried
-STEPS = 8  # of a trial
-TIMED = 5  # of a trial, its last steps
-SECONDS = 300  # for one trial
+VOCABULARY = 512  # small, because trials do not test the embedding and the LM head
+STEPS = 8  # the number of steps in a trial
+TIMED = 5  # the number of steps at the end of a trial that are timed
+SECONDS = 300  # the time limit of a trial
 HEADER = ("precision", "computes on", "ms a step", "tokens/s", "why not on hardware")
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the table. Return 1 if a precision works neither on hardware nor emulated, else 0."""
+    """Print a table of precisions. Return 1 if one of them works nowhere, else 0.
+
+    A precision works nowhere if its trial fails on the hardware, or if the hardware lacks it and
+    its emulation fails.
+
+    Raises InputError for an unknown name in --precisions.
+    """
     unknown = [name for name in options.precisions or () if name not in PRECISIONS]
     if unknown:
-        raise InputError(f"--precisions: no {', '.join(unknown)} among {', '.join(PRECISIONS)}")
+        raise InputError(
+            f"--precisions: {', '.join(unknown)}: unknown; choose from {', '.join(PRECISIONS)}"
+        )
     gpu = torch.cuda.is_available()
     missing = missing_on("cuda" if gpu else "cpu")
     versions = {name: version_of(name) for name in ("torch", "transformer-engine")}
@@ -81,13 +90,14 @@ def main(options: argparse.Namespace) -> int:
 
 
 def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
-    """Return the recipe of all trials, and write its packs of random documents.
+    """Write packs of random documents to `folder`. Return the recipe that all trials share.
 
-    The model has one layer: Qwen3-1.7B's on a GPU, a small one on a CPU.
+    gpu: True if the trials run on a GPU. Then the model has one layer of Qwen3-1.7B. On a CPU it
+        has one small layer.
     """
     length = 4096 if gpu else 128
     config = QWEN3_1_7B if gpu else QWEN3_1_7B | SMALL
-    packs = 2  # of a step
+    packs = 2  # the number of packs in a step
     generator = np.random.default_rng(0)
     lengths = np.diff([0, length // 3, length // 2, length]).astype(np.int32)
     with PackWriter(folder / "packs", length) as writer:
@@ -112,14 +122,22 @@ def trial_recipe(folder: Path, *, gpu: bool) -> dict[str, Any]:
 def row_of(
     name: str, lacks: str | None, recipe: Mapping[str, Any], folder: Path, *, gpu: bool
 ) -> tuple[str, ...]:
-    """Return the row of a precision on hardware, or emulated if the device `lacks` something."""
+    """Run the trial of a precision, and return its row in the table.
+
+    name: the name of the precision.
+    lacks: the reason why the hardware does not support the precision, or None. If there is a
+        reason, the trial emulates the precision.
+    recipe: the recipe that all trials share.
+    folder: the temporary folder of the trials.
+    gpu: True if the trial runs on a GPU.
+    """
     settings: dict[str, Any] = {"precision": name, "run_dir": str(folder / name)}
     engine = "torch"
     if PRECISIONS[name].quantized:
         engine = "emulation" if lacks else "transformer_engine"
         settings["fp8_config"] = {"backend": "emulation" if lacks else "TE"}
     if lacks:
-        # Compiling would take minutes, and the speed of emulation does not matter.
+        # Do not compile: it would take minutes, and the speed of emulation does not matter.
         settings["model"] = recipe["model"] | {"compile": "none"}
     try:
         milliseconds, rate = try_training({**recipe, **settings}, folder)
@@ -131,16 +149,17 @@ def row_of(
 
 
 def try_training(recipe: Mapping[str, Any], folder: Path) -> tuple[float, float]:
-    """Train, and return the medians of the last steps: milliseconds and tokens/s.
+    """Train `recipe` in a new process. Return the milliseconds of a step and the tokens/s.
 
-    Raises InputError if the training fails or takes too long.
+    Both are medians of the last TIMED steps. Raises InputError if the training fails or takes
+    longer than SECONDS.
     """
     (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
     command = [sys.executable, str(ROOT / "train_accelerate.py"), str(folder / "recipe.yaml")]
     try:
         subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, check=True)
     except subprocess.TimeoutExpired:
-        raise InputError(f"took longer than {SECONDS} s") from None
+        raise InputError(f"the trial took longer than {SECONDS} s") from None
     except subprocess.CalledProcessError as failure:
         lines = failure.stderr.strip().splitlines() or [f"status {failure.returncode}"]
         errors = [line for line in lines if line.startswith(("error: ", "halted: "))]

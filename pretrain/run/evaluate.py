@@ -1,6 +1,7 @@
-"""Evaluate a run: held-out loss and samples.
+"""Evaluate a run: compute the held-out loss, and generate samples.
 
-The loss is computed as in training, so it fits into memory too.
+The held-out loss is computed in microbatches of the same size as in training, so it needs no more
+memory than training.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from pretrain.run.sampling import draw_samples
 
 
 def evaluate(run: Run) -> None:
-    """Compute the held-out loss if packs are held out, and samples if there are prompts.
+    """Compute and log the held-out loss, and generate samples. Collective.
 
-    Collective.
+    There is no held-out loss if no packs are held out, and there are no samples if the recipe has
+    no prompts. With `checkpoint.best`, also update `run.best`.
     """
     with run.console.progress("evaluating", "microbatches"):
         if run.job.data.held_out is not None:
@@ -47,15 +49,19 @@ def evaluate(run: Run) -> None:
             run.trackers.log(record)
             run.console.evaluation(record, time.perf_counter() - started)
             if run.job.recipe.checkpoint.best:
+                # All processes use the result of the main process.
                 run.best = broadcast_object_list(
                     [best_evaluation(filter(None, (run.best, record)))]
-                )[0]  # the main process decides
+                )[0]
         if run.job.recipe.evaluate.samples:
             draw_samples(run)
 
 
 def evaluate_once(run: Run) -> None:
-    """Evaluate unless metrics.jsonl has the same evaluation of the present step. Collective."""
+    """Evaluate the run, unless metrics.jsonl already contains the evaluation. Collective.
+
+    An evaluation is the same if it has the same step and the same measure (see `measure_of`).
+    """
     is_done = run.accelerator.is_main_process and any(
         kind(line) == "evaluation"
         and line["step"] == run.state.step
@@ -67,9 +73,10 @@ def evaluate_once(run: Run) -> None:
 
 
 def measure_of(run: Run) -> dict[str, Any]:
-    """Return the packs and the precision of an evaluation, as its line in metrics.jsonl has them.
+    """Return the measure of an evaluation: the keys that state its held-out packs and precision.
 
-    Empty if no packs are held out.
+    They are part of the evaluation's line in metrics.jsonl. Only evaluations with the same measure
+    can be compared. Return {} if no packs are held out.
     """
     job = run.job
     if job.data.held_out is None:
@@ -87,10 +94,10 @@ def measure_of(run: Run) -> dict[str, Any]:
 def held_out_figures(
     job: Job, model: PackedLanguageModel, accelerator: Accelerator
 ) -> dict[str, float]:
-    """Return `held_out_loss` and its figures over the packs that the recipe evaluates on.
+    """Evaluate the model on held-out packs, and return the metrics of `figures_of`. Collective.
 
-    Several sources give an equal share of their packs each, and `held_out_loss/NAME` too.
-    Collective.
+    If the dataset has several sources, the same share of held-out packs is read from every source.
+    Then the metrics also contain `held_out_loss/NAME` for each source.
     """
     sums = {}
     for name, (packs, count) in evaluated_parts(job).items():
@@ -104,7 +111,10 @@ def held_out_figures(
 
 
 def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
-    """Return the held-out packs of each source by name, and how many of them are evaluated on."""
+    """Map the name of each source to (held-out packs, number of packs that are evaluated).
+
+    A single source has the name "".
+    """
     held_out = cast(Packs, job.data.held_out)
     parts = held_out.parts if isinstance(held_out, MixedPacks) else {"": held_out}
     limit = job.recipe.evaluate.packs
@@ -117,8 +127,8 @@ def evaluated_parts(job: Job) -> dict[str, tuple[Packs, int]]:
 def best_so_far(run: Run) -> Record | None:
     """Return the best evaluation in metrics.jsonl whose checkpoint still exists, or None.
 
-    It must have the measure of evaluations to come. The file has no line after the present step.
-    Collective.
+    The evaluation must have the same measure as the next evaluations of this run, see `measure_of`.
+    Call this when metrics.jsonl has no lines after the present step. Collective.
     """
     best = None
     if run.job.recipe.checkpoint.best and run.accelerator.is_main_process:
@@ -136,13 +146,16 @@ def best_so_far(run: Run) -> Record | None:
 def held_out_sums(
     model: PackedLanguageModel, batches: Iterable[Microbatch], accelerator: Accelerator
 ) -> Tensor:
-    """Evaluate on this rank's share of held-out packs. All ranks must pass equally many `batches`.
+    """Return sums over the held-out packs of all ranks: FP64 [2], or [3] if the loss has a penalty.
 
-    Returns FP64 sums over all ranks: the cross-entropy in nats, the valid labels, and the penalty
-    if the loss has one.
+    They are the sum of the cross-entropy in nats, the number of labels, and the sum of the penalty.
+
+    batches: the microbatches of this rank. All ranks must pass the same number of microbatches.
+
+    Collective.
     """
     head = model.hf.get_output_embeddings()
-    head.take_parts()  # sums of earlier forwards do not count
+    head.take_parts()  # drop the sums of earlier forward passes
     total = torch.zeros(3 if head.penalty else 2, dtype=torch.float64, device=accelerator.device)
     was_training = model.training
     model.eval()
@@ -158,10 +171,12 @@ def held_out_sums(
 
 
 def figures_of(sums: Tensor) -> dict[str, float]:
-    """Return the figures of an evaluation from its sums.
+    """Return the metrics of an evaluation from the sums of `held_out_sums`.
 
-    `held_out_loss` is the mean in nats over `held_out_tokens`, beside `held_out_perplexity`. With a
-    penalty there is `held_out_penalty`, which is no part of the loss.
+    held_out_loss: the mean cross-entropy in nats per label.
+    held_out_perplexity: exp(held_out_loss).
+    held_out_tokens: the number of labels.
+    held_out_penalty: the mean penalty, only if the loss has one. It is not part of held_out_loss.
     """
     loss_sum, tokens, *penalty = sums.tolist()
     loss = loss_sum / max(tokens, 1)

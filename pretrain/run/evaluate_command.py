@@ -1,7 +1,8 @@
-"""`python -m pretrain evaluate`: the held-out loss of a checkpoint, or of a run's first weights.
+"""`python -m pretrain evaluate`: print the held-out loss of a checkpoint, or of initial weights.
 
-It can also evaluate on another dataset, which is packed each time, in a temporary folder, as the
-dataset of the run was.
+The command evaluates on the held-out packs of the run, or on documents that the command line names.
+These documents are packed with the settings of the run's dataset, in a temporary folder that is
+deleted afterwards.
 """
 
 from __future__ import annotations
@@ -35,24 +36,29 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-# Makes a model that is ready to train: `assemble` of train_accelerate.py.
+# The type of `assemble` in train_accelerate.py, which builds a model that is ready to train.
 Assemble = Callable[[Job, Accelerator], Assembly]
 
 
 def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
-    """Evaluate and return 0."""
+    """Evaluate as the command line requests, and return 0.
+
+    assemble: `assemble` of train_accelerate.py.
+
+    Raises InputError if the recipe or the weights cannot be evaluated.
+    """
     is_run = parsed.recipe.is_dir()
     path = parsed.recipe / "config.yaml" if is_run else parsed.recipe
     if is_run and not path.is_file():
         raise InputError(
-            f"{parsed.recipe}: is no run folder, which has a config.yaml; name one, as runs/NAME, "
-            "or a recipe"
+            f"{parsed.recipe}: this folder is not a run folder, because it has no config.yaml; "
+            "choose either a run folder, such as runs/NAME, or a recipe"
         )
     texts = [argument for argument in parsed.overrides if "=" not in argument]
     if len(texts) > 1:
         raise InputError(
-            f"command line: {' '.join(texts)}: this evaluates one text; name one file, or a folder "
-            "of them"
+            f"command line: {' '.join(texts)}: only one dataset can be evaluated at a time; choose "
+            "either one file or a folder of files"
         )
     overrides = [f"run_dir={parsed.recipe}"] if is_run else []
     overrides += [argument for argument in parsed.overrides if "=" in argument]
@@ -69,10 +75,11 @@ def main(parsed: argparse.Namespace, assemble: Assemble) -> int:
 
 
 def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -> Path:
-    """Return a temporary folder to pack a text in, with a link `packs` to the packs of `recipe`.
+    """Create a temporary folder for the packs of other documents, and return its path. Collective.
 
-    Only this user can read it. The first process of each machine makes it, hands it to the others,
-    and deletes it when `stack` ends. Collective.
+    The folder contains a link `packs` to the packs of `recipe`. Only the present user can read the
+    folder. On each machine, the first process creates the folder and sends its path to the other
+    processes. It deletes the folder when `stack` ends.
     """
     made = None
     if accelerator.is_local_main_process:
@@ -88,7 +95,14 @@ def packing_folder(recipe: Recipe, accelerator: Accelerator, stack: ExitStack) -
 
 
 def text_overrides(text: str, folder: Path) -> list[str]:
-    """Return overrides that evaluate a recipe on `text`, packed in `folder`, and keep its packs."""
+    """Return overrides with which a recipe is evaluated on the documents at `text`.
+
+    text: the path of a file or of a folder of files.
+    folder: the result of `packing_folder`, where the documents are packed.
+
+    The training packs of the recipe are still used, so the documents are packed with their
+    tokenizer.
+    """
     return [
         *(f"data.{key}=null" for key in ("source", "sources", "subset")),
         "data.split=train",
@@ -108,22 +122,27 @@ def _evaluate(
 ) -> None:
     """Print the held-out loss in each precision of the recipe, and in BF16. Collective.
 
-    resume_from: a checkpoint of any recipe with the same model, or "auto": the run folder's newest
-        one, or without one the weights that the run would start with.
+    resume_from: a checkpoint of any recipe with the same model, or "auto". With "auto" the newest
+        checkpoint of the run folder is evaluated. If there is none, the weights of the model's
+        source are evaluated, with which the run would start.
 
-    Raises InputError if no packs are held out, and if all weights are random.
+    Raises InputError if no packs are held out, or if the run has neither a checkpoint nor weights
+    from a source.
     """
     job = prepare_job(recipe, accelerator)
     console = introduce_job(job, accelerator, notices)
     if job.data.held_out is None:
-        raise InputError("`data.held_out`: no packs are held out to evaluate on; set it")
+        raise InputError(
+            "`data.held_out`: no packs are held out to evaluate on; set `data.held_out` or "
+            "`data.validation`"
+        )
     job = job.with_settings("batch", microbatch=job.plan.expected_microbatch)
     checkpoints = Checkpoints(job.run_dir / "checkpoints", job.recipe.checkpoint.keep)
     source = find_resume_point(checkpoints, resume_from, job, accept_changes=True)
     if source is None and job.recipe.model.weights_source is None:
         raise InputError(
-            f"`run_dir`: {job.run_dir} has no checkpoint; name one with --resume, or set "
-            "`model.source`"
+            f"`run_dir`: {job.run_dir} has no checkpoint; either pass a checkpoint to --resume, or "
+            "set `model.source`"
         )
     assembly = assemble(job, accelerator)
     weights = f"{job.recipe.model.weights_source}, untrained by this run"
@@ -158,7 +177,10 @@ def _evaluate(
 def _print_loss(
     job: Job, assembly: Assembly, accelerator: Accelerator, console: Console, precision: str
 ) -> None:
-    """Evaluate, and print the figures with the name of the precision. Collective."""
+    """Evaluate the model, and print a line of figures that starts with `precision`. Collective.
+
+    precision: the name of the precision that the model computes in.
+    """
     figures = held_out_figures(job, assembly.model, accelerator)
     penalty = ""
     if "held_out_penalty" in figures:

@@ -1,8 +1,8 @@
-"""Export a trained model as a Hugging Face folder with its card.
+"""Export a trained model as a Hugging Face folder with its model card.
 
-A run writes `final/` at its end. `python -m pretrain export` exports any checkpoint. The run's
-config.yaml leads to the model's configuration (the model's source, or its config) and to the
-tokenizer (of the packs, or the one that the data names).
+A run exports its last step to `final/`. `python -m pretrain export` exports any checkpoint. The
+configuration of the model is built from the run's config.yaml (`model.source` or `model.config`).
+The tokenizer is the tokenizer of the packs, or the tokenizer that `data` in config.yaml names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ from pretrain.settings.recipe import Recipe
 
 CARD = "README.md"
 PICTURE = "loss.png"
-_REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)  # of the hub, or of the network
+# Exceptions that huggingface_hub raises if the hub refuses a request or the network fails.
+_REFUSALS = (HTTPError, OSError, RuntimeError, ValueError)
 
 # ── The command ───────────────────────────────────────────────────────────────────────────────────
 
@@ -67,16 +68,18 @@ def main(options: argparse.Namespace) -> int:
     checkpoint, run_dir = checkpoint_of(source)
     out = options.out or run_dir / "export"
     if out.exists():
-        raise InputError(f"{out}: already exists; name a folder that does not exist")
+        raise InputError(f"{out}: already exists; choose a folder that does not exist")
     if options.push is not None:
-        make_repository(options.push)  # before gigabytes are hashed and written in vain
+        # Create the repository first. If the hub refuses it, no gigabytes were written in vain.
+        make_repository(options.push)
     saved_as = Checkpoints(checkpoint.parent, keep=1).read_state(checkpoint)["identity"]["weights"]
     stored_as: Weights = options.dtype or ("fp32" if saved_as == "fp32" else "bf16")
     recipe = load_recipe(run_dir / "config.yaml")
     hf = empty_model(recipe, stored_as)
     tokenizer, why_not = tokenizer_of(recipe, run_dir)
     beside = {}
-    # The run's records may be missing, and a renamed folder has no step.
+    # Omit the card if the run's records are missing, or if the checkpoint's folder was renamed and
+    # so has no step in its name.
     with suppress(InputError, ValueError):
         run = read_run(run_dir, step_of(checkpoint))
         beside[CARD] = model_card(run, hf, has_tokenizer=tokenizer is not None)
@@ -95,19 +98,23 @@ def make_repository(name: str) -> None:
     Raises InputError if the hub refuses it.
     """
     if "/" not in name or not HUB_NAME.fullmatch(name):
-        raise InputError(f"--push {name}: name the repository as OWNER/NAME")
+        raise InputError(f"--push {name}: is not the name of a repository; write it as OWNER/NAME")
     if get_token() is None:
         raise InputError(
-            "--push: this machine has no token of the hub; type `hf auth login`, or set HF_TOKEN"
+            "--push: this machine has no token for the hub; either run `hf auth login`, or set "
+            "HF_TOKEN"
         )
-    with _refusing_push("nothing is exported; fix that, or omit --push"):
+    with _refusing_push("nothing was exported; either correct the cause, or omit --push"):
         HfApi().create_repo(name, private=True, exist_ok=True)
 
 
 def push(folder: Path, repository: str, message: str) -> None:
-    """Upload an exported folder to the hub. Raises InputError if the hub refuses it."""
-    with _refusing_push(f"the export is complete; push it by `hf upload {repository} {folder}`"):
-        # An earlier push may have had other shards, which transformers would load.
+    """Upload an exported folder to the hub. Raises InputError if the hub refuses the upload."""
+    with _refusing_push(
+        f"the export is complete; upload it with `hf upload {repository} {folder}`"
+    ):
+        # Delete the weights of an earlier push. If their file names differ from the names of the
+        # new files, transformers would load them too.
         commit = HfApi().upload_folder(
             repo_id=repository,
             folder_path=folder,
@@ -118,37 +125,40 @@ def push(folder: Path, repository: str, message: str) -> None:
 
 
 def _refusing_push(remedy: str) -> Any:
-    """Re-raise refusals of the hub and network errors as InputError with `remedy`."""
-    return refusing(_REFUSALS, f"--push: {HfApi().endpoint} does not take it", remedy)
+    """Return a context manager that re-raises errors of the hub as InputError with `remedy`."""
+    return refusing(_REFUSALS, f"--push: {HfApi().endpoint} refuses the request", remedy)
 
 
 def best_checkpoint(run_dir: Path) -> Path:
     """Return the run's checkpoint with the lowest held-out loss.
 
-    Raises InputError if the run has none, or if that checkpoint was not kept.
+    Raises InputError if the run has no evaluation, or if the checkpoint of its best evaluation was
+    deleted or never saved.
     """
     best = best_evaluation(own_evaluations(read_metrics(run_dir)))
     folder = step_folder(run_dir / "checkpoints", best["step"]) if best else None
     if folder is None or not folder.is_dir():
         raise InputError(
-            f"{run_dir}: has no checkpoint of its best evaluation; set `checkpoint.best` for the "
-            "next run"
+            f"{run_dir}: the run has no checkpoint of its best evaluation; either omit --best, or "
+            "train with `checkpoint.best: true`"
         )
     return folder
 
 
 def checkpoint_of(source: Path) -> tuple[Path, Path]:
-    """Return the checkpoint that `source` names, and the folder of its run.
+    """Return the path of a checkpoint and the path of its run folder.
 
-    source: a run folder, whose newest intact checkpoint is taken, or a checkpoint.
+    source: a checkpoint, or a run folder, whose newest checkpoint is returned.
+
+    Raises InputError if `source` is neither.
     """
     is_run = (source / "checkpoints").is_dir()
     run_dir = source if is_run else source.absolute().parent.parent
     checkpoint = newest_in(source) if is_run else source
     if checkpoint == run_dir or not (run_dir / "config.yaml").is_file():
         raise InputError(
-            f"{source}: name a run folder that has saved a checkpoint, or a step-* folder in its "
-            "`checkpoints`"
+            f"{source}: is neither a run folder with a checkpoint nor a checkpoint; choose a run "
+            "folder, or a step-* folder in the folder `checkpoints` of a run"
         )
     return checkpoint, run_dir
 
@@ -157,11 +167,14 @@ def checkpoint_of(source: Path) -> tuple[Path, Path]:
 
 
 def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
-    """Return the recipe's model on the meta device, in the dtype of mode `stored_as`."""
+    """Return the recipe's model on the meta device, without values.
+
+    stored_as: the setting `weights` that determines the dtype of the parameters.
+    """
     hf = model.build_on_meta(model.load_config(recipe.model))
     model.round_weights(hf, getattr(torch, WEIGHT_DTYPES[stored_as]))
     if recipe.model.weights_source is not None and hf.can_generate():
-        with suppress(OSError):  # the source has no generation config
+        with suppress(OSError):  # raised if the source has no generation config
             hf.generation_config = GenerationConfig.from_pretrained(
                 str(recipe.model.repository), revision=recipe.model.revision or "main"
             )
@@ -171,17 +184,21 @@ def empty_model(recipe: Recipe, stored_as: Weights) -> PreTrainedModel:
 def tensor_reader(
     checkpoint: Path, hf: PreTrainedModel, stored_as: Weights
 ) -> Callable[[str], Tensor]:
-    """Return a function that reads a tensor of a checkpoint by name, complete, on the CPU.
+    """Return a function that maps the name of a tensor to the tensor, read from a checkpoint.
 
-    A parameter has the dtype of mode `stored_as`, a buffer the one it was saved in. `hf` may be on
-    any device.
+    hf: the model, on any device. Only the names of its parameters are used.
+    stored_as: the setting `weights` that determines the dtype of the returned parameters. Buffers
+        keep the dtype in which they were saved.
+
+    The returned tensors are on the CPU, and complete even if the checkpoint has shards.
     """
     manifest = read_manifest(checkpoint)
     dtype = getattr(torch, WEIGHT_DTYPES[stored_as])
     parameters = {name for name, _ in hf.named_parameters()}
 
     def load(name: str, entry: TensorEntry) -> Tensor:
-        # Zeros: a forged manifest may omit pieces, which must not show this process's memory.
+        # Start from zeros. If a forged manifest omits pieces of a tensor, uninitialized memory of
+        # this process must not get into the export.
         tensor = torch.zeros(entry.shape, dtype=DTYPES[entry.dtype])
         load_tensors(checkpoint, {name: entry}, {name: tensor})
         return tensor
@@ -198,28 +215,34 @@ def tensor_reader(
 
 
 def tokenizer_of(recipe: Recipe, run_dir: Path) -> tuple[PreTrainedTokenizerBase | None, str]:
-    """Return the tokenizer that the run in `run_dir` was trained with, or None and the reason."""
+    """Return (tokenizer, ""): the tokenizer that the run in `run_dir` was trained with.
+
+    Return (None, reason) if the tokenizer is missing or has changed.
+    """
     try:
         environment = load_object(run_dir / "environment.json", "start the run again to write it")
         data = None
-        if recipe.data.packs.exists():  # packs are never prepared here
+        # Open only existing packs. An export does not prepare packs.
+        if recipe.data.packs.exists():
             data = Data(cast(Packs, open_packs(recipe.data, "train")), None)
         tokenizer = load_tokenizer(recipe.data, recipe.model, data, needed=False)
         fingerprint = fingerprint_in_use(recipe.data, recipe.model, data)
     except InputError as error:
         return None, str(error)
     if tokenizer is not None and environment.get("tokenizer_fingerprint") != fingerprint:
-        return None, f"the tokenizer of {recipe.data.packs} has changed since; restore it"
-    return tokenizer, "" if tokenizer else "the packs have none"
+        return None, (
+            f"the tokenizer of {recipe.data.packs} has changed since the training; restore it"
+        )
+    return tokenizer, "" if tokenizer else "the packs have no tokenizer"
 
 
 # ── The end of a run ──────────────────────────────────────────────────────────────────────────────
 
 
 def export_trained(run: Run, record: RunRecord) -> None:
-    """Write `final/` of a run whose last step is saved.
+    """Export the last step of a run to `final/`. A checkpoint of this step must exist.
 
-    record: of the run, for the card. The loss curves are drawn already.
+    record: the record of the run, for the model card. The picture of its losses must exist.
     """
     hf = run.assembly.hf
     checkpoint = step_folder(run.folder.checkpoints, run.state.step)
@@ -245,16 +268,20 @@ print(tokenizer.decode(model.generate(**prompt, max_new_tokens=60, do_sample=Tru
 
 
 def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> bytes:
-    """Return README.md of an exported model: its size, data, settings and losses.
+    """Return the model card of an exported model: its size, data, settings and losses.
 
-    It is Markdown with the front matter of the hub, from the records of the run alone. `hf` gives
-    the sizes, on any device. PICTURE lies beside the card.
+    The card is Markdown with the front matter of the hub, encoded as UTF-8. It links to the file
+    PICTURE in the same folder.
+
+    run: the record of the run, from which all facts are taken except the size of the model.
+    hf: the model, on any device.
+    has_tokenizer: the folder contains a tokenizer, which the card's example uses.
     """
     recipe = run.config
     source = recipe["model"].get("source")
     data = recipe["data"]
     datasets = [part.get("source") for part in (data, *(data.get("sources") or ()))]
-    # To the hub, a base model is one whose weights the training began with.
+    # The hub defines the base model as the model whose weights the training started with.
     has_base = source and not recipe["model"].get("from_scratch") and _is_on_hub(source)
     front = ModelCardData(
         library_name="transformers",
@@ -286,12 +313,12 @@ def model_card(run: RunRecord, hf: PreTrainedModel, *, has_tokenizer: bool) -> b
 
 
 def _is_on_hub(name: str) -> bool:
-    """Return whether `name` can only be a name of the hub."""
+    """Return whether `name` has the form of a name on the hub and is not a local path."""
     return bool(HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 def _rows(run: RunRecord) -> dict[str, str]:
-    """Return the rows of the card's table. The complete recipe stands below it."""
+    """Map the titles of rows in the card's table to their texts."""
     data = run.config["data"]
     figures = run.summary
     shares = [
@@ -307,7 +334,7 @@ def _rows(run: RunRecord) -> dict[str, str]:
     trunk = run.config["train"]["begin_with"]
     if trunk:
         first_steps = f"the first {run.steps[0]['step'] - 1:,} of these steps"
-        rows["begins with"] = f"{first_steps}, by another run: {trunk}"
+        rows["first steps"] = f"{first_steps} were trained by another run: {trunk}"
     rows |= {f"`{key}`": values for key, values in run.changed_settings.items()}
     if LOSS_KEY in figures:
         rows["loss"] = f"{figures[LOSS_KEY]:.4f}, mean of the last {figures[END_KEY]} steps"

@@ -49,32 +49,35 @@ from pretrain.run.data import Data, check_labels, check_tokens, most_positions, 
 from pretrain.settings.config import branch_checkpoint, identity_of, run_dir_of
 from pretrain.settings.recipe import Recipe
 
-# `run`: train on this machine, and prepare missing packs. `plan`: print what that would do.
-# `elsewhere`: plan for other machines. Their packs may be missing on this one.
+# The purpose of a job. `run`: train on this machine, and prepare missing packs. `plan`: print the
+# plan of a run on this machine; missing packs are an error. `elsewhere`: print a plan for other
+# machines; the packs may be missing.
 Purpose = Literal["run", "plan", "elsewhere"]
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checked recipe, with its plan, its model and its packs on this machine."""
+    """A checked recipe, with its plan, the shapes of its model, and its packs on this machine."""
 
     plan: Plan
     run_dir: Path
     model_config: PretrainedConfig
-    shapes: PreTrainedModel  # the model on the meta device: its modules without weights
-    data: Data  # missing in a plan for other machines, which does not read it
+    shapes: PreTrainedModel  # the model on the meta device, with modules but without weights
+    # None in a plan for other machines if the packs are not prepared. Such a plan does not use it.
+    data: Data
     tokenizer: PreTrainedTokenizerBase | None
     attention: attention.Choice
-    source_config: dict[str, Any]  # of `model.source` when the run began, for its identity
+    # The settings in the config.json of `model.source`, as keys of the run's identity.
+    source_config: dict[str, Any]
 
     @property
     def recipe(self) -> Recipe:
-        """Return the recipe, with `auto` values resolved as far as they are known."""
+        """Return the recipe. Its `auto` values are replaced if their result is known."""
         return self.plan.recipe
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """Return the dtype of activations, which all precisions of a run share."""
+        """Return the dtype of activations, which is the same in all precisions of a run."""
         return getattr(torch, self.plan.schedule.at(1).precision.compute_dtype)
 
     @property
@@ -83,19 +86,20 @@ class Job:
         return getattr(torch, WEIGHT_DTYPES[self.recipe.weights])
 
     def with_plan(self, **values: Any) -> Job:
-        """Return a copy of the job with other values of its plan."""
+        """Return a copy of the job with changed attributes of its plan."""
         return replace(self, plan=replace(self.plan, **values))
 
     def with_settings(self, section: str, **values: Any) -> Job:
-        """Return a copy of the job with the `auto` values of one recipe section resolved."""
+        """Return a copy of the job with changed values in one section of its recipe."""
         changed = getattr(self.recipe, section).model_copy(update=values)
         return self.with_plan(recipe=self.recipe.model_copy(update={section: changed}))
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """Return the settings that a checkpoint must have to be resumed.
+        """Return the identity: the settings in which a resumed checkpoint must equal this job.
 
-        Each precision of the recipe is replaced by the one that the machine has for it.
+        Map dotted keys to values. If the machine lacks a precision of the recipe, the identity
+        has the precision that replaces it.
         """
         available = [active for _, active in self.plan.schedule.phases]
         setting: Any = self.recipe.precision
@@ -109,7 +113,8 @@ class Job:
                 for phase, active in zip(setting, available, strict=True)
             )
         packs = self.data.train
-        # The fingerprint covers the weights of sources. These keys report which one has changed.
+        # The fingerprint already depends on the weights of sources. The keys below are added so
+        # that a message can name the weight that has changed.
         weights = packs.weights if isinstance(packs, MixedPacks | StreamedPacks) else {}
         shares = {f"data.sources.{name}.weight": weight for name, weight in weights.items()}
         return (
@@ -119,9 +124,11 @@ class Job:
         )
 
     def batches(self, accelerator: Accelerator, shift: int = 0) -> BatchStream:
-        """Return this rank's training batches, step by step.
+        """Return the training batches of this rank, from which any step can be read.
 
-        They are a pure function of the recipe, the packs and `shift` (`TrainState.shift`).
+        shift: `TrainState.shift`.
+
+        The batches depend only on the recipe, the packs, the launch's ranks, and `shift`.
         """
         packs = self.data.train
         find_order = packs.order if isinstance(packs, StreamedPacks) else partial(order_of, packs)
@@ -129,7 +136,7 @@ class Job:
         return BatchStream(packs=packs, order=order, **self.batching(accelerator))
 
     def batching(self, accelerator: Accelerator) -> dict[str, Any]:
-        """Return how packs become batches on this rank, in training and in evaluation."""
+        """Return the keyword arguments of `Batching`, for training and evaluation on this rank."""
         return {
             "microbatch": self.plan.microbatch,
             "rank": accelerator.process_index,
@@ -142,7 +149,10 @@ class Job:
 
 
 def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = "run") -> Job:
-    """Check the recipe and return its job. Cheap checks come first. Raises InputError."""
+    """Check the recipe and return its job. Fast checks run before slow ones.
+
+    Raises InputError if the recipe, the model, the packs and the machine do not fit together.
+    """
     is_elsewhere = purpose == "elsewhere"
     run_dir = run_dir_of(recipe)
     branch_checkpoint(recipe)
@@ -153,11 +163,12 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
     check_settings(recipe, first.name, None if is_elsewhere else accelerator.num_processes)
     check_gap(recipe, replicas=replicas_of(accelerator))
     if recipe.model.source:
-        # Before the tokenizer: without a network, the hub answers each request after half a minute.
+        # Load the configuration before the tokenizer, so that a missing network is reported early.
+        # Without a network, each request to the hub fails only after half a minute.
         load_config(recipe.model)
 
-    # Existing packs are opened now, because they may record the tokenizer. Missing packs are
-    # prepared last, which may take hours.
+    # Open existing packs before the other checks, because the packs may record the tokenizer.
+    # Prepare missing packs after all other checks, because this may take hours.
     opens_last = purpose == "run" and recipe.data.prepares
     data = None if opens_last else _open_existing(recipe, accelerator, purpose)
     recipe = recipe.model_copy(
@@ -180,20 +191,21 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
         _check_data(recipe, data, model_config)
     elif recipe.train.epochs is not None:
         raise InputError(
-            f"`train.epochs` counts packs, and {recipe.data.packs} has none yet; "
-            "train.steps=N or train.tokens=N plans without"
+            f"`train.epochs` counts packs, but {recipe.data.packs} has no packs yet; to plan "
+            "without packs, set train.steps=N or train.tokens=N instead"
         )
 
     packs = len(data.train) if data and not data.stream else None
     steps = steps_of(recipe.train, recipe.batch.tokens, packs or 0, recipe.data.length)
-    if recipe.train.epochs is not None:  # other horizons were checked with the settings
+    # If the length is not given in epochs, `check_settings` has already checked the schedule.
+    if recipe.train.epochs is not None:
         schedule.check(recipe.schedule, steps)
     plan = Plan(
         recipe,
         PrecisionSchedule(phases, steps, unquantized),
         _devices_of(accelerator, phases),
         flops,
-        # Without packs every pack counts as one document.
+        # Without packs, assume that every pack contains one document.
         data.mean_squared if data else float(recipe.data.length),
         packs=packs,
         mixture=data.train.mixture() if data and isinstance(data.train, MixedPacks) else None,
@@ -225,10 +237,11 @@ def prepare_job(recipe: Recipe, accelerator: Accelerator, *, purpose: Purpose = 
 def resolve_precisions(
     recipe: Recipe, device_type: str
 ) -> tuple[list[Phase], ActivePrecision | None]:
-    """Return the phases of the recipe in the precisions that the machine has for them.
+    """Return the phases of the recipe with the precisions that the machine supports.
 
-    The second value is the precision that low precision is compared with, or None if no phase is
-    quantized. Raises InputError if the machine lacks a precision.
+    The second value is the unquantized precision with which `log.gap` compares low precision, and
+    to which the health check may switch. It is None if no phase is quantized. Raises InputError if
+    the machine lacks a precision and the recipe does not allow a replacement.
     """
     missing = missing_on(device_type)
     phases = [
@@ -244,12 +257,15 @@ def resolve_precisions(
 
 
 def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -> Data | None:
-    """Open packs, or return None if a plan for other machines has none."""
+    """Open the packs of the recipe. Return None if they are missing and `purpose` is "elsewhere".
+
+    Raises InputError if they are missing and `purpose` is "plan".
+    """
     missing = unprepared(recipe.data)
     if missing and purpose == "plan" and recipe.data.prepares:
         raise InputError(
-            f"`data.packs`: {missing[0]} is not prepared; run `python -m packing prepare`, or "
-            "`python -m pretrain plan` without"
+            f"`data.packs`: {missing[0]} is not prepared; either run `python -m packing prepare`, "
+            "or use `python -m pretrain plan`, which needs no packs"
         )
     if missing and purpose == "elsewhere":
         return None
@@ -257,7 +273,10 @@ def _open_existing(recipe: Recipe, accelerator: Accelerator, purpose: Purpose) -
 
 
 def _check_model(recipe: Recipe, shapes: PreTrainedModel, phases: Sequence[Phase]) -> ModelFlops:
-    """Raise InputError if the model cannot be trained in a phase. Return its FLOPs."""
+    """Raise InputError if the model cannot be trained in one of the phases. Return its FLOPs.
+
+    shapes: the model on the meta device.
+    """
     check_architecture(shapes, recipe.data.length, recipe.loss)
     flops = ModelFlops.of(shapes)
     layers = list(decoder_layers(shapes).values())
@@ -271,10 +290,14 @@ def _check_model(recipe: Recipe, shapes: PreTrainedModel, phases: Sequence[Phase
 def _load_tokenizer(
     recipe: Recipe, data: Data | None, model_config: PretrainedConfig
 ) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer, and raise InputError for a prompt that the model cannot continue."""
+    """Return the tokenizer, or None if none is found and none is needed.
+
+    The recipe needs a tokenizer if it has prompts (`evaluate.samples`). Raises InputError if it is
+    needed and missing, and if a prompt leaves no position for new tokens.
+    """
     samples = recipe.evaluate.samples
     tokenizer: Any = load_tokenizer(recipe.data, recipe.model, data, needed=bool(samples))
-    for prompt in samples:  # then there is a tokenizer
+    for prompt in samples:
         encoded_prompt(tokenizer, prompt, model_config)
     return tokenizer
 
@@ -289,13 +312,14 @@ def _check_data(recipe: Recipe, data: Data, model_config: PretrainedConfig) -> N
 
 
 def _devices_of(accelerator: Accelerator, phases: Sequence[Phase]) -> Devices:
-    """Return the devices of this launch."""
+    """Return the properties of this launch's devices that the plan uses."""
     uses_hardware = any(active.backend == "transformer_engine" for _, active in phases)
     return Devices(
         accelerator.num_processes,
         accelerator.is_fsdp2,
         *device_of(accelerator),
         replicas=replicas_of(accelerator),
-        # Emulation takes the same memory on every device.
+        # The capability is needed only for products of Transformer Engine, because emulation needs
+        # the same memory on every device.
         capability=torch.cuda.get_device_capability() if uses_hardware else None,
     )

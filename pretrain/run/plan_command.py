@@ -1,4 +1,4 @@
-"""`python -m pretrain plan`: a recipe on devices elsewhere. `--plan`: a launch on this machine."""
+"""`python -m pretrain plan` plans a recipe for other devices; `--plan` plans a launch here."""
 
 from __future__ import annotations
 
@@ -32,15 +32,20 @@ from pretrain.settings.config import load_recipe
 from pretrain.settings.launch import with_precision
 from pretrain.settings.recipe import Recipe
 
-SMALL = 50_000_000  # parameters below which a step waits for kernel launches more than for products
-# The precision if neither recipe nor command line has one: there is no accelerate configuration.
+# With fewer parameters, a step spends more time on kernel launches than on matrix products.
+SMALL = 50_000_000
+# The precision of `python -m pretrain plan` if neither the recipe nor the command line sets one. In
+# a launch the accelerate configuration would set it.
 DEFAULT_PRECISION = "bf16"
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the plan and return 0. Raises InputError."""
+    """Print the plan of a recipe for the devices in --on, and return 0.
+
+    Raises InputError for invalid options, and if the recipe cannot be planned.
+    """
     if any(share > 1 for share in options.mfu):
-        raise InputError("--mfu: a share of the peak is wanted, such as 0.4 for 40 %")
+        raise InputError("--mfu: must not be above 1; for 40 % of the peak, write --mfu 0.4")
     targets = [Target.parse(text) for text in options.on or USUAL]
     recipe = load_recipe(options.recipe, options.overrides)
     has_precision = recipe.precision is not None
@@ -50,7 +55,7 @@ def main(options: argparse.Namespace) -> int:
     plan = job.plan
     plans = [(target, target.plan(plan, job.shapes)) for target in targets]
 
-    why_default = "" if has_precision else ", as the recipe names no precision"
+    why_default = "" if has_precision else ", because the recipe sets no precision"
     print(
         f"{plan.recipe.name}: {plan.schedule.label} compute{why_default}, "
         f"{plan.recipe.weights} weights\n{'─' * WIDTH}"
@@ -79,7 +84,11 @@ def main(options: argparse.Namespace) -> int:
 
 
 def _for_other_machines(recipe: Recipe) -> Recipe:
-    """Return the recipe with a precision. What this machine lacks, another one may have."""
+    """Return the recipe with a precision, which this machine need not support.
+
+    A recipe without a precision gets DEFAULT_PRECISION. Precisions that this machine lacks are not
+    refused here, because another machine may support them.
+    """
     if recipe.precision is None:
         recipe = recipe.model_copy(update={"precision": DEFAULT_PRECISION})
     fp8_config = recipe.fp8_config.model_copy(update={"on_unsupported": "emulate"})
@@ -87,30 +96,39 @@ def _for_other_machines(recipe: Recipe) -> Recipe:
 
 
 def _notes(plan: Plan, shares: Sequence[float], *, is_mfu_stated: bool) -> list[str]:
-    """Return the assumptions of the table."""
-    source = "stated" if is_mfu_stated else "assumed; --mfu states another"
+    """Return lines with the assumptions of the table.
+
+    shares: the assumed shares of the peak (MFU).
+    is_mfu_stated: True if the shares are from --mfu, False if they are defaults.
+    """
+    source = "from --mfu" if is_mfu_stated else "assumed; --mfu sets another share"
     listed = " to ".join(f"{100 * share:.3g}" for share in shares)
     notes = [
-        f"time is that of training steps at {listed} % of the peak ({source}); several devices "
-        "count as many times one",
-        "the microbatch is the recipe's, or the largest that leaves "
+        f"the time is the time of all training steps at {listed} % of the peak ({source}); n "
+        "devices are assumed to be n times as fast as one device",
+        "the microbatch is set by the recipe, or is the largest one that leaves "
         f"{units.percent(KEPT_FREE)} of a device's memory free",
     ]
     if not is_mfu_stated and plan.flops.parameters < SMALL:
         notes.append(
-            "a step of so small a model waits for launches of kernels: it takes longer than these "
-            "times"
+            "training will take longer than these times, because the steps of such a small model "
+            "mostly wait for kernel launches"
         )
     if not plan.packs:
         notes.append(
-            "FLOPs count each pack as one document, the most that they can be: no packs are "
-            "prepared here"
+            "the FLOPs are an upper limit, which counts each pack as one document, because no "
+            "packs are prepared here"
         )
     return notes
 
 
 def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
-    """Return why targets cannot run the plan, or leave experts in BF16, with the targets."""
+    """Return lines "TARGETS: reason" about targets with restrictions.
+
+    A reason says why the targets cannot run the plan, or why experts compute in BF16 there.
+
+    plans: the targets and their plans.
+    """
     targets = defaultdict(list)
     for target, planned in plans:
         obstacle = target.obstacle(planned)
@@ -122,19 +140,26 @@ def _reasons(plans: Sequence[tuple[Target, Plan]]) -> list[str]:
 def print_plan(job: Job, console: Console, resume_from: str, accept_changes: bool) -> int:
     """Print the plan of a launch on this machine, and the checkpoint that it resumes. Return 0.
 
+    resume_from: the value of --resume.
+    accept_changes: True if --accept-changes is given.
+
     Raises InputError if the launch would be refused.
     """
     job, _, source = where_to_resume(job, resume_from, accept_changes)
     lines = [render(job.plan)]
     if source is not None:
-        verb = "the run has ended, with" if source.step >= job.plan.steps else "would resume from"
+        verb = "the run is finished at" if source.step >= job.plan.steps else "would resume from"
         lines += [f"{verb} {source.path}", *source.notes]
     console.notice("\n".join(lines))
     return 0
 
 
 def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
-    """Return the table's row of a target. `shares` are shares of the peak."""
+    """Return the row of a target in the table.
+
+    plan: the plan of the recipe on this target.
+    shares: the assumed shares of the peak, ascending.
+    """
     if target.obstacle(plan):
         return [str(target), *[UNKNOWN] * 5]
     size = min(plan.expected_microbatch, plan.packs_per_rank)
@@ -145,7 +170,8 @@ def _row(target: Target, plan: Plan, shares: Sequence[float]) -> list[str]:
         remark = ": barely fits" if fits else ": does not fit"
     microbatches = -(-plan.packs_per_rank // size)
     shards = " in shards" if plan.devices.sharded else ""
-    peak = cast(float, plan.peak_tflops) * TERA  # known, because the target has no obstacle
+    # The peak is not None, because the target has no obstacle.
+    peak = cast(float, plan.peak_tflops) * TERA
     speeds = [share * peak / plan.flops_per_token for share in (shares if fits else ())]
     return [
         str(target),

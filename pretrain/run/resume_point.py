@@ -1,8 +1,9 @@
-"""Find the checkpoint that a run continues from, and refuse one that does not fit its recipe.
+"""Find the checkpoint that a run continues from. Refuse a checkpoint that does not fit its recipe.
 
-There are two kinds. A resumed checkpoint belongs to the same training: the run folder's newest one,
-or the one that --resume names. A branch starts a new training from another run's checkpoint, which
-`train.begin_with` names. A run that has a checkpoint of its own never branches again.
+A run can continue in two ways. It resumes from a checkpoint of the same training: the newest
+checkpoint in the run folder, or the checkpoint given by --resume. Or it branches: it starts a new
+training from another run's checkpoint, given by `train.begin_with`. A run whose folder already has
+a checkpoint resumes from it and ignores `train.begin_with`.
 """
 
 from __future__ import annotations
@@ -29,32 +30,35 @@ from pretrain.run.job import Job
 from pretrain.settings.config import HORIZON, branch_checkpoint, identity_of
 from pretrain.settings.recipe import Recipe
 
-# Changed settings between a checkpoint's training and the run's, in order of keys: the saved value
-# and the present one.
+# Map each setting that differs between a checkpoint and the run to (saved value, present value).
+# The keys are sorted.
 Changes = dict[str, tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The checkpoint that a run continues from, with notes and the run's past."""
+    """The checkpoint that a run continues from, with notes for the user."""
 
     path: Path
-    record: Mapping[str, Any]  # the content of its state.json
-    is_branch: bool = False  # another run's checkpoint, named by `train.begin_with`
-    in_run_folder: bool = False
+    record: Mapping[str, Any]  # the content of the checkpoint's state.json
+    # True if the run starts a new training from another run's checkpoint (`train.begin_with`).
+    is_branch: bool = False
+    in_run_folder: bool = False  # True if the checkpoint is in the run folder
     notes: Sequence[str] = ()  # changes of the recipe, as lines for the user
-    past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)  # of the run that continues
+    # The history of the run's settings, see `NO_PAST`. A branch has no past changes.
+    past: Mapping[str, Any] = field(default_factory=lambda: NO_PAST)
 
     @property
     def step(self) -> int:
-        """Return the number of steps that the checkpoint was trained for."""
+        """Return the number of training steps before the checkpoint."""
         return self.record["progress"]["step"]
 
     @property
     def health(self) -> HealthState:
-        """Return the state of health after the checkpoint's steps.
+        """Return the state of the health check with which the run continues.
 
-        A branch keeps the losses alone: they show which loss is usual for this model.
+        A branch starts with all counters at zero. It only takes over the recent losses, because
+        spikes are found by comparison with them.
         """
         values = dict(self.record["health"])
         if self.is_branch:
@@ -62,45 +66,55 @@ class ResumePoint:
         return HealthState(**values)
 
     def is_of_another_stream(self, job: Job) -> bool:
-        """Return whether the checkpoint has no place in the packs that the run streams.
+        """Return whether the run streams its packs, but not the stream of the checkpoint.
 
-        The run then starts with the first pack of its stream.
+        Then the checkpoint has no position in the run's stream, and the run starts with the first
+        pack.
         """
         fingerprint = self.record["identity"].get("data.fingerprint")
         return job.data.stream is not None and fingerprint != job.identity["data.fingerprint"]
 
     def place(self, job: Job) -> int:
-        """Return the place in the order of packs after the checkpoint's last pack.
+        """Return the position in the order of packs after the checkpoint's last pack.
 
-        It counts packs of the job's length, which may differ from the checkpoint's.
+        The position counts packs of the job's `data.length`, even if the checkpoint had another
+        `data.length`.
         """
         if self.is_of_another_stream(job):
             return 0
         identity = self.record["identity"]
         progress = self.record["progress"]
         place = progress.get("place")
-        if place is None:  # Checkpoints of earlier versions have counters alone.
+        if place is None:  # Checkpoints of earlier versions store only the counters of steps.
             packs_per_step = identity["batch.tokens"] // identity["data.length"]
             place = self._data_steps * packs_per_step + progress["shift"]
         return -(-(place * identity["data.length"]) // job.recipe.data.length)  # rounded up
 
     def shift(self, job: Job) -> int:
-        """Return the `TrainState.shift` that makes the first step read from `place` on."""
+        """Return the value of `TrainState.shift` with which the next step starts at `place`."""
         return self.place(job) - self._data_steps * job.plan.packs_per_step
 
     @property
     def _data_steps(self) -> int:
-        """The number of steps whose packs were used or passed over by rollbacks."""
+        """The number of steps whose packs were trained on or were skipped by rollbacks."""
         return self.record["progress"]["step"] + self.record["progress"]["left_out"]
 
 
 def where_to_resume(
     job: Job, requested: str, accept_changes: bool
 ) -> tuple[Job, Checkpoints, ResumePoint | None]:
-    """Return the job as it continues, the run folder's checkpoints, and the one to continue from.
+    """Return (job, checkpoints, source): the job to run, and the checkpoint to continue from.
 
-    Changes nothing on the disk. Collective. Raises InputError as `find_resume_point` does, if the
-    checkpoint leaves no step to train, and if the start would overwrite another training's files.
+    requested: the value of --resume.
+    accept_changes: continue although the recipe has changed (--accept-changes).
+
+    The returned job keeps the loss chunk of the checkpoint, and computes in BF16 if the health
+    check had switched to BF16. `checkpoints` manages the checkpoints of the run folder. `source` is
+    None if the run starts from the beginning.
+
+    Changes nothing on the disk. Collective. Raises InputError as `find_resume_point` does. Also
+    raises InputError if no step is left to train after the checkpoint, and if the start would
+    overwrite files of another training.
     """
     checkpoints = Checkpoints(
         job.run_dir / "checkpoints", job.recipe.checkpoint.keep, before=job.plan.before_decay
@@ -116,7 +130,8 @@ def where_to_resume(
             schedule=job.plan.schedule.switched_to_bf16_after(source.health.switched_after)
         )
         if job.recipe.loss.chunk == "auto":
-            # The chunk decides the order of a sum, so a resumed run keeps it.
+            # Keep the chunk of the checkpoint, because it determines the order of a sum. So the
+            # resumed run has the same bits as an uninterrupted run.
             chunk = source.record["loss_chunk"]
     return job.with_settings("loss", chunk=chunk), checkpoints, source
 
@@ -126,8 +141,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the checkpoint to continue from, or None if the run starts from the beginning.
 
-    `requested` is the value of --resume. Collective. Raises InputError as `find_checkpoint` and
-    `require_same_training` do; the latter applies unless `accept_changes` is set.
+    `requested` is the value of --resume. Collective. Raises InputError as `find_checkpoint` does,
+    and as `require_same_training` does unless `accept_changes` is set.
     """
     source = find_checkpoint(checkpoints, requested, branch_checkpoint(job.recipe))
     if source is None:
@@ -148,13 +163,16 @@ def find_resume_point(
 def find_checkpoint(
     checkpoints: Checkpoints, requested: str, branch_from: Path | None
 ) -> ResumePoint | None:
-    """Return the checkpoint to resume, else the one to branch from, else None.
+    """Return the checkpoint to resume. If there is none, return `branch_from`, or None.
 
-    `requested` is "auto" for the newest intact checkpoint of the run folder, a checkpoint, or a run
-    folder, whose newest one is taken. Collective.
+    checkpoints: the checkpoints of the run folder.
+    requested: "auto" for the newest intact checkpoint of the run folder. Otherwise the path of a
+        checkpoint, or the path of a run folder, whose newest checkpoint is used.
+    branch_from: the path of another run's checkpoint (`train.begin_with`), or None.
 
-    Raises InputError if a named checkpoint does not exist, and if every checkpoint of the run
-    folder is damaged: a new run would overwrite files that may still be rescued.
+    Collective. Raises InputError if a requested checkpoint does not exist. Also raises InputError
+    if every checkpoint of the run folder is damaged, because a new run would overwrite files that
+    may still be rescued.
     """
     path = checkpoints.newest() if requested == "auto" else newest_in(Path(requested))
     if path is not None:
@@ -162,7 +180,7 @@ def find_checkpoint(
     if checkpoints.damaged:
         raise InputError(
             f"{checkpoints.folder}: every checkpoint is damaged; "
-            "name another `run_dir` to train from the beginning"
+            "set another `run_dir` to train from the beginning"
         )
     if branch_from is None:
         return None
@@ -170,12 +188,13 @@ def find_checkpoint(
         newest = newest_in(branch_from)
         example = "RUN/checkpoints/step-00000100" if newest == branch_from else newest
         raise InputError(
-            f"`train.begin_with`: {branch_from}: is not a checkpoint; name one, such as {example}"
+            f"`train.begin_with`: {branch_from} is not a checkpoint; set it to the folder of a "
+            f"checkpoint, such as {example}"
         )
     return ResumePoint(branch_from, checkpoints.read_state(branch_from), is_branch=True)
 
 
-# ── Compare its training with the run's ───────────────────────────────────────────────────────────
+# ── Compare the checkpoint's settings with the run's settings ─────────────────────────────────────
 
 
 def compare_identities(
@@ -183,7 +202,9 @@ def compare_identities(
 ) -> Changes:
     """Return the settings that differ between two identities (see `identity_of`).
 
-    With `horizon_may_move`, the length of the training is not compared.
+    saved: the identity in the checkpoint.
+    present: the identity of the run.
+    horizon_may_move: do not compare the keys that set the length of the training.
     """
     if horizon_may_move:
         present = {**present, **{key: saved.get(key) for key in HORIZON}}
@@ -191,7 +212,7 @@ def compare_identities(
 
 
 def lines_of(changes: Changes) -> dict[str, str]:
-    """Return a line for each changed key."""
+    """Map each changed key to a line of text with its saved and its present value."""
     return {
         key: f"{key}: saved {json.dumps(saved)}, now {json.dumps(present)}"
         for key, (saved, present) in changes.items()
@@ -199,14 +220,18 @@ def lines_of(changes: Changes) -> dict[str, str]:
 
 
 def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint:
-    """Return the resume point with notes for the user and the run's past.
+    """Return `source` with its `notes` and its `past` filled in.
 
-    A branch starts with an empty past. A resumed run adds the changes of its recipe. The number of
-    steps passed over before the folder's first step comes from the checkpoint only if another
-    folder holds it: the folder's own metrics record its rollbacks.
+    changes: the result of `compare_identities`.
 
-    Changes that another change brings have no note: `train.begin_with` of a branch, and the options
-    of another precision that the saved one does not have.
+    A branch has an empty list of past changes. A resumed run appends `changes` to the list in the
+    checkpoint. The number of steps that rollbacks skipped before the first step in the run folder
+    (`left_out`) is taken from the checkpoint's counters if the checkpoint is in another folder. If
+    it is in the run folder, the stored `left_out` is kept, because metrics.jsonl there records
+    later rollbacks.
+
+    Every change has a note, except changes that follow from another change: `train.begin_with` of a
+    branch, and options in `fp8_config` that the saved precision does not have.
     """
     progress = source.record["progress"]
     past = source.record["past"]
@@ -234,24 +259,28 @@ def with_changes(source: ResumePoint, changes: Changes, job: Job) -> ResumePoint
 
 
 def horizon_may_move(record: Mapping[str, Any], job: Job) -> bool:
-    """Return whether a checkpoint may be continued to the job's number of steps.
+    """Return whether a checkpoint may be continued to the job's number of steps (the horizon).
 
-    It may if it was trained for the same number, perhaps given in another unit, or if its steps had
-    the learning rates that the new schedule gives them. The last step shows that: a learning rate
-    that had started to fall differs. Phases of precision that scale with the horizon forbid it.
+    record: the content of the checkpoint's state.json.
+
+    True if the run had the same number of steps, even if the recipe gives it in another unit. Also
+    true if the new schedule gives all past steps the learning rates that they had. It is enough to
+    compare the last past step, because its learning rate differs if the decay had begun. Never true
+    for another number of steps if the precision changes during the run, because the phases scale
+    with the number of steps.
     """
     saved_steps = record["progress"]["steps"]
     if saved_steps == job.plan.steps:
         return True
     last_step = max(record["progress"]["step"] - 1, 0)
-    before, now = (
+    saved_rate, present_rate = (
         learning_rate(last_step, job.recipe.schedule, job.recipe.optimizer, steps)
         for steps in (saved_steps, job.plan.steps)
     )
-    return before == now and not job.plan.schedule.changes
+    return saved_rate == present_rate and not job.plan.schedule.changes
 
 
-# ── Refuse it ─────────────────────────────────────────────────────────────────────────────────────
+# ── Refuse a checkpoint ───────────────────────────────────────────────────────────────────────────
 
 
 def require_same_training(
@@ -259,9 +288,13 @@ def require_same_training(
 ) -> None:
     """Raise InputError if a checkpoint to resume belongs to another training.
 
-    The message lists the changes. If that is the horizon alone, it names one of
-    `run_checkpoints` that may be continued to the new horizon. A checkpoint past the horizon is
-    left to `require_steps_to_train`, whose message is simpler.
+    changes: the result of `compare_identities`. The message lists them.
+    run_checkpoints: the checkpoints of the run folder.
+
+    If only the length of the training (the horizon) has changed, the message suggests a checkpoint
+    of `run_checkpoints` that may be continued to the new horizon. No error is raised if only the
+    horizon has changed and the checkpoint is past it: `require_steps_to_train` has a simpler
+    message for this case.
     """
     only_horizon = changes.keys() <= {*HORIZON}
     if source.is_branch or not changes or (only_horizon and source.step > job.plan.steps):
@@ -274,33 +307,38 @@ def require_same_training(
     )
     if only_horizon:
         earlier = (
-            f", which {path} is"
+            f", such as {path}"
             for path in run_checkpoints
             if path != source.path
             and (path / STATE).is_file()
-            and horizon_may_move(load_object(path / STATE, "name another"), job)
+            and horizon_may_move(load_object(path / STATE, "choose another checkpoint"), job)
         )
         message += (
-            " To end elsewhere, name a checkpoint from before the learning rate fell with --resume"
-            f"{next(earlier, '')}."
+            " To end at another step, pass a checkpoint from before the decay of the learning rate "
+            f"to --resume{next(earlier, '')}."
         )
     raise InputError(message)
 
 
 def require_same_stream(source: ResumePoint, job: Job) -> None:
-    """Raise InputError if a checkpoint to resume has no place in the run's stream of packs."""
+    """Raise InputError if a checkpoint to resume belongs to another stream of packs than the run's.
+
+    A branch may start another stream.
+    """
     if source.is_of_another_stream(job) and not source.is_branch:
         raise InputError(
-            f"{source.path}: is of another stream; set another `run_dir`, and "
-            f"`train.begin_with: {source.path}` for its weights"
+            f"{source.path}: the checkpoint belongs to another stream of packs; to start a new run "
+            f"with its weights, set another `run_dir` and `train.begin_with: {source.path}`"
         )
 
 
 def require_steps_to_train(source: ResumePoint, job: Job) -> None:
-    """Raise InputError if no step follows the checkpoint, or if its tokens do not count steps.
+    """Raise InputError if no step is left to train after the checkpoint.
 
-    A run folder's own checkpoint may be at the horizon: its run has ended there. A horizon in
-    tokens needs steps of one size.
+    A checkpoint in the run folder may be at the last step, because then the run is finished.
+
+    Also raise InputError if the recipe gives the length in tokens or epochs, and the checkpoint's
+    steps had another number of tokens. Then the length in steps is not defined.
     """
     plan = job.plan
     tokens = source.record["progress"]["tokens"]
@@ -308,25 +346,26 @@ def require_steps_to_train(source: ResumePoint, job: Job) -> None:
         steps_to_train = math.ceil((plan.total_tokens - tokens) / plan.tokens_per_step)
         steps = source.step + max(steps_to_train, 0)
         raise InputError(
-            f"{source.path}: its steps had another `batch.tokens`; "
-            f"set the horizon as `train.steps: {steps}`"
+            f"{source.path}: the steps of the checkpoint had another `batch.tokens`; "
+            f"set the length of the run in steps, as `train.steps: {steps}`"
         )
     if source.step > plan.steps or (source.step == plan.steps and not source.in_run_folder):
         new_run = ", or set another `run_dir` to start a new run" if source.in_run_folder else ""
         raise InputError(
-            f"{source.path}: is from step {source.step:,}, and `train` ends the run at "
-            f"{plan.steps:,}; lengthen it{new_run}"
+            f"{source.path}: the checkpoint is from step {source.step:,}, but `train` ends the run "
+            f"at step {plan.steps:,}; raise the length of the run in `train`{new_run}"
         )
 
 
 def require_own_records(job: Job) -> None:
     """Raise InputError if a start without a checkpoint would overwrite files of another training.
 
-    These are the model of a finished run, or the logged steps of a run with another identity.
+    Such files are the results of a finished run, and the logged steps of a run whose identity
+    differs from the job's identity.
     """
     if (job.run_dir / "final").exists() or (job.run_dir / SUMMARY_FILE).exists():
         raise InputError(
-            f"{job.run_dir}: is of a finished run that has no checkpoint to continue from; "
+            f"{job.run_dir}: contains a finished run that has no checkpoint to continue from; "
             "set another `run_dir`"
         )
     with suppress(NoStepYet):
@@ -336,6 +375,6 @@ def require_own_records(job: Job) -> None:
         )
         if changed := changed_keys(trained, identity_of(job.recipe, job.data.train.fingerprint)):
             raise InputError(
-                f"{job.run_dir}: is of another training ({', '.join(changed)}); "
+                f"{job.run_dir}: contains another training, which differs in {', '.join(changed)}; "
                 "set another `run_dir`"
             )

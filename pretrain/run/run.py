@@ -1,8 +1,8 @@
-"""A running training: its parts, its precision, its description, and its line of each step.
+"""The object that holds all parts of a run, and the functions that describe and log the run.
 
-The schedule alone decides at which step the precision changes. A run that is resumed at that step
-repeats the change, and one that is resumed later finds the histories in its checkpoint. So both
-have the bits of an uninterrupted run.
+The precision schedule alone determines at which step the precision changes. A run that is resumed
+at such a step repeats the change. A run that is resumed later loads the histories of delayed
+scaling from its checkpoint. In both cases the run has the same bits as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -42,24 +42,27 @@ from pretrain.settings.config import resolved
 
 @dataclass
 class Run:
-    """Everything that a running training consists of."""
+    """All parts of a run, while this process trains it."""
 
     job: Job
     assembly: Assembly
     accelerator: Accelerator
     folder: RunFolder
     checkpoints: Checkpoints
-    past: Mapping[str, Any]  # changes of its settings, as `NO_PAST` has them
+    past: Mapping[str, Any]  # the history of the run's settings, see `NO_PAST`
     state: TrainState
-    is_new: bool  # it starts without a checkpoint or branches; False if it resumes its own
-    # The step after which this process trains, or an earlier one after a rollback.
+    # True if the run starts without a checkpoint or branches from another run. False if it resumes.
+    is_new: bool
+    # This process has trained the steps after this step. It is the step of the checkpoint that the
+    # run has resumed from, or 0. A rollback to an earlier step lowers it.
     resumed_step: int
     health: Health
     recorder: Recorder
     trackers: Trackers
     console: Console
     observers: Observers = field(init=False)
-    # The best evaluation, whose checkpoint is kept (`checkpoint.best`).
+    # The evaluation with the lowest held-out loss, or None. Its checkpoint is not deleted
+    # (`checkpoint.best`).
     best: Record | None = None
 
     @property
@@ -69,7 +72,7 @@ class Run:
 
     @property
     def is_best(self) -> bool:
-        """Return whether the present step has the best evaluation, so its checkpoint is kept."""
+        """Return whether the present step has the best evaluation of the run so far."""
         return self.best is not None and self.best["step"] == self.state.step
 
     def write_audit(self) -> None:
@@ -78,9 +81,11 @@ class Run:
             write_json(self.folder.audit, self.assembly.audit)
 
     def introduce(self, notes: Iterable[str]) -> None:
-        """Print and write what this run is, before its first step.
+        """Print the plan of the run, and write its settings, environment and audit to its folder.
 
-        notes: about the checkpoint that it resumes or branches from.
+        Also start the trackers. Call this before the first step.
+
+        notes: lines about the checkpoint that the run resumes or branches from.
         """
         self.console.notice(render(self.job.plan, brief=True))
         self._take_over_parity()
@@ -92,7 +97,8 @@ class Run:
             self.console.notice(note)
         settings = resolved(self.job.recipe)
         if self.accelerator.is_main_process:
-            # First: the summary of an earlier start does not describe the other records.
+            # Delete the summary of an earlier start first, because it does not describe the files
+            # that are written below.
             self.folder.summary.unlink(missing_ok=True)
             replace_file(
                 self.folder.config,
@@ -103,12 +109,16 @@ class Run:
         self.trackers.start(settings)
 
     def _take_over_parity(self) -> None:
-        """Copy parity from the audit of an earlier start. It was compared before the first step."""
+        """Copy the results of parity from the audit.json of an earlier start into the audit.
+
+        A resumed run does not repeat parity, because parity compares only the run's first step.
+        """
         if self.is_new or not self.folder.audit.is_file():
             return
-        before = load_object(self.folder.audit, "delete it")
-        # Each precision has a parity of its own.
-        for name, record in before.get("precisions", {before.get("effective"): before}).items():
+        earlier = load_object(self.folder.audit, "delete this file")
+        # audit.json has one result for each precision. Without phases of precision there is no key
+        # `precisions`, and the result is at the top level.
+        for name, record in earlier.get("precisions", {earlier.get("effective"): earlier}).items():
             in_model = self.precision.in_model.get(name)
             if in_model is not None and "parity" in record:
                 in_model.audit["parity"] = record["parity"]
@@ -130,9 +140,10 @@ class Run:
         }
 
     def follow_schedule(self) -> None:
-        """Change to the precision of the next step if it is another one. Collective.
+        """Change the precision if the schedule has another precision for the next step. Collective.
 
-        Call this before random numbers are drawn for the step.
+        Call this before random numbers are drawn for the step. Raises InputError if a product does
+        not compute in the new precision.
         """
         before = self.precision.current.name
         name = self.precision.schedule.at(self.state.step + 1).precision.name
@@ -142,7 +153,7 @@ class Run:
             self.assembly.start_precision(name, self.job, self.accelerator)
         self.write_audit()
         self.console.notice(
-            f"precision after step {self.state.step}: {before}, then {name}, audited again: "
+            f"the precision changes from {before} to {name} after step {self.state.step}; audit: "
             f"{in_short(self.assembly.audit)['products']}"
         )
 
@@ -153,10 +164,12 @@ class Run:
         losses: Mapping[str, float],
         figures: Mapping[str, Any],
     ) -> dict[str, Any]:
-        """Return the metrics of the step just trained, and print its warnings.
+        """Return the metrics of the step that was just trained, and print warnings about it.
 
-        losses: its mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
-        figures: learning rate and gradient norm, and the figures of observers.
+        batches: the microbatches of the step.
+        decision: the decision whether to update the weights.
+        losses: the step's mean `loss`, and the other values of `PackedLanguageModel.mean_losses`.
+        figures: learning rate, gradient norm, and the figures of observers.
 
         Collective.
         """
@@ -180,7 +193,8 @@ class Run:
             "unlabelled": True if not is_labelled and math.isfinite(loss) else None,
             "halted": decision.reason if decision.action == "stop" else None,
         }
-        # A key without a meaning in this run is left out. A loss without a label is null.
+        # Omit the keys above that do not apply to this run. If no token has a label, the losses are
+        # null.
         record = {key: value for key, value in record.items() if value is not None}
         reported: dict[str, float | None] = dict(losses if is_labelled else dict.fromkeys(losses))
         if not math.isfinite(loss):
@@ -197,7 +211,11 @@ class Run:
         }
 
     def log(self, figures: dict[str, Any], *, data_wait_ms: float) -> None:
-        """Write a step to metrics.jsonl and to trackers, and print it every `log.every` steps."""
+        """Write a step to metrics.jsonl and to the trackers. Print it if `log.every` is due.
+
+        figures: the metrics of the step, from `record_of_step`.
+        data_wait_ms: the time that the step has waited for its packs.
+        """
         record = self.recorder.finish(**figures, data_wait_ms=data_wait_ms)
         self.trackers.log(record)
         self.console.step(
@@ -206,10 +224,11 @@ class Run:
 
 
 def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
-    """Return the recorder of the job's steps."""
+    """Return the recorder that measures the time, speed and memory of steps."""
     flops = job.plan.flops
     return Recorder(
-        flops=None if flops.uncounted else flops,  # an MFU without some weights would be wrong
+        # No MFU is computed if the FLOPs of some weights are not counted.
+        flops=None if flops.uncounted else flops,
         peak_tflops=peak(job.plan.devices.name, "bf16"),
         device=accelerator.device,
         world_size=accelerator.num_processes,
@@ -218,18 +237,29 @@ def recorder_of(job: Job, accelerator: Accelerator) -> Recorder:
 
 
 def introduce_job(job: Job, accelerator: Accelerator, notices: Iterable[str]) -> Console:
-    """Return a console that has printed the launch's corrections and replaced precisions."""
+    """Create the console, and print notices about the launch and the job on it.
+
+    notices: lines about corrections of the launch, from `as_launched`.
+
+    Also printed are the settings that the model keeps from its source, and a warning for each
+    precision that is replaced by another one.
+    """
     console = Console(job.plan.steps, enabled=accelerator.is_main_process)
     for text in [*notices, *kept_from_source(job.recipe.model)]:
         console.notice(text)
-    # Phases may share a notice. The dict keeps one of each, in order.
+    # Several phases may have the same notice. `dict.fromkeys` removes duplicates and keeps the
+    # order.
     for text in dict.fromkeys(active.notice for active in job.plan.precisions if active.notice):
         console.warning(text)
     return console
 
 
 def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
-    """Return whether an earlier start has finished the run. If so, print its last screen."""
+    """Return whether the run is already finished. If so, print its results as at its end.
+
+    A run is finished if its summary describes the job's last step, and if its model was exported or
+    `checkpoint.at_end` is off.
+    """
     finished = read_finished(job.run_dir)
     if finished is None or finished.summary["steps"] != job.plan.steps:
         return False
@@ -240,9 +270,10 @@ def is_over(job: Job, folder: RunFolder, console: Console) -> bool:
 
 
 def best_evaluation(records: Iterable[Record]) -> Record | None:
-    """Return the first evaluation with the lowest finite held-out loss.
+    """Return the first evaluation with the lowest finite held-out loss, or None.
 
-    Only evaluations with the same measure as the last of `records` count.
+    records: evaluations, in the order of their steps. If the measure changes (the held-out packs or
+        the precision), only the evaluations after the last change are compared.
     """
     best = None
     for record in records:

@@ -1,4 +1,4 @@
-"""Generate text with a model: in evaluations of a run, and by `python -m pretrain sample`."""
+"""Generate text with a model, in evaluations of a run and for `python -m pretrain sample`."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ from pretrain.run.run import Run
 from pretrain.settings.commands import TEMPERATURE, TOKENS, TOP_P
 from pretrain.settings.recipe import ModelSettings
 
-# Below this temperature the likeliest token is taken: dividing FP32 scores by it could overflow.
+# At this temperature or below, the most likely token is chosen. Dividing FP32 scores by a smaller
+# temperature could overflow.
 COLDEST = 1e-4
 
 
 def draw_samples(run: Run) -> None:
-    """Continue the recipe's prompts, and record the texts. Collective."""
+    """Generate a text for each prompt of the recipe. Print the texts and log them. Collective."""
     samples = []
-    tokenizer: Any = run.job.tokenizer  # a recipe with prompts has one
+    # The tokenizer is not None, because the recipe has prompts.
+    tokenizer: Any = run.job.tokenizer
     how = {"tokens": TOKENS, "temperature": TEMPERATURE, "top_p": TOP_P}
     with gathered(run.assembly.model):
         for number, prompt in enumerate(run.job.recipe.evaluate.samples):
-            # Each prompt has a seed of its own. Otherwise texts would begin alike.
+            # Each prompt has its own seed. With one seed, similar prompts would get similar texts.
             seed = step_seed(run.job.recipe.seed, number, 0)
             text = sample(run.assembly.hf, tokenizer, prompt, TOKENS, TEMPERATURE, TOP_P, seed=seed)
             run.console.sample(prompt, text)
@@ -57,19 +59,21 @@ def sample(
     *,
     seed: int,
 ) -> str:
-    """Return the continuation of `prompt`, without the prompt.
+    """Return the text that the model generates after `prompt`, without the prompt.
 
-    tokens: the largest number of new tokens. The model's positions may allow fewer.
-    temperature: near 0, the likeliest token is always taken.
-    top_p: sample from the likeliest tokens whose probabilities sum to this.
+    tokens: the largest number of new tokens. There are fewer if the model has no more positions.
+    temperature: the temperature of sampling. Near 0, the most likely token is always chosen.
+    top_p: sample from the most likely tokens whose probabilities sum to this value.
+    seed: the seed of the random numbers.
 
-    Of the model's generation config only the tokens that end a text count. Raises InputError if the
-    prompt leaves no position free.
+    From the model's generation config, only the tokens that end a text are used. Raises InputError
+    if the prompt fills all positions of the model.
 
-    The model runs uncompiled, with transformers' own attention: generation has a cache and one
-    growing document, not packs. Every training step seeds its own random numbers, so seeding here
-    does not change the training. On a GPU a sample may differ from run to run even under
-    `deterministic`: its sums of probabilities (`cumsum`) have no fixed order there.
+    The model runs without torch.compile and with the attention of transformers, because packed
+    attention supports neither a cache nor a growing document. Every training step sets its own
+    seed, so the seed here does not change the training. On a GPU a sample may differ from run to
+    run even under `deterministic`, because torch's `cumsum` of the probabilities has no fixed order
+    of additions there.
     """
     encoded = encoded_prompt(tokenizer, prompt, hf.config).to(hf.device)
     length = encoded["input_ids"].shape[1]
@@ -93,23 +97,28 @@ def sample(
         hf.eval()
         hf.set_attn_implementation("sdpa" if hf._supports_sdpa else "eager")
         torch.manual_seed(seed)
-        # As an argument, the model's own generation config would complete it.
+        # Replace the model's generation config. A config that is passed as an argument would be
+        # completed with values of the model's config.
         restored.enter_context(overridden(hf, generation_config=generation))
         output = cast(Any, hf).generate(**encoded)
     return str(tokenizer.decode(output[0, length:], skip_special_tokens=True))
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print a continuation of each prompt, and return 0. Raises InputError."""
+    """Generate and print a text for each prompt of the command line, and return 0.
+
+    Raises InputError if the model cannot be loaded or an option has no valid value.
+    """
     prompts = [*options.prompts, *options.prompt]
     if not prompts:
         raise InputError(
-            "command line: no prompt is given; write a text behind the folder, or '' to begin one"
+            "command line: no prompt is given; add a prompt after the folder, or '' to generate a "
+            "text without a prompt"
         )
     if not (options.temperature >= 0 and 0 < options.top_p <= 1):
         raise InputError(
-            f"command line: --temperature {options.temperature:g} --top-p {options.top_p:g}: give "
-            "a temperature of 0 or more, and a probability above 0 and up to 1"
+            f"command line: --temperature {options.temperature:g} --top-p {options.top_p:g}: set "
+            "--temperature to 0 or more, and --top-p to a number above 0 and not above 1"
         )
     hf, tokenizer = load(options.folder)
     console = Console(0)
@@ -130,26 +139,30 @@ def main(options: argparse.Namespace) -> int:
 
 
 def load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Return the model and the tokenizer at `folder`, or in its `final/`, ready to generate.
+    """Return the model and the tokenizer in `folder`, ready to generate.
 
-    Raises InputError if it has none.
+    folder: the folder of a Hugging Face model, or of a run, whose model is in `final/`.
+
+    Raises InputError if there is no model or no tokenizer.
     """
     transformers_logging.disable_progress_bar()
     if not folder.is_dir():
         raise InputError(
-            f"{folder}: does not exist; name the folder of a run, as runs/my-fp32-fp32, or of a "
-            "model"
+            f"{folder}: the folder does not exist; choose the folder of a run, such as "
+            "runs/my-fp32-fp32, or the folder of a model"
         )
     if (folder / "final").is_dir():
         folder = folder / "final"
     if not (folder / "config.json").is_file() or not (folder / "tokenizer_config.json").is_file():
-        # Without a tokenizer's files transformers would make one that knows no word.
+        # If the files of the tokenizer are missing, transformers creates an empty tokenizer.
         raise InputError(
-            f"{folder}: is not the folder of a model with its tokenizer; `python -m pretrain "
-            "export RUN_OR_CHECKPOINT OUT` makes one"
+            f"{folder}: the folder does not contain a model with its tokenizer; create such a "
+            "folder with `python -m pretrain export RUN_OR_CHECKPOINT OUT`"
         )
-    load_config(ModelSettings(source=str(folder)))  # refuses a model that brings code of its own
-    # eager: the attention that a foreign config.json names may be a kernel of the hub.
+    # `load_config` refuses a model whose folder contains its own Python code.
+    load_config(ModelSettings(source=str(folder)))
+    # Set the attention here, because config.json may choose a kernel that is downloaded from the
+    # hub.
     hf: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype="auto", attn_implementation="eager", trust_remote_code=False
     )

@@ -1,4 +1,8 @@
-"""Prepare the assembled model for its first step: observers, microbatch, parity."""
+"""Prepare the assembled model for its first step.
+
+This module creates the observers, chooses the microbatch if the recipe has `auto`, and compares the
+first step with plain transformers (parity).
+"""
 
 from __future__ import annotations
 
@@ -37,10 +41,11 @@ from pretrain.verify.parity import LONGEST, PLAIN_BYTES, Parity, check_parity
 
 # Share of a device's memory that stays free for fragments, communication buffers and evaluation.
 RESERVE = 0.04
-# Packs of a microbatch of parity, if another shape than training's costs no compilation.
+# The number of packs in a microbatch of parity. It is used only if nothing is compiled, because
+# torch.compile would compile again for a shape that differs from the shape in training.
 PARITY_MICROBATCH = 2
-# Parts of messages. Libraries that allocate by themselves, and torch on a host, raise errors of
-# other classes.
+# Parts of messages by which errors about full memory are recognized. Some libraries allocate memory
+# without torch, and torch has no error class for host memory.
 _MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not enough memory")
 
 
@@ -48,9 +53,10 @@ _MESSAGES = ("out of memory", "_ALLOC_FAILED", "can't allocate memory", "not eno
 
 
 def make_observers(run: Run, *, profiles: bool = False) -> Observers:
-    """Return the observers of a run.
+    """Create the observers of a run.
 
-    profiles: record a step (`--profile`). Raises InputError if the run ends before that step.
+    profiles: True if one step is recorded (`--profile`). Raises InputError if the run ends before
+        this step.
     """
     recipe = run.job.recipe
     model = run.assembly.model
@@ -61,7 +67,8 @@ def make_observers(run: Run, *, profiles: bool = False) -> Observers:
     if profiles:
         observers.append(StepProfile(run.folder.path, accelerator, run.state, run.console))
     if recipe.log.gap:
-        # Before other observers of the passes, so that they do not see its pass in BF16.
+        # The GapMeter comes before the other observers of the passes, so that they do not observe
+        # its pass in BF16.
         observers.append(GapMeter(model, optimizer, run.precision, run.health, recipe, accelerator))
     observers += [
         ProductAudit(model, run.precision, every, run.write_audit),
@@ -85,7 +92,10 @@ def make_observers(run: Run, *, profiles: bool = False) -> Observers:
 
 
 def _expert_loads(routing: Routing) -> dict[str, Any]:
-    """Return the share of tokens of each expert, for metrics.jsonl. Empty before any step."""
+    """Return the metric `expert_loads`: the share of tokens that each expert has processed.
+
+    Return {} if no step has been trained.
+    """
     loads = routing.loads
     return {} if loads is None else {"expert_loads": loads.double().round(decimals=3).tolist()}
 
@@ -96,14 +106,17 @@ def _expert_loads(routing: Routing) -> dict[str, Any]:
 def choose_microbatch(
     job: Job, assembly: Assembly, resumed: Mapping[str, Any] | None, accelerator: Accelerator
 ) -> int:
-    """Return what `batch.microbatch: auto` means, in packs.
+    """Return the number of packs in a microbatch, for the setting `batch.microbatch: auto`.
 
-    It is the microbatch of the `resumed` state, or the largest one that fits now in each precision
-    of the run. On a CPU it is the largest one that is expected to fit.
+    resumed: the content of the checkpoint's state.json if the run continues from one, else None.
 
-    The plan's estimate of memory includes neither the choices of the compiler nor the fragments of
-    the allocator. Keeping the microbatch keeps the order of all sums, so the resumed run repeats
-    the uninterrupted one bit for bit.
+    A resumed run keeps the microbatch of the checkpoint if it has the same number of processes.
+    Then all sums keep their order, and the resumed run repeats the uninterrupted run bit for bit.
+    Otherwise trials on the GPU find the largest microbatch that fits in every precision of the run.
+    The plan's estimate of memory is not precise enough, because it includes neither the choices of
+    the compiler nor the fragments of the allocator. On a CPU the estimate is used. Collective.
+
+    Raises InputError if not even one pack fits.
     """
     plan = job.plan
     device = accelerator.device
@@ -114,7 +127,7 @@ def choose_microbatch(
     ):
         return resumed["microbatch"]
     if device.type != "cuda":
-        # Host memory that runs out ends a process, so it cannot be tried.
+        # No trials on a CPU, because the system kills a process if the host memory is full.
         return plan.expected_microbatch
     usable = int((1 - RESERVE) * torch.cuda.get_device_properties(device).total_memory)
     fitting = []
@@ -135,8 +148,8 @@ def choose_microbatch(
     smallest = min(fitting)
     if smallest == 0:
         raise InputError(
-            "`batch.microbatch: auto`: not even 1 pack fits into memory; what takes less: a "
-            f"shorter `data.length`, {TAKES_LESS}"
+            "`batch.microbatch: auto`: not even 1 pack fits into memory; to reduce memory, choose "
+            f"one of: a shorter `data.length`, {TAKES_LESS}"
         )
     return smallest
 
@@ -151,27 +164,29 @@ def largest_that_fits(
     usable: int,
     most_reserved: Callable[[], int],
 ) -> int:
-    """Return the largest of `sizes` whose forward and backward fit on every rank.
+    """Return the largest of `sizes` whose forward and backward fit into memory on every rank.
 
-    sizes: packs of a microbatch.
-    make_batch: makes a microbatch of a number of packs, with documents as they lie in the packs.
-    multiple_of: the precision takes numbers of tokens that are multiples of it.
-    usable: bytes of this device.
-    most_reserved: returns the bytes that the last trial took.
+    sizes: the numbers of packs that a microbatch may have.
+    make_batch: returns a microbatch of a given number of packs, with the documents of real packs.
+    multiple_of: the number of tokens in a microbatch must be a multiple of this number.
+    usable: the number of bytes on this device that a trial may use.
+    most_reserved: returns the peak number of bytes that the last trial has reserved.
 
-    Returns 0 if not even 1 pack fits. Leaves the model in training mode, its gradients zero.
+    Returns 0 if not even one pack fits. Leaves the model in training mode with zero gradients.
 
-    Ranks may wait for each other within a trial, and a rank that runs out of memory would leave the
-    others waiting. So trials grow from half a pack, and each size is predicted to fit from the
-    smaller ones on the fullest rank.
+    Ranks may wait for each other within a trial. If one rank ran out of memory, the others would
+    wait forever. So the first trial has half a pack, and a larger size is tried only if the memory
+    of the smaller trials, on the rank that uses most, predicts that it fits.
     """
-    model.train()  # a model from a folder is in evaluation mode, and then recomputes no layer
+    # A model that was loaded from a folder is in evaluation mode, in which no layer is recomputed.
+    model.train()
     limit = -largest_over_ranks(accelerator, -usable)
     length = make_batch(1).max_seqlen
     half = math.ceil(length / (2 * multiple_of)) * multiple_of
 
     def most_used(packs: float) -> int:
-        # Each size compiles anew, and the compiler gives up on a function compiled eight times.
+        # Each size is compiled separately. Reset the compiler, because it stops compiling a
+        # function after eight compilations.
         torch.compiler.reset()
         try:
             _try(
@@ -194,14 +209,16 @@ def grow(
 ) -> int:
     """Return the largest of `sizes` whose trial uses no more than `limit` bytes, or 0.
 
-    sizes: packs, ascending.
-    most_used: tries a number of packs and returns the bytes used.
-    first: the first trial, part of a pack or one pack.
+    sizes: numbers of packs, ascending.
+    most_used: runs a trial with a given number of packs, and returns the bytes that it used.
+    first: the number of packs in the first trial: a part of a pack, or one.
 
-    Memory is assumed to grow linearly in packs from the last two trials, because much of it is used
-    at any size. Sizes grow at most fourfold, so that a deviation from linear growth shows.
+    The memory of the next trial is predicted from the last two trials by a straight line. The line
+    has an offset, because a large part of the memory is used at any size. A trial has at most four
+    times as many packs as the previous one, so that the prediction is corrected in time if memory
+    does not grow linearly.
     """
-    fewer, less = first, most_used(first)  # packs and bytes of the last trial
+    fewer, less = first, most_used(first)  # the packs and the bytes of the previous trial
     if less > limit:
         return 0
     largest = int(first) if first in sizes else 0
@@ -225,36 +242,40 @@ def grow(
 
 
 def _try(model: PackedLanguageModel, accelerator: Accelerator, batch: Microbatch) -> None:
-    """Run two forwards and backwards of `batch`, and measure the peak memory from here on.
+    """Run two forward and backward passes of `batch`, and then clear the gradients.
 
-    Gradients are cleared afterwards.
+    On a GPU, the peak statistics of memory are reset first. The caller reads the peak afterwards.
     """
     device = accelerator.device
-    gc.collect()  # reference cycles of a trial that failed
+    # Free the tensors in reference cycles that a failed trial may have left.
+    gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     try:
-        # The second pass has gradients in memory, as every later microbatch has.
+        # Run two passes, because the gradients of the first pass are in memory during the second
+        # one, as in every microbatch of training after the first.
         for is_last in (False, True):
             with ExitStack() as contexts:
                 if model.sharding and not is_last:
-                    # Ranks that hold the whole model must not wait for one that has run out of
-                    # memory. With shards they wait in any case.
+                    # Do not exchange gradients: ranks that hold the whole model must not wait for a
+                    # rank that has run out of memory. With sharded parameters ranks wait for each
+                    # other in any case.
                     contexts.enter_context(model.sharding.accumulating())
                 accelerator.backward(model(**inputs_of(batch, device)))
     finally:
         model.discard_partial_gradients()
-        # Zeroed, not freed: every trial needs the gradients' memory. Shards get new ones each step.
+        # Set gradients to zero without freeing them, because training keeps their memory too. Under
+        # FSDP2 free them, because each step allocates new sharded gradients.
         model.zero_grad(set_to_none=accelerator.is_fsdp2)
         clear_main_gradients(model.parameters())
 
 
-# ── Memory that runs out ──────────────────────────────────────────────────────────────────────────
+# ── Errors about full memory ──────────────────────────────────────────────────────────────────────
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether `error` or one of its causes reports that a device or the host is full."""
+    """Return whether `error` or one of its causes reports that device or host memory is full."""
     while error is not None:
         if isinstance(error, torch.OutOfMemoryError | MemoryError):
             return True
@@ -266,16 +287,17 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Raise InputError with the settings that take less memory if memory runs out in the block."""
+    """If memory runs out inside the block, raise InputError with the settings that need less."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise InputError(
-            f"out of memory: {one_line(error)}. What takes less: {TAKES_LESS}; `--plan` says how "
-            "much. Checkpoints are untouched: the same command with one of these goes on, with "
-            "--accept-changes where `weights` or `optimizer` differ"
+            f"out of memory: {one_line(error)}. To reduce memory, choose one of: "
+            f"{TAKES_LESS}; `--plan` prints the memory of a recipe. The checkpoints are intact: to "
+            "continue, start the same command with one of these settings. If you change `weights` "
+            "or `optimizer`, also pass --accept-changes"
         ) from None
 
 
@@ -285,7 +307,8 @@ def explaining_errors() -> Iterator[None]:
 def find_parity(run: Run) -> list[Parity | str]:
     """Compare step 0 with plain transformers in each precision of the run. Collective.
 
-    Each result is the comparison or the reason why there is none. The audit has it too.
+    Returns one result for each precision: the comparison, or a text with the reason why it was
+    skipped. The results are also recorded in the audit.
     """
     results = []
     comparisons = sum(3 if active.precision.quantized else 2 for active in run.job.plan.precisions)
@@ -300,31 +323,32 @@ def find_parity(run: Run) -> list[Parity | str]:
 
 
 def require_parity(run: Run, parity: Sequence[Parity | str]) -> None:
-    """Print the results of `find_parity`, and raise TrainingHalted if a comparison failed."""
+    """Print the results of `find_parity`. Raise TrainingHalted if a comparison has failed."""
     for active, result in zip(run.job.plan.precisions, parity, strict=False):
         name = f"{active.precision.name}: " if len(parity) > 1 else ""
         if isinstance(result, str):
-            run.console.notice(f"{name}parity left out: {result}")
+            run.console.notice(f"{name}parity skipped: {result}")
         else:
             run.console.notice(f"{name}{result.summary()}")
             result.require()
 
 
 def _compare_first_step(run: Run) -> Parity | str:
-    """Compare part of step 0 in the present precision. Return why if that is not possible.
+    """Compare part of step 0 in the present precision with plain transformers. Collective.
 
-    The result is the same on every rank.
+    Returns the comparison, or a text with the reason if it is not possible. All ranks return the
+    same result.
     """
     model, accelerator = run.assembly.model, run.accelerator
     if run.state.step:
         return (
-            "step 0 is compared only, and this run begins with the weights of step "
+            "parity compares only step 0, but this run starts with the weights of step "
             f"{run.state.step:,}"
         )
     if largest_over_ranks(accelerator, int(not _fits(run.job, model, accelerator.device))):
         return (
-            "plain transformers in FP32 does not fit beside the run "
-            f"({PLAIN_BYTES} bytes a parameter)"
+            "plain transformers in FP32 does not fit into memory beside the run "
+            f"({PLAIN_BYTES} bytes per parameter)"
         )
     job = run.job
     if run.assembly.audit["compiled"] == "nothing":
@@ -344,12 +368,13 @@ def _compare_first_step(run: Run) -> Parity | str:
 
 
 def _fits(job: Job, model: PackedLanguageModel, device: torch.device) -> bool:
-    """Return whether plain transformers in FP32 fits beside the model."""
+    """Return whether plain transformers in FP32 fits into this device's memory beside the model."""
     if device.type != "cuda":
         return True
     free, _ = torch.cuda.mem_get_info(device)
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     parameters = sum(parameter.numel() for parameter in model.hf.parameters())
     heads = model.hf.config.get_text_config().num_attention_heads
-    scores = heads * min(job.recipe.data.length, LONGEST["cuda"]) ** 2  # of attention
+    # The number of attention scores of one document, which plain transformers keeps in memory.
+    scores = heads * min(job.recipe.data.length, LONGEST["cuda"]) ** 2
     return PLAIN_BYTES * (parameters + scores) < 0.8 * free

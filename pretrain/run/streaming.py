@@ -1,6 +1,7 @@
-"""Train on packs that are made meanwhile: run the packer, and wait for its parts.
+"""Train on packs that a packer process makes while the run trains (`data.streaming`).
 
-Each function does nothing for a run whose packs were prepared before.
+The functions start the packer and wait for the packs of a step. They do nothing if all packs were
+prepared before the run.
 """
 
 from __future__ import annotations
@@ -18,16 +19,21 @@ from pretrain.run.job import Job
 from pretrain.run.resume_point import ResumePoint
 from pretrain.run.run import Run
 
-_LOOK = 0.5  # seconds that a rank waits before all ranks agree whether to wait on
+# A rank waits this number of seconds for its packs. Then all ranks agree whether they continue to
+# wait.
+_LOOK = 0.5
 
 
 def start_stream(
     job: Job, source: ResumePoint | None, folder: RunFolder, accelerator: Accelerator
 ) -> None:
-    """Start the packer of the job's stream. It ends when the run `folder` is closed.
+    """Start the packer process of the job's stream on the main process.
 
-    Collective. Raises InputError if another run reads the stream, or if a machine does not see its
-    folder.
+    source: the checkpoint that the run continues from, or None.
+    folder: the run folder. The packer is stopped when `folder` is closed.
+
+    Collective. Raises InputError if another run reads the same stream, or if the folder of the
+    stream does not exist on one of the machines.
     """
     stream = job.data.stream
     if stream is None:
@@ -43,9 +49,9 @@ def start_stream(
 
 
 def continue_stream(job: Job, source: ResumePoint | None) -> None:
-    """Read the stream from the place of the checkpoint `source` on.
+    """Set the position from which the run reads the stream to the position in `source`.
 
-    Without a checkpoint of this stream, the run starts at the first pack.
+    If `source` is None or belongs to another stream, the run reads from the first pack.
     """
     stream = job.data.stream
     if stream is None:
@@ -59,9 +65,13 @@ def wait_for_packs(
 ) -> int:
     """Wait until all ranks have the packs of the next step, and return 0.
 
-    If a rank has a reason to stop meanwhile, return the largest reason of all ranks. The packer may
-    delete the parts before the next step: this rank has read them, and so have all others, whose
-    gradients are in the last step. Collective.
+    steps: the prefetched batches of this rank.
+    reason_to_stop: returns a stop code above 0 if this rank should stop, else 0.
+
+    If a rank should stop while others wait, return the largest stop code of all ranks. Collective.
+
+    This function also allows the packer to delete the packs before the next step. All ranks have
+    read these packs, because the last step needed the gradients of all ranks.
     """
     stream = run.job.data.stream
     if stream is None:
@@ -69,7 +79,7 @@ def wait_for_packs(
     order = run.job.batches(run.accelerator, run.state.shift).order
     stream.advance_to(order.places_of_step(run.state.data_steps[0]))
     with run.console.progress("waiting for packs"):
-        # `steps` are also ready if their packs will never come, which is a reason to stop.
+        # `steps.ready` is also true if the packs cannot be made. Then `reason_to_stop` is above 0.
         while largest_over_ranks(
             run.accelerator, int(not steps.ready(_LOOK) or reason_to_stop() > 0)
         ):

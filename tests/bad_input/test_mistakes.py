@@ -163,7 +163,7 @@ COMMANDS = {
         for command in ("matrix", "phases", "flops", "plan", "prepare")
     },
     "export": "RUN_OR_CHECKPOINT",
-    "evaluate {here}": "{here}: is no run folder",
+    "evaluate {here}": "{here}: this folder is not a run folder",
     **dict.fromkeys(
         ("export nowhere out", "sample nowhere one", "report nowhere", "inspect nowhere"), "nowhere"
     ),

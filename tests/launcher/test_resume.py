@@ -163,7 +163,7 @@ def test_a_longer_horizon_needs_a_checkpoint_before_the_decay(
 ) -> None:
     assert run("schedule.kind=wsd", "train.steps=8").status == 0
     refusal = run("schedule.kind=wsd", "train.steps=10").refusal
-    checkpoint = re.search(r"--resume, which (\S+) is", refusal)[1]
+    checkpoint = re.search(r"--resume, such as (\S+)\.", refusal)[1]
     assert "step-00000004" in checkpoint
     longer = run("schedule.kind=wsd", "train.steps=10", "--resume", checkpoint)
     assert longer.status == 0, longer.output
@@ -189,7 +189,7 @@ def test_a_run_folder_to_begin_with_is_refused_with_its_newest_checkpoint(
     message = run(f"train.begin_with={alone.run_dir}").refusal
     newest = alone.run_dir / "checkpoints" / f"step-{STEPS:08d}"
     assert message.startswith("`train.begin_with`")
-    assert f"name one, such as {newest}" in message
+    assert f"of a checkpoint, such as {newest}" in message
 
 
 @pytest.mark.parametrize(("step", "signal"), [(3, SIGTERM), (6, SIGINT)])
@@ -271,7 +271,7 @@ def test_a_finished_run_started_again_changes_nothing(
     files = contents(repeated.run_dir)
     for options in ((), ("--accept-changes",), ("--plan",)):
         refusal = start_here(recipe, folder, "train.steps=8", *options).refusal
-        assert "is from step 12, and `train` ends the run at 8; lengthen it" in refusal
+        assert "is from step 12, but `train` ends the run at step 8; raise" in refusal
         assert contents(repeated.run_dir) == files
 
 
@@ -323,8 +323,14 @@ FAULTS = {
         after_loading(lambda assembly: assembly.context.forget()),
         "amax_history",
     ),
-    "a pack is repeated": (repeat_a_pack, "packs begin at place 15, not 16"),
-    "a step is skipped": (skip_a_step, "packs begin at place 24, not 16"),
+    "a pack is repeated": (
+        repeat_a_pack,
+        "packs begin at position 15 in the order of packs, not at 16",
+    ),
+    "a step is skipped": (
+        skip_a_step,
+        "packs begin at position 24 in the order of packs, not at 16",
+    ),
 }
 LOW = (
     "precision=delayed",

@@ -139,7 +139,7 @@ def test_unused_linears_and_experts_without_gradient_are_found(
     observe(packed, inputs, FP32)  # A single expert may have no tokens.
     mlp.experts = nn.Module()
     mlp.experts.scale = nn.Parameter(torch.ones(3))
-    assert "mlp.experts.scale among them" in refusal(observe, packed, inputs, FP32)
+    assert "mlp.experts.scale, because" in refusal(observe, packed, inputs, FP32)
     mlp.forward = lambda hidden: hidden
     message = refusal(observe, packed, inputs, FP32)
     assert "3 of 15" in message and "layers.1.mlp.gate_proj (not run)" in message
@@ -217,13 +217,13 @@ def test_a_replaced_linear_and_a_norm_without_gradient_are_found(
     run = small()
     attach_main_gradients(run.packed, main_gradients)
     run.layers[0].input_layernorm.forward = lambda hidden: hidden
-    assert "model.layers.0.input_layernorm.weight among them" in refusal(run.audit)
+    assert "for example model.layers.0.input_layernorm.weight" in refusal(run.audit)
     skipped = run.layers[1].mlp.up_proj
     plain = nn.Linear(*reversed(skipped.weight.shape), bias=False, device="meta")
     plain.weight = skipped.weight
     run.packed.hf.set_submodule("model.layers.1.mlp.up_proj", plain)
     assert (
-        "1 of 15 modules did not compute in it: model.layers.1.mlp.up_proj (forward bf"
+        "1 of 15 modules did not compute in this precision: model.layers.1.mlp.up_proj (forward bf"
         in refusal(run.audit)
     )
 
@@ -274,7 +274,7 @@ def test_experts_and_routers_are_listed_with_their_precision(mixture: Callable) 
     assert (down["effective"], down["backend"]) == ("bf16", "torch") and "keep_bf16" in down[
         "reason"
     ]
-    assert router["effective"] == "fp32" and "no linear" in router["reason"]
+    assert router["effective"] == "fp32" and "not a linear" in router["reason"]
     head = entries["lm_head"]
     assert (head["requested"], head["effective"], head["backend"]) == (
         "bf16",
@@ -352,7 +352,7 @@ def test_a_bf16_forward_quantizes_only_backward_products(
     # With this seed, the expert whose products are sampled has tokens with a label.
     run = request.getfixturevalue(kind)("nvfp4_bf16_forward", seed=2)
     # Routers are no linears and stay in BF16 or FP32.
-    entries = [entry for entry in run.audit() if "no linear" not in (entry["reason"] or "")]
+    entries = [entry for entry in run.audit() if "not a linear" not in (entry["reason"] or "")]
     assert {entry["effective"] for entry in entries} == {"nvfp4_bf16_forward"}
     fp4 = "e2m1 in blocks of 16"
     expected = {

@@ -145,7 +145,7 @@ def test_a_branch_needs_the_folder_of_a_checkpoint(
     folder: str, example: str, tmp_path: Path
 ) -> None:
     save(tmp_path / "trunk", 4, 8)
-    with pytest.raises(InputError, match=f"is not a checkpoint; name one, such as .*{example}"):
+    with pytest.raises(InputError, match=f"is not a checkpoint; .*, such as .*{example}"):
         find(tmp_path / "run", branch_from=tmp_path / folder)
 
 
@@ -219,16 +219,16 @@ def test_another_recipe_is_refused_with_its_changes(in_run_folder: bool) -> None
     message = str(error.value)
     assert "made by another recipe:\n  seed: saved 0, now 1\n" in message
     assert ("Set another `run_dir`" if in_run_folder else "Omit --resume") in message
-    assert "--accept-changes" in message and "To end elsewhere" not in message
+    assert "--accept-changes" in message and "To end at another step" not in message
 
 
 def test_a_decayed_rate_is_refused_with_a_checkpoint_before_the_decay(tmp_path: Path) -> None:
     early, newest = save(tmp_path, 4, 12)
     checkpoint = ResumePoint(newest, record_of(12), in_run_folder=True)
     job = job_of(24, schedule="wsd")
-    with pytest.raises(InputError, match=f"with --resume, which {early} is"):
+    with pytest.raises(InputError, match=f"to --resume, such as {early}"):
         require_same_training(checkpoint, HORIZON_CHANGED, job, [newest, early])
-    with pytest.raises(InputError, match=r"with --resume\.$"):
+    with pytest.raises(InputError, match=r"to --resume\.$"):
         require_same_training(checkpoint, HORIZON_CHANGED, job, [newest])
 
 
@@ -251,8 +251,8 @@ def test_these_checkpoints_are_not_refused_for_their_changes(
     [
         (11, True, None),
         (12, True, None),  # the run is complete
-        (12, False, "is from step 12, and `train` ends the run at 12; lengthen it$"),
-        (13, True, "ends the run at 12; lengthen it, or set another `run_dir`"),
+        (12, False, "is from step 12, but `train` ends the run at step 12; raise .* `train`$"),
+        (13, True, "ends the run at step 12; raise .*, or set another `run_dir`"),
     ],
 )
 def test_a_checkpoint_must_leave_steps_to_train(
@@ -270,7 +270,7 @@ def test_a_horizon_in_tokens_needs_steps_of_equal_size() -> None:
     record = record_of(4)
     record["progress"]["tokens"] = 4 * 2048
     source = ResumePoint(Path("step"), record)
-    with pytest.raises(InputError, match=r"set the horizon as `train.steps: 8`"):
+    with pytest.raises(InputError, match=r"in steps, as `train.steps: 8`"):
         require_steps_to_train(source, job_of())
 
 
@@ -278,7 +278,7 @@ def test_another_stream_is_refused_unless_a_branch_starts_it() -> None:
     job = job_of(stream=object(), **{"data.fingerprint": "b"})
     record = record_of(4, **{"data.fingerprint": "a"})
     resumed = ResumePoint(Path("step"), record)
-    with pytest.raises(InputError, match=r"is of another stream.*`train.begin_with: step`"):
+    with pytest.raises(InputError, match=r"belongs to another stream.*`train.begin_with: step`"):
         require_same_stream(resumed, job)
     branch = ResumePoint(Path("step"), record, is_branch=True)
     require_same_stream(branch, job)
@@ -288,7 +288,7 @@ def test_another_stream_is_refused_unless_a_branch_starts_it() -> None:
 @pytest.mark.parametrize("file", ["summary.json", "final"])
 def test_a_start_never_overwrites_a_finished_run(file: str, tmp_path: Path) -> None:
     (tmp_path / file).mkdir()
-    with pytest.raises(InputError, match="is of a finished run that has no checkpoint"):
+    with pytest.raises(InputError, match="contains a finished run that has no checkpoint"):
         require_own_records(job_of(run_dir=tmp_path))
 
 
@@ -300,7 +300,7 @@ def test_a_start_never_overwrites_the_steps_of_another_training(tmp_path: Path) 
     job.data.train = SimpleNamespace(fingerprint="ab12")
     require_own_records(job)
     job.data.train.fingerprint = "cd34"
-    with pytest.raises(InputError, match=r"is of another training \(data.fingerprint\)"):
+    with pytest.raises(InputError, match=r"contains another training, .* data.fingerprint;"):
         require_own_records(job)
     job.run_dir = tmp_path / "nothing yet"
     require_own_records(job)
